@@ -1,0 +1,36 @@
+# `make demo` and `make test` need nothing but Python: each builds its own environment on first use.
+# PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs.
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c "import venv" 2>/dev/null && echo ok),$(p))))
+CONSTRAINTS ?= constraints.txt
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n auto
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(STAMP)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[bench]'
+	$(BIN)/python -m benchmarks.run --suite cpu
+
+# A change of interpreter, pins or dependencies rebuilds the environment.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found; pass PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("scaledot needs Python 3.11 or newer, this is " + sys.version)'
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-* build *.egg-info

@@ -1,0 +1,124 @@
+"""float32 arithmetic that gives the same bits on every backend.
+
+XLA's CPU flushes subnormals and its GPU does not; it turns divisions into multiplications by a
+reciprocal on one and into a not-quite-rounded divide on the other; exp2 and log2 miss at powers of two.
+So subnormals are flushed here on purpose, divisions are finished in integers, and powers of two are
+made from their exponent bits.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SIGN = np.uint32(0x80000000)
+MAGNITUDE = np.uint32(0x7FFFFFFF)
+INFINITY = np.uint32(0x7F800000)
+MIN_NORMAL = np.uint32(0x00800000)
+MANTISSA = np.uint32(0x007FFFFF)
+ONE = np.float32(1.0)
+LARGEST_FACTOR = np.float32(2.0**126)
+SMALLEST_SCALE = np.float32(2.0**-126)
+FLOAT32_MAX = np.finfo(np.float32).max
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def float_of(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def flush(x: jax.Array) -> jax.Array:
+    """float32 with subnormals turned into zeros of the same sign."""
+    bits = bits_of(x)
+    return float_of(jnp.where((bits & MAGNITUDE) < MIN_NORMAL, bits & SIGN, bits))
+
+
+def finite_magnitude(x: jax.Array) -> jax.Array:
+    """int32 bits of |x|, 0 where x is subnormal, infinite or NaN; they order as the magnitudes do."""
+    magnitude = bits_of(x) & MAGNITUDE
+    counts = (magnitude >= MIN_NORMAL) & (magnitude < INFINITY)
+    return jnp.where(counts, magnitude, np.uint32(0)).astype(jnp.int32)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """2^exponent for int32 exponents in [-126, 127]."""
+    return float_of((exponent + 127).astype(jnp.uint32) << 23)
+
+
+def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """x * 2^exponent for exponents in [-252, 254], in two steps because 2^-127 is a subnormal operand."""
+    half = exponent >> 1
+    return x * power_of_two(half) * power_of_two(exponent - half)
+
+
+def floor_power_of_two(x: jax.Array) -> jax.Array:
+    return float_of(bits_of(x) & INFINITY)
+
+
+def floor_power_of_two_by_log2(x: jax.Array) -> jax.Array:
+    """exp2(floor(log2(x))) as float32 library calls give it: log2 of a number just below 2^n rounds to n itself.
+
+    That happens when the distance, j units in the last place, is at most half a step of the floats below n:
+    j * 2^-24 / ln 2 <= step / 2. Positive powers of two have the smaller step of the binade below them.
+    """
+    pattern = bits_of(x)
+    exponent = (pattern >> 23).astype(jnp.int32) - 126  # n: the next power of two above x
+    distance = (MIN_NORMAL - (pattern & MANTISSA)).astype(jnp.int32)
+    size = jnp.abs(exponent)
+    binade = 31 - lax.clz(jnp.maximum(size, 1))
+    halved = (exponent > 0) & (size == 1 << binade)
+    reach = np.float32(math.log(2)) * power_of_two(binade - halved.astype(jnp.int32))
+    rounds_up = (exponent != 0) & (distance.astype(jnp.float32) <= reach)
+    return float_of((pattern & INFINITY) + (rounds_up.astype(jnp.uint32) << 23))
+
+
+def ceil_power_of_two(x: jax.Array) -> jax.Array:
+    return float_of((bits_of(x) + MANTISSA) & INFINITY)
+
+
+def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
+    """Correctly rounded float32 a / b.
+
+    Subnormal operands and results count as 0, x / 0 is an infinity. The hardware quotient of the two
+    mantissas is within a few units in the last place; the remainder, which is small and therefore exact
+    modulo 2^32, says by how many.
+    """
+    a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    a_bits, b_bits = bits_of(a), bits_of(b)
+    sign = (a_bits ^ b_bits) & SIGN
+    top, bottom = (a_bits & MANTISSA) | MIN_NORMAL, (b_bits & MANTISSA) | MIN_NORMAL
+    below_one = top < bottom
+    shift = jnp.where(below_one, np.uint32(24), np.uint32(23))  # so that the quotient has 24 bits
+    quotient, remainder = _long_division(top, bottom, shift)
+    quotient += (2 * remainder > bottom.astype(jnp.int32)).astype(jnp.uint32)  # a tie cannot happen
+    exponent = _field(a_bits) - _field(b_bits) + 127 - below_one.astype(jnp.int32)
+    # A carry out of the mantissa runs into the exponent, as it should.
+    magnitude = (exponent << 23) + (quotient - MIN_NORMAL).astype(jnp.int32)
+    magnitude = jnp.where(exponent < 0, 0, jnp.where(exponent > 254, INFINITY.astype(np.int32), magnitude))
+    magnitude = jnp.where(magnitude < MIN_NORMAL.astype(np.int32), 0, magnitude).astype(jnp.uint32)
+    magnitude = jnp.where(_field(a_bits) == 0, np.uint32(0), magnitude)
+    magnitude = jnp.where(_field(b_bits) == 0, INFINITY, magnitude)
+    special = (_field(a_bits) == 255) | (_field(b_bits) == 255) | ((_field(a_bits) == 0) & (_field(b_bits) == 0))
+    return jnp.where(special, flush(a) / flush(b), float_of(magnitude | sign))
+
+
+def _field(bits: jax.Array) -> jax.Array:
+    return ((bits & INFINITY) >> 23).astype(jnp.int32)
+
+
+def _long_division(top: jax.Array, bottom: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of (top << shift) / bottom for 24-bit integers."""
+    ratio = top.astype(jnp.int32).astype(jnp.float32) / bottom.astype(jnp.int32).astype(jnp.float32)
+    guess = ratio * jnp.where(shift == 24, np.float32(2.0**24), np.float32(2.0**23))
+    quotient = guess.astype(jnp.int32).astype(jnp.uint32)
+    remainder = ((top << shift) - quotient * bottom).astype(jnp.int32)
+    divisor = bottom.astype(jnp.int32)
+    for _ in range(2):  # hardware divides are off by at most two units
+        step = (remainder >= divisor).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)
+        quotient, remainder = quotient + step.astype(jnp.uint32), remainder - step * divisor
+    return quotient, remainder

@@ -1,0 +1,137 @@
+"""Codes from scaled float32 values, and values from codes.
+
+Every encoder saturates. Float elements are rounded in the integer domain: XLA's casts overflow to NaN or
+infinity, its cast to FP4 is slow, and on a GPU it deletes a cast to a narrow type and back as excess
+precision, which nothing can do to arithmetic on bits.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+from scaledot.formats import Format
+from scaledot.numerics.bits import MAGNITUDE, SIGN, bits_of, float_of
+from scaledot.numerics.rounding import round_integer, round_to
+
+
+def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+    """Codes of scaled values: nearest, ties to even; or stochastic where `uniform` numbers are given.
+
+    NaN stays NaN in 8-bit floats and becomes 0 in every other element.
+    """
+    if format.is_float:
+        return _encode_float(w, format, uniform)
+    if format.codebook is not None:
+        return _encode_codebook(w, format.codebook, format.code_dtype, uniform)
+    low, high = format.integer_range
+    return narrow(round_integer(jnp.clip(_nan_to_zero(w), low, high), uniform).astype(jnp.int8), format.code_dtype)
+
+
+def encode_affine(w, zero, format: Format, uniform: jax.Array | None, input_dtype) -> jax.Array:
+    """Integer codes of scaled values around a zero point, both float32."""
+    w = _nan_to_zero(w)
+    half = 2 ** (format.bits - 1)
+    if format.quirks.zero_first:
+        shifted = w + zero
+        codes = round_integer(round_to(shifted, input_dtype) if format.quirks.own_dtype else shifted, uniform)
+    else:
+        codes = round_integer(w, uniform) + zero
+    return narrow(jnp.clip(codes, -half, half - 1).astype(jnp.int8), format.code_dtype)
+
+
+def decode(codes: jax.Array, format: Format) -> jax.Array:
+    """The float32 values that codes stand for, before any scale."""
+    if format.codebook is not None:
+        return _look_up(widen(codes), format.codebook)
+    if format.is_integer or format.bits == 8:
+        return codes.astype(jnp.float32)
+    return _decode_float(widen(codes), format)
+
+
+def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
+    """8-bit integers as a dtype of at most 8 bits; 4-bit floats are taken as raw bits.
+
+    Fused with other arithmetic XLA's CPU stores nibbles one at a time; behind a barrier it can pack them.
+    """
+    if jnp.iinfo(codes.dtype).bits == _bits(dtype):
+        return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
+    codes = lax.optimization_barrier(codes)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return codes.astype(dtype)
+    return lax.bitcast_convert_type(codes.astype(jnp.uint4), dtype)
+
+
+def widen(codes: jax.Array) -> jax.Array:
+    """Raw bits of unsigned or 4-bit float codes as uint32."""
+    if codes.dtype == jnp.float4_e2m1fn:
+        codes = lax.bitcast_convert_type(codes, jnp.uint4)
+    return codes.astype(jnp.uint8).astype(jnp.uint32)
+
+
+def _bits(dtype: np.dtype) -> int:
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+
+
+def _nan_to_zero(w: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(w), np.float32(0), w)
+
+
+def _encode_float(w: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+    info = ml_dtypes.finfo(format.element_dtype)
+    mantissa, least_field = int(info.nmant), np.uint32(127 + int(info.minexp))
+    bits = bits_of(w)
+    sign = (w < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
+    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
+    field = jnp.maximum(clipped >> 23, least_field)
+    in_steps = float_of(clipped) * float_of((np.uint32(254 + mantissa) - field) << 23)
+    steps = round_integer(in_steps, uniform).astype(jnp.int32).astype(jnp.uint32)
+    code = (steps + ((field - least_field) << mantissa)) | (sign << (format.bits - 1))
+    nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
+    code = jnp.where((bits & MAGNITUDE) > np.uint32(0x7F800000), np.uint32(nan), code)
+    return narrow(code.astype(jnp.uint8), format.code_dtype)
+
+
+def _decode_float(bits: jax.Array, format: Format) -> jax.Array:
+    info = ml_dtypes.finfo(format.element_dtype)
+    mantissa, minexp = int(info.nmant), int(info.minexp)
+    sign_bit = format.bits - 1
+    magnitude = bits & np.uint32((1 << sign_bit) - 1)
+    normal = float_of((magnitude << (23 - mantissa)) + np.uint32((126 + minexp) << 23))
+    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * np.float32(2.0 ** (minexp - mantissa))
+    value = jnp.where(magnitude < np.uint32(1 << mantissa), subnormal, normal)
+    return float_of(bits_of(value) | ((bits << (31 - sign_bit)) & SIGN))
+
+
+def _encode_codebook(w, codebook, dtype, uniform):
+    """Index of the nearest entry: how many midpoints lie below, so a tie takes the lower one."""
+    entries = np.array(codebook, np.float32)
+    w = jnp.clip(_nan_to_zero(w), entries[0], entries[-1])
+    if uniform is None:
+        return narrow(_count(w > middle for middle in (entries[1:] + entries[:-1]) / np.float32(2)), dtype)
+    below = _count(w >= entry for entry in entries[1:])
+    lower = _look_up(below.astype(jnp.uint32), codebook)
+    per_gap = _look_up(below.astype(jnp.uint32), (*(1 / np.diff(entries)), 0.0))
+    return narrow(below + ((w - lower) * per_gap > uniform).astype(jnp.uint8), dtype)
+
+
+def _count(conditions) -> jax.Array:
+    return functools.reduce(operator.add, (condition.astype(jnp.uint8) for condition in conditions))
+
+
+def _look_up(index: jax.Array, table: tuple[float, ...]) -> jax.Array:
+    """table[index] as a tree of selects, one level per bit, which vectorises where a gather does not."""
+    level: list[Any] = [np.float32(v) for v in table]
+    bit = 0
+    while len(level) > 1:
+        if len(level) % 2:
+            level.append(level[-1])
+        chosen = (index >> bit) & 1 == 1
+        level = [jnp.where(chosen, high, low) for low, high in zip(level[::2], level[1::2], strict=True)]
+        bit += 1
+    return jnp.asarray(level[0])

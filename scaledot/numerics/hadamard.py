@@ -1,0 +1,66 @@
+"""The random Hadamard transform: spreads an outlier over its neighbours before a coarse cast.
+
+H = n^-1/2 * diag(s) * Sylvester_n with Sylvester[r, c] = (-1)^popcount(r & c). Applied along the
+contracted axis of both operands of a product it cancels, because H is orthogonal. It is computed as
+butterflies in a fixed order, so every backend adds in the same order and gives the same bits.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.numerics.rounding import round_bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard:
+    """`size` consecutive elements along `axis` are multiplied by H; bit i of `mask` makes sign i negative."""
+
+    size: int = 16
+    mask: int = 0xD7E8
+    axis: int = -1
+
+    def __post_init__(self):
+        if self.size < 2 or self.size & (self.size - 1):
+            raise ValueError(f"`size` of a Hadamard must be a power of two of at least 2, not {self.size}")
+        if not 0 <= self.mask < 1 << self.size:
+            raise ValueError(f"`mask` {self.mask:#x} of a Hadamard does not fit {self.size} signs")
+
+    @property
+    def signs(self) -> np.ndarray:
+        return np.array([-1.0 if self.mask >> i & 1 else 1.0 for i in range(self.size)], np.float32)
+
+
+def rotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
+    """x @ H in groups along the axis: bf16 in, float32 sums, bf16 out (as float32)."""
+    groups = _grouped(round_bfloat16(x), rotation)
+    return _ungrouped(round_bfloat16(_butterflies(groups * rotation.signs)), x.shape, rotation)
+
+
+def unrotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
+    """x @ H.T in float32, which undoes `rotate`."""
+    return _ungrouped(_butterflies(_grouped(x, rotation)) * rotation.signs, x.shape, rotation)
+
+
+def _grouped(x: jax.Array, rotation: Hadamard) -> jax.Array:
+    x = jnp.moveaxis(x, rotation.axis, -1)
+    return x.reshape(*x.shape[:-1], -1, rotation.size)
+
+
+def _ungrouped(groups: jax.Array, shape: tuple[int, ...], rotation: Hadamard) -> jax.Array:
+    flat = groups.reshape(*groups.shape[:-2], shape[rotation.axis])
+    return jnp.moveaxis(flat, -1, rotation.axis)
+
+
+def _butterflies(groups: jax.Array) -> jax.Array:
+    """Multiply by the normalised Sylvester matrix, one bit of the index at a time."""
+    size = groups.shape[-1]
+    stride = 1
+    while stride < size:
+        pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        groups = jnp.stack([low + high, low - high], axis=-2).reshape(groups.shape)
+        stride *= 2
+    return groups * np.float32(size**-0.5)

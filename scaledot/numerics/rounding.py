@@ -1,0 +1,68 @@
+"""Rounding to integers, to nearest even or by chance, and the bits that chance is made of.
+
+Stochastic rounding needs one uniform number per element. Drawing it with jax.random would cost more than
+the rest of the cast; here it is a hash of the key and of the element's flat index, so the same key gives
+the same codes on every backend and however the array is sharded.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """w to a whole number: ties to even, or up with the probability of its fraction where `uniform` is given."""
+    if uniform is None:
+        return lax.round(w, lax.RoundingMethod.TO_NEAREST_EVEN)
+    below = jnp.floor(w)
+    return below + (w - below > uniform).astype(w.dtype)
+
+
+def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32)."""
+    first, second = _seeds(key)
+    hashed = _mix(_mix(_flat_index(shape) ^ first) + second)
+    return (hashed >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+def round_bfloat16(x: jax.Array) -> jax.Array:
+    """float32 rounded to bfloat16's grid; XLA may drop a pair of casts, never this."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def round_to(x: jax.Array, dtype) -> jax.Array:
+    """float32 rounded to the grid of a wider or narrower float dtype, kept as float32."""
+    info = jnp.finfo(dtype)
+    if info.bits >= 32:
+        return x
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def _flat_index(shape: tuple[int, ...]) -> jax.Array:
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis in range(len(shape)):
+        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+    return index
+
+
+def _seeds(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two well-mixed words from all words of the key."""
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    first, second = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
+    for word in jnp.ravel(words):
+        first = _mix(first ^ _mix(word + np.uint32(0x27D4EB2F)))
+        second = _mix(second + _mix(word ^ np.uint32(0x165667B1)))
+    return jnp.asarray(first), jnp.asarray(second)
+
+
+def _mix(h):
+    """A bijection of 32-bit words with low bias (constants from Wellons' search)."""
+    h = h ^ (h >> 16)
+    h = h * np.uint32(0x7FEB352D)
+    h = h ^ (h >> 15)
+    h = h * np.uint32(0x846CA68B)
+    return h ^ (h >> 16)

@@ -1,0 +1,215 @@
+"""Scales from block maxima: the rules of every format, to the bit.
+
+A rule turns the largest magnitude of each block into what is stored (`scale`, and `tensor_scale` for
+two-level formats) and into what the cast applies to the data. All of it works on arrays of the scale's
+shape, which are small, so divisions can afford to be correctly rounded.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.formats import FORMATS, Format
+from scaledot.numerics import bits
+from scaledot.numerics.bits import ONE, divide
+from scaledot.numerics.encode import encode
+from scaledot.numerics.rounding import round_integer, round_to
+
+E4M3_MAX = np.float32(448.0)
+_GUARD = np.float32(17 / 16)
+
+
+class Levels(NamedTuple):
+    """The stored scales and how the cast applies them: x * factors, or x / divisor where that is given."""
+
+    scale: jax.Array
+    tensor_scale: jax.Array | None
+    factors: tuple[jax.Array, ...]
+    divisor: jax.Array | None = None
+
+
+def levels_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Levels:
+    """Scales of blocks whose largest magnitudes are `amax`.
+
+    A two-level format needs the given `tensor_scale`, or the `tensor_amax` to make one from; both have one
+    entry per leading index (none: one for all).
+    """
+    if format.quirks.least_amax:
+        amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
+    if format.scale == "float8_e8m0fnu":
+        return _e8m0_levels(e8m0_code(amax, format), two_factors=format.max < 2)
+    if format.scale == "float8_e4m3fn":
+        return _e4m3_levels(amax, format, dtype, tensor_scale, tensor_amax)
+    return _float_levels(amax, format, dtype)
+
+
+def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Levels:
+    """The same for scales that the caller brings."""
+    if format.scale == "float8_e8m0fnu":
+        code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+        return _e8m0_levels(code, two_factors=True)
+    value = scale.astype(jnp.float32)
+    if tensor_scale is not None:
+        value = value * beside(tensor_scale, value.ndim)
+    if format.quirks.divide:
+        return Levels(scale, tensor_scale, (), value)
+    factor = jnp.minimum(divide(ONE, value), bits.LARGEST_FACTOR)
+    return Levels(scale, tensor_scale, (jnp.where(value == 0, np.float32(0), factor),))
+
+
+def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
+    """What codes are multiplied by, in turn, to give values."""
+    if format.scale == "float8_e8m0fnu":
+        exponent = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127
+        half = exponent >> 1
+        return bits.power_of_two(half), bits.power_of_two(exponent - half)
+    value = scale.astype(jnp.float32)
+    if tensor_scale is None:
+        return (value,)
+    second = beside(tensor_scale, scale.ndim)
+    return (value * second,) if format.quirks.scales_first else (value, second)
+
+
+def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Levels, jax.Array]:
+    """Scale and float32 zero point of an integer format whose blocks span low..high."""
+    steps = np.float32(2**format.bits - 1)
+    own = (lambda v: round_to(v, dtype)) if format.quirks.own_dtype else (lambda v: v)
+    width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
+    levels = _levels_from_ratio(divide(width, steps), format, dtype)
+    scaled = divide(low, levels.divisor) if levels.divisor is not None else low * levels.factors[0]
+    # The barrier keeps the product and the difference apart: fused they would be rounded once.
+    scaled = lax.optimization_barrier(own(scaled))
+    half = 2 ** (format.bits - 1)
+    zero = jnp.clip(round_integer(own(np.float32(-half) - scaled)), -half, half - 1)
+    return levels, zero
+
+
+def _float_levels(amax: jax.Array, format: Format, dtype) -> Levels:
+    largest = np.float32(format.max)
+    if format.rule == "amax_over_f":
+        return _levels_from_ratio(divide(amax, largest), format, dtype)
+    factor = jnp.clip(divide(largest, amax), bits.SMALLEST_SCALE, bits.LARGEST_FACTOR)
+    if format.pow2:
+        floor = bits.floor_power_of_two_by_log2 if format.quirks.log2_pow2 else bits.floor_power_of_two
+        factor = floor(factor)
+    factor = jnp.where(amax == 0, ONE, factor)
+    scale = divide(ONE, factor)
+    return Levels(round_to(scale, format.scale_dtype(dtype)).astype(format.scale_dtype(dtype)), None, (factor,))
+
+
+def _levels_from_ratio(ratio: jax.Array, format: Format, dtype) -> Levels:
+    """Levels whose stored scale is the ratio itself, rounded to the scale's dtype."""
+    stored = format.scale_dtype(dtype)
+    scale = bits.ceil_power_of_two(ratio) if format.pow2 else ratio
+    scale = jnp.where(scale == 0, scale, jnp.maximum(scale, bits.SMALLEST_SCALE))
+    scale = round_to(scale, stored)
+    empty = jnp.finfo(stored).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
+    scale = jnp.where(scale == 0, np.float32(empty), scale)
+    if format.quirks.divide:
+        return Levels(scale.astype(stored), None, (), scale)
+    return Levels(scale.astype(stored), None, (jnp.minimum(divide(ONE, scale), bits.LARGEST_FACTOR),))
+
+
+def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
+    """int32 code (exponent + 127) of the power-of-two scale, by the format's rule."""
+    pattern = bits.bits_of(amax).astype(jnp.int32)
+    mantissa = pattern & bits.MANTISSA.astype(np.int32)
+    if format.rule == "ceil":
+        return _ceil_code(amax, np.float32(1 / format.max))
+    if format.rule == "floor":
+        field = pattern >> 23
+    elif format.rule == "ceil_log2":
+        field = (pattern >> 23) + (mantissa != 0).astype(jnp.int32)
+    else:
+        kept = 1 if format.rule == "even1" else format.mantissa_bits
+        field = (pattern + (1 << (22 - kept))) >> 23
+    return jnp.clip(field - format.emax, 0, 254)
+
+
+def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:
+    """ceil(log2(amax / F)) + 127 from the bits of the product, which must not become subnormal on the way."""
+    small = amax < np.float32(2.0**-60)
+    ratio = amax * jnp.where(small, np.float32(2.0**64), ONE) * reciprocal
+    pattern = bits.bits_of(ratio).astype(jnp.int32)
+    field = pattern >> 23
+    code = field + ((pattern & bits.MANTISSA.astype(np.int32) != 0) & (field < 254)).astype(jnp.int32)
+    # What float32 would round to 2^-127 itself, code 0, although it lies half a subnormal step above.
+    nearly = ratio <= np.float32((0x400000 + 0.5) * 2.0 ** (64 - 149))
+    return jnp.where(small, jnp.where(nearly, 0, jnp.maximum(code - 64, 0)), code)
+
+
+def _e8m0_levels(code: jax.Array, two_factors: bool) -> Levels:
+    """Only elements that hold nothing above 2 can meet code 254, whose reciprocal is subnormal."""
+    scale = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    exponent = 127 - code
+    half = exponent >> 1
+    if two_factors:
+        return Levels(scale, None, (bits.power_of_two(half), bits.power_of_two(exponent - half)))
+    return Levels(scale, None, (bits.power_of_two(exponent),))
+
+
+def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Levels:
+    largest = np.float32(format.max)
+    up, down = _tensor_level(format, dtype, tensor_scale, tensor_amax)
+    wide_up, wide_down = beside(up, amax.ndim), beside(down, amax.ndim)
+    if format.rule == "te":
+        relative = amax * (wide_up * np.float32(1 / format.max))
+    elif format.rule == "te_jax":
+        relative = divide(amax, largest) * wide_up
+    elif format.rule == "torchao":
+        relative = divide(divide(amax, largest), wide_down)
+    elif format.rule == "modelopt":
+        relative = divide(amax, largest * wide_down)
+    else:
+        relative = wide_up * round_to(divide(amax, largest), dtype)
+    if format.guard:
+        relative = relative * _GUARD
+    stored, value = _e4m3_scale(relative, amax, format)
+    return Levels(stored, down if format.two_level else None, *_e4m3_cast(value, wide_up, wide_down, format))
+
+
+def _tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
+    """What block maxima are multiplied by to reach e4m3's range, and what block scales are multiplied by to return."""
+    if not format.two_level:
+        return jnp.ones((), jnp.float32), jnp.ones((), jnp.float32)
+    if tensor_scale is not None:
+        return divide(ONE, tensor_scale), tensor_scale
+    reach = np.float32(format.max) * E4M3_MAX
+    empty = tensor_amax == 0
+    up = jnp.clip(divide(reach, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_FACTOR)
+    if format.rule == "compressed_tensors":
+        up = round_to(up, dtype)
+        down = divide(ONE, up)
+    else:
+        down = jnp.maximum(divide(tensor_amax, reach), bits.SMALLEST_SCALE)
+    return jnp.where(empty, ONE, up), jnp.where(empty, ONE, down)
+
+
+def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """The block scale as stored, and its value."""
+    if format.quirks.least_scale:
+        relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
+    stored = encode(relative, FORMATS["fp8_e4m3"])
+    if format.quirks.empty_scale is not None:
+        empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
+        stored = jnp.where(empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
+    return stored, stored.astype(jnp.float32)
+
+
+def _e4m3_cast(value, up, down, format: Format) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Factors or divisor of the cast; a block whose scale rounds to 0 gets codes 0."""
+    if format.rule == "compressed_tensors":
+        return (), divide(value, up)
+    if format.quirks.divide:
+        return (), value * down
+    torchao = format.rule == "torchao"
+    factor = divide(divide(ONE, down), value) if torchao else divide(ONE, value * divide(ONE, up))
+    return (jnp.where(value == 0, np.float32(0), jnp.minimum(factor, bits.FLOAT32_MAX)),), None
+
+
+def beside(per_leading: jax.Array, ndim: int) -> jax.Array:
+    """One entry per leading index, shaped to broadcast against an array of `ndim` axes."""
+    return per_leading.reshape(per_leading.shape + (1,) * (ndim - per_leading.ndim))

@@ -1,0 +1,414 @@
+"""quantize, dequantize and their relatives.
+
+Each verb checks what a person may get wrong, with the numbers, makes a frozen Plan, and hands arrays to one
+jitted function of `numerics.cast`.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from scaledot.array import ScaledArray
+from scaledot.formats import Format, find_format, rules_of
+from scaledot.numerics import blocks, calibrate
+from scaledot.numerics.bits import flush
+from scaledot.numerics.cast import (
+    Parts,
+    Plan,
+    dequantize_values,
+    quantize_grouped_parts,
+    quantize_parts,
+)
+from scaledot.numerics.hadamard import Hadamard
+
+Axis = int | tuple[int, ...]
+
+
+def quantize(
+    x,
+    format: str | Format,
+    *,
+    axis: Axis = -1,
+    block: int | tuple[int, ...] | None = None,
+    calibration: str = "absmax",
+    rule: str | None = None,
+    rounding: str = "nearest",
+    key=None,
+    rotation: Hadamard | None = None,
+    scale=None,
+    tensor_scale=None,
+    pad: bool = False,
+    dtype=None,
+    nan: str = "keep",
+) -> ScaledArray:
+    """Codes and scales of a float array.
+
+    The last entry of `block` (the format's own by default) lies on `axis`, the others on the axes left of it;
+    0 takes a whole axis. `q.data` has the shape of x, `q.scale` its rank and one entry per block.
+
+    Args:
+      x: float array of at least 16 bits. Non-finite elements never influence a scale; they saturate, and
+        NaN stays NaN in 8-bit floats and becomes 0 elsewhere.
+      format: a Format or its name.
+      axis: where the block ends; with a tuple, the axis of each entry of `block`.
+      block: elements that share a scale, e.g. (128,), (128, 128), or (0,) for one scale per channel.
+      calibration: `absmax[,f]`, `rms,f`, `percentile,p`, `mse`, `fixed,a`; `minmax[,f]` and `fixed,lo,hi` give
+        integer formats a zero point.
+      rule: how a power-of-two scale is rounded: `ceil`, `floor`, `even`, `even1`, `ceil_log2`.
+      rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`.
+      rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
+      scale, tensor_scale: used as they are instead of being computed.
+      pad: let the last block of an axis be short instead of raising.
+      dtype: what the result stands for, the dtype of x by default.
+      nan: "raise" refuses NaN; it needs a concrete array.
+
+    >>> q = quantize(jnp.array([-3, 0.1, 0.7, 2.5]), "fp8_e4m3")
+    >>> q
+    ScaledArray(fp8_e4m3[4], block=all, dtype=float32)
+    >>> q.data.astype(jnp.float32)
+    Array([-448.,   15.,  104.,  384.], dtype=float32)
+    >>> dequantize(q)
+    Array([-3.        ,  0.10044643,  0.6964286 ,  2.5714285 ], dtype=float32)
+    """
+    x = _float_array(x)
+    plan = _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
+    key = _key_for(rounding, key)
+    _check_nan(x, nan)
+    scale, tensor_scale = _given_scales(plan, x, scale, tensor_scale)
+    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, key))
+
+
+def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
+    """The values that a ScaledArray stands for, computed in float32 and rounded once to `dtype`.
+
+    >>> dequantize(quantize(jnp.array([1.0, 2.0, 4.0]), "int8", block=(0,)))
+    Array([1.007874, 2.015748, 4.      ], dtype=float32)
+    """
+    if not isinstance(q, ScaledArray):
+        raise TypeError(f"`q` must be a ScaledArray, not {type(q).__name__}")
+    expected = blocks.grid(q.shape, q.block)
+    if tuple(q.scale.shape) != expected:
+        raise ValueError(
+            f"`q.scale` has shape {tuple(q.scale.shape)}, but blocks of {q.block} cut {q.shape} into {expected}"
+        )
+    return _dequantize(q, np.dtype(q.dtype if dtype is None else dtype))
+
+
+def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
+    """The values of q in another format, block or axis; `options` are those of `quantize`.
+
+    >>> q = quantize(jnp.ones((2, 64)), "mxfp8")
+    >>> requantize(q, "nvfp4", axis=0, pad=True)
+    ScaledArray(nvfp4[2,64], block=16x1, dtype=float32)
+    """
+    options.setdefault("dtype", q.dtype)
+    return quantize(dequantize(q, jnp.float32), format, **options)
+
+
+def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options) -> tuple[ScaledArray, ScaledArray]:
+    """Both orientations of a matrix from one read: blocks along its last axis, and along the one before.
+
+    Both results have the shape of x. Where the codes are the same (one scale for all, square blocks) one cast
+    serves both; otherwise each is made from x, never from the other, and stochastic rounding uses independent
+    bits: `key` for the first, `jax.random.fold_in(key, 1)` for the second. `rotation` is one Hadamard or None
+    for both, or a pair.
+
+    >>> rows, columns = quantize_both(jnp.ones((64, 32)), "mxfp8")
+    >>> rows.scale.shape, columns.scale.shape
+    ((64, 1), (2, 32))
+    """
+    x = _float_array(x)
+    if x.ndim < 2:
+        raise ValueError(f"`x` must have at least 2 axes to have two orientations, not shape {x.shape}")
+    if "axis" in options:
+        raise TypeError("quantize_both takes no `axis`: it quantises along the last two")
+    first, second = rotation if isinstance(rotation, tuple) else (rotation, rotation)
+    row_block = _laid_block(find_format(format), options.pop("block", None), -1, x.ndim)
+    column_block = _swap_last(row_block, x.ndim)
+    rows = quantize(x, format, block=_trailing(row_block), key=key, rotation=first, **options)
+    if row_block == column_block and first == second is None:
+        return rows, rows
+    column_key = None if key is None else jax.random.fold_in(key, 1)
+    columns = _quantize_columns(x, format, column_block, column_key, second, options)
+    return rows, columns
+
+
+def quantize_dbias(x, format: str | Format, **options) -> tuple[ScaledArray, jax.Array]:
+    """`quantize`, and the float32 sum of the unquantised x over all axes but the last.
+
+    >>> q, dbias = quantize_dbias(jnp.ones((3, 32)), "mxfp8")
+    >>> dbias.shape, float(dbias[0])
+    ((32,), 3.0)
+    """
+    x = _float_array(x)
+    if not x.ndim:
+        raise ValueError("`x` must have at least 1 axis to have a bias")
+    return quantize(x, format, **options), _column_sum(x)
+
+
+def quantize_grouped(
+    x,
+    group_sizes,
+    format: str | Format,
+    *,
+    axis: Axis = -1,
+    block: int | tuple[int, ...] | None = None,
+    rule: str | None = None,
+    rounding: str = "nearest",
+    key=None,
+    rotation: Hadamard | None = None,
+    pad: bool = False,
+    dtype=None,
+) -> ScaledArray:
+    """A matrix whose rows come in consecutive groups, each quantised as if it were alone.
+
+    Groups may be empty; rows past the last group become zeros. Blocks never straddle groups: down the rows
+    they start afresh in each, and the last block of a group may be short. Because group sizes may be traced,
+    scales are stored per row (`q.scale` has x's rows, `q.tensor_scale` one entry per row), so the result is an
+    ordinary ScaledArray.
+
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [50.0, 60.0]])
+    >>> q = quantize_grouped(x, jnp.array([2, 0, 1]), "int8", block=(0, 0))
+    >>> q.scale.ravel() * 127
+    Array([ 4.,  4., 60.], dtype=float32)
+    """
+    x = _float_array(x)
+    if x.ndim != 2:
+        raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
+    group_sizes = _checked_groups(group_sizes, x.shape[0])
+    plan = _plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
+    row_block, inner = blocks.expand(plan.block, 2)
+    if not pad:
+        blocks.check_divides(x.shape[1:], (inner,))
+    if plan.rotation is not None and plan.rotation.axis != -1:
+        raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
+    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)))
+    return _wrap(plan, _quantize_grouped(plan, x, group_sizes, row_block, _key_for(rounding, key)))
+
+
+def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> jax.Array:
+    """Largest finite magnitude in float32: of the whole array, or of each block.
+
+    Subnormal numbers count as 0.
+
+    >>> amax(jnp.array([[1.0, -3.0], [jnp.inf, 2.0]]))
+    Array(3., dtype=float32)
+    >>> amax(jnp.array([[1.0, -3.0], [jnp.inf, 2.0]]), block=(0,))
+    Array([[3.],
+           [2.]], dtype=float32)
+    """
+    x = _float_array(x)
+    if block is None:
+        return _amax((0,) * x.ndim, x).reshape(())
+    return _amax(blocks.lay_on_axes(_as_tuple(block), axis, x.ndim), x)
+
+
+_quantize = jax.jit(quantize_parts, static_argnums=0)
+_quantize_grouped = jax.jit(quantize_grouped_parts, static_argnums=(0, 3))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _amax(block: blocks.Block, x: jax.Array) -> jax.Array:
+    return calibrate.block_amax(flush(x.astype(jnp.float32)), block)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantize(q: ScaledArray, dtype: np.dtype) -> jax.Array:
+    parts = Parts(q.data, q.scale, q.tensor_scale, q.zero)
+    return dequantize_values(parts, q.format, q.block, q.rotation).astype(dtype)
+
+
+@jax.jit
+def _column_sum(x: jax.Array) -> jax.Array:
+    return jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1)))
+
+
+def _wrap(plan: Plan, parts: Parts) -> ScaledArray:
+    return ScaledArray(*parts, format=plan.format, block=plan.block, dtype=plan.dtype, rotation=plan.rotation)
+
+
+def _float_array(x) -> jax.Array:
+    if isinstance(x, ScaledArray):
+        raise TypeError(f"`x` is already quantised ({x}); use requantize")
+    given = getattr(x, "dtype", None)
+    x = jnp.asarray(x)
+    if given == np.float64 and x.dtype != np.float64:
+        raise TypeError("`x` is float64, which jax holds only with jax_enable_x64; pass x.astype(np.float32)")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(f"`x` must be a float array of at least 16 bits, not {x.dtype}; convert it with astype first")
+    return x
+
+
+def _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
+    row = _checked_format(find_format(format), rule)
+    parsed = _checked_calibration(row, calibration)
+    try:
+        laid = _laid_block(row, block, axis, x.ndim)
+        if parsed.method == "fixed":
+            laid = _whole_tensor(laid, block, x.ndim)
+        if not pad:
+            blocks.check_divides(x.shape, laid)
+    except ValueError as error:
+        raise ValueError(f"{error} (quantising shape {x.shape} to {row.name})") from None
+    rotation = _laid_rotation(rotation, axis, x.shape)
+    return Plan(row, laid, np.dtype(x.dtype if dtype is None else dtype), parsed, rotation)
+
+
+def _checked_format(format: Format, rule: str | None) -> Format:
+    allowed = rules_of(format)
+    if rule is not None:
+        format = dataclasses.replace(format, rule=rule)
+    if format.rule not in allowed:
+        raise ValueError(
+            f"`rule` {format.rule!r} does not make {format.scale} scales; "
+            f"{format.name} takes one of {', '.join(allowed)}"
+        )
+    if format.search not in (None, "four_over_six"):
+        raise ValueError(f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six' or None")
+    if format.bound not in ("full", "half"):
+        raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
+    if format.two_level and format.scale != "float8_e4m3fn":
+        raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
+    return format
+
+
+def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
+    parsed = calibrate.parse(text)
+    if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):
+        raise ValueError(
+            f"`calibration` {text!r} makes a zero point, which {format.name} cannot hold; "
+            "use an integer format with float32 scales, or 'absmax'"
+        )
+    return parsed
+
+
+def _as_tuple(block: int | tuple[int, ...]) -> tuple[int, ...]:
+    entries = (block,) if isinstance(block, (int, np.integer)) else tuple(block)
+    if any(not isinstance(b, (int, np.integer)) or b < 0 for b in entries):
+        raise ValueError(f"`block` {block} must hold sizes of at least 1, or 0 for a whole axis")
+    return tuple(int(b) for b in entries)
+
+
+def _laid_block(format: Format, block, axis: Axis, ndim: int) -> blocks.Block:
+    entries = format.block if block is None else _as_tuple(block)
+    if isinstance(axis, list):
+        axis = tuple(axis)
+    if entries is None and not isinstance(axis, tuple) and ndim:
+        blocks.positive_axis(axis, ndim)
+    return blocks.lay_on_axes(entries, axis, ndim)
+
+
+def _whole_tensor(laid: blocks.Block, block, ndim: int) -> blocks.Block:
+    if block is not None and (len(laid) != ndim or any(laid)):
+        raise ValueError(f"`calibration` 'fixed' gives one scale for the whole tensor; `block` {block} asks for more")
+    return (0,) * ndim
+
+
+def _laid_rotation(rotation: Hadamard | None, axis: Axis, shape: tuple[int, ...]) -> Hadamard | None:
+    if rotation is None:
+        return None
+    if not isinstance(rotation, Hadamard):
+        raise TypeError(f"`rotation` must be a Hadamard or None, not {type(rotation).__name__}")
+    along = axis if isinstance(axis, int) else axis[-1]
+    at = blocks.positive_axis(along, len(shape))
+    if shape[at] % rotation.size:
+        raise ValueError(
+            f"cannot rotate axis {along} of {shape[at]} in groups of {rotation.size}; pad it to a multiple"
+        )
+    return dataclasses.replace(rotation, axis=at - len(shape))
+
+
+def _key_for(rounding: str, key) -> jax.Array | None:
+    if rounding == "nearest":
+        return None
+    if rounding != "stochastic":
+        raise ValueError(f"`rounding` {rounding!r} is not known; use 'nearest' or 'stochastic'")
+    if key is None:
+        raise ValueError("`rounding` 'stochastic' needs a `key`, such as jax.random.key(0)")
+    return key
+
+
+def _check_nan(x: jax.Array, nan: str) -> None:
+    if nan not in ("keep", "raise"):
+        raise ValueError(f"`nan` {nan!r} is not known; use 'keep' or 'raise'")
+    if nan == "keep":
+        return
+    if isinstance(x, Tracer):
+        raise ValueError("`nan` 'raise' needs a concrete array; call quantize outside jit, or use nan='keep'")
+    count = int(jnp.sum(jnp.isnan(x)))
+    if count:
+        raise ValueError(f"`x` of shape {x.shape} holds {count} NaN")
+
+
+def _given_scales(plan: Plan, x: jax.Array, scale, tensor_scale) -> tuple[Any, Any]:
+    if tensor_scale is not None:
+        if not plan.format.two_level:
+            raise ValueError(f"`tensor_scale` is given, but {plan.format.name} has one level; use `scale`")
+        tensor_scale = _one_per_leading(jnp.asarray(tensor_scale, jnp.float32), x.shape)
+    if scale is None:
+        return None, tensor_scale
+    if plan.calibration != calibrate.Calibration("absmax"):
+        raise ValueError("`scale` is given, so there is nothing to calibrate; drop `calibration`")
+    if plan.format.two_level and tensor_scale is None:
+        raise ValueError(f"`scale` of {plan.format.name} is relative to a `tensor_scale`; give both")
+    return _scale_as_stored(plan, x, scale), tensor_scale
+
+
+def _scale_as_stored(plan: Plan, x: jax.Array, scale) -> jax.Array:
+    scale, stored = jnp.asarray(scale), plan.format.scale_dtype(x.dtype)
+    if scale.dtype != stored:
+        if stored.itemsize == 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise TypeError(f"`scale` is {scale.dtype}; {plan.format.name} stores {stored}")
+        scale = scale.astype(stored)
+    grid = blocks.grid(x.shape, plan.block)
+    if scale.size == 1:
+        scale = jnp.broadcast_to(scale.reshape((1,) * x.ndim), grid)
+    if scale.shape != grid:
+        raise ValueError(f"`scale` has shape {scale.shape}; blocks of {plan.block} cut {x.shape} into {grid}")
+    return scale
+
+
+def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A scalar, or an array with one entry per leading index; trailing axes of 1 may be written out."""
+    if tensor_scale.size == 1:
+        return tensor_scale.reshape(())
+    lead = tensor_scale.shape
+    while lead and lead[-1] == 1:
+        lead = lead[:-1]
+    if lead != shape[: len(lead)]:
+        raise ValueError(f"`tensor_scale` of shape {tensor_scale.shape} does not match the leading axes of {shape}")
+    return tensor_scale.reshape(lead)
+
+
+def _checked_groups(group_sizes, rows: int) -> jax.Array:
+    group_sizes = jnp.asarray(group_sizes)
+    if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"`group_sizes` must be a 1-d integer array, not {group_sizes.dtype}{group_sizes.shape}")
+    if not group_sizes.size:
+        raise ValueError("`group_sizes` is empty; give one size per group")
+    if not isinstance(group_sizes, Tracer):
+        sizes = np.asarray(group_sizes)
+        if sizes.min() < 0 or sizes.sum() > rows:
+            raise ValueError(f"`group_sizes` {sizes.tolist()} must not be negative nor sum to more than {rows} rows")
+    return group_sizes
+
+
+def _swap_last(block: blocks.Block, ndim: int) -> blocks.Block:
+    *lead, rows, columns = blocks.expand(block, ndim)
+    return blocks.trim((*lead, columns, rows))
+
+
+def _trailing(block: blocks.Block) -> blocks.Block:
+    return block or (1,)
+
+
+def _quantize_columns(x, format, block: blocks.Block, key, rotation, options) -> ScaledArray:
+    """Blocks are spelt out in full, so the axis only says where the rotation goes."""
+    axes = (*(a for a in range(-x.ndim, 0) if a != -2), -2)
+    every = blocks.expand(block, x.ndim)
+    return quantize(x, format, axis=axes, block=tuple(every[a] for a in axes), key=key, rotation=rotation, **options)

@@ -1,0 +1,15 @@
+"""Strictness for every test: no silent promotion, eight CPU devices, warnings are errors (pyproject)."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import jax
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compilation makes first examples slow; derandomised so that a run can be repeated.
+hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("scaledot")
