@@ -69,7 +69,7 @@ def quantize(
 
     >>> q = quantize(jnp.array([-3, 0.1, 0.7, 2.5]), "fp8_e4m3")
     >>> q
-    ScaledArray(fp8_e4m3[4], block=all, dtype=float32)
+    ScaledArray(fp8_e4m3[4], block=(0,), dtype=float32)
     >>> q.data.astype(jnp.float32)
     Array([-448.,   15.,  104.,  384.], dtype=float32)
     >>> dequantize(q)
@@ -104,7 +104,7 @@ def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
 
     >>> q = quantize(jnp.ones((2, 64)), "mxfp8")
     >>> requantize(q, "nvfp4", axis=0, pad=True)
-    ScaledArray(nvfp4[2,64], block=16x1, dtype=float32)
+    ScaledArray(nvfp4[2,64], block=(16, 1), dtype=float32)
     """
     options.setdefault("dtype", q.dtype)
     return quantize(dequantize(q, jnp.float32), format, **options)
