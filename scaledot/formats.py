@@ -92,7 +92,7 @@ class Format:
     bound: "full" maps the maximum of an integer format to 2^(b-1) - 1, "half" to 2^(b-1) - 1/2.
     two_level: block scales are relative to one float32 scale per tensor.
     guard: map the block maximum to 16/17 of the element's, so that a block scale that rounds down clips nothing.
-    search: "four_over_six" also tries mapping the block maximum to 4 and keeps the smaller squared error.
+    search: "four_over_six" also tries mapping the block maximum of FP4 to 4 and keeps the smaller squared error.
     """
 
     name: str
@@ -107,6 +107,10 @@ class Format:
     guard: bool = False
     search: str | None = None
     quirks: Quirks = Quirks()
+
+    def __post_init__(self):
+        if isinstance(self.block, int):
+            object.__setattr__(self, "block", (self.block,))
 
     @property
     def is_integer(self) -> bool:

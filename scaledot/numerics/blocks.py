@@ -76,7 +76,7 @@ def check_divides(shape: tuple[int, ...], block: Block) -> None:
 
 def whole(size: int, block: int) -> bool:
     """Whether one block covers the axis."""
-    return block == 0 or block >= max(size, 1)
+    return block == 0 or block >= size > 0
 
 
 def grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:

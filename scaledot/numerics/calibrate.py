@@ -90,10 +90,18 @@ def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tup
 
 
 def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """Largest finite magnitude of each block; the integer order of float bits is the order of magnitudes."""
+    """Largest finite magnitude of each block; the integer order of float bits is the order of magnitudes.
+
+    In two stages where the last axis is long: XLA's CPU fuses a reduction over up to 32 elements with what made
+    them and writes a longer one to memory first. The second stage is in floats, so that XLA cannot merge them.
+    """
     parts, inside = blocks.split(finite_magnitude(x), block)
-    largest = jnp.max(parts, axis=inside, initial=0) if inside else parts
-    return lax.bitcast_convert_type(largest.reshape(blocks.grid(x.shape, block)), jnp.float32)
+    last = parts.ndim - 1
+    if last in inside and parts.shape[last]:
+        step = max(d for d in range(1, 33) if parts.shape[last] % d == 0)
+        parts = jnp.max(parts.reshape(*parts.shape[:last], parts.shape[last] // step, step), axis=-1)
+    largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=inside, initial=0)
+    return largest.reshape(blocks.grid(x.shape, block))
 
 
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:
@@ -120,10 +128,11 @@ def _percentile(x: jax.Array, block: blocks.Block, p: float) -> jax.Array:
     parts = jnp.sort(parts.reshape(*parts.shape[:lead], -1), axis=-1, descending=True)
     count = jnp.sum(parts > 0, axis=-1, keepdims=True)
     from_top = (count - 1).astype(jnp.float32) * np.float32(1 - p / 100)
-    at = jnp.maximum(jnp.floor(from_top), 0).astype(jnp.int32)
+    whole = jnp.maximum(jnp.floor(from_top), 0)
+    at = whole.astype(jnp.int32)
     above = _order_statistic(parts, at)
     below = _order_statistic(parts, jnp.minimum(at + 1, jnp.maximum(count - 1, 0)))
-    value = above - (above - below) * (from_top - at)
+    value = above - (above - below) * (from_top - whole)
     return flush(value).reshape(blocks.grid(x.shape, block))
 
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import divide, flush
+from scaledot.numerics.bits import computed_once, divide, flush
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
@@ -77,7 +77,7 @@ def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotatio
     if parts.zero is not None:
         values = values - blocks.spread(parts.zero.astype(jnp.float32), values.shape, block)
     for factor in multipliers(parts.scale, parts.tensor_scale, format):
-        values = values * blocks.spread(factor, values.shape, block)
+        values = values * blocks.spread(computed_once(factor), values.shape, block)
     return values if rotation is None else unrotate(values, rotation)
 
 
@@ -107,8 +107,9 @@ def _search(plan: Plan, x, amax, levels, input_dtype, candidates: np.ndarray) ->
         least, chosen = best
         return (jnp.minimum(least, error), jnp.where(error < least, candidate, chosen)), None
 
-    start = (jnp.full(amax.shape, np.inf, jnp.float32), jnp.ones(amax.shape, jnp.float32))
-    (_, chosen), _ = lax.scan(step, start, jnp.asarray(candidates))
+    best = (jnp.full(amax.shape, np.inf, jnp.float32), jnp.ones(amax.shape, jnp.float32))
+    # Few candidates are unrolled, so that XLA fuses their casts; many would make the program long.
+    (_, chosen), _ = lax.scan(step, best, jnp.asarray(candidates), unroll=len(candidates) <= 4)
     return amax * chosen
 
 
@@ -118,7 +119,7 @@ def _scaled(plan: Plan, x: jax.Array, levels: Levels, input_dtype) -> jax.Array:
         x = divide(x, blocks.spread(levels.divisor, x.shape, plan.block))
         return round_to(x, input_dtype) if plan.format.quirks.own_dtype else x
     for factor in levels.factors:
-        x = x * blocks.spread(factor, x.shape, plan.block)
+        x = x * blocks.spread(computed_once(factor), x.shape, plan.block)
     return x
 
 

@@ -5,8 +5,6 @@ infinity, its cast to FP4 is slow, and on a GPU it deletes a cast to a narrow ty
 precision, which nothing can do to arithmetic on bits.
 """
 
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.numerics.bits import MAGNITUDE, SIGN, bits_of, float_of
-from scaledot.numerics.rounding import round_integer, round_to
+from scaledot.numerics.rounding import round_count, round_integer, round_to
 
 
 def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
@@ -29,8 +27,10 @@ def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> ja
         return _encode_float(w, format, uniform)
     if format.codebook is not None:
         return _encode_codebook(w, format.codebook, format.code_dtype, uniform)
+    # XLA's conversion to int8 saturates and takes NaN to 0.
     low, high = format.integer_range
-    return narrow(round_integer(jnp.clip(_nan_to_zero(w), low, high), uniform).astype(jnp.int8), format.code_dtype)
+    codes = jnp.maximum(round_integer(w, uniform).astype(jnp.int8), low)
+    return narrow(codes if high == 127 else jnp.minimum(codes, high), format.code_dtype)
 
 
 def encode_affine(w, zero, format: Format, uniform: jax.Array | None, input_dtype) -> jax.Array:
@@ -90,8 +90,7 @@ def _encode_float(w: jax.Array, format: Format, uniform: jax.Array | None) -> ja
     clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
     field = jnp.maximum(clipped >> 23, least_field)
     in_steps = float_of(clipped) * float_of((np.uint32(254 + mantissa) - field) << 23)
-    steps = round_integer(in_steps, uniform).astype(jnp.int32).astype(jnp.uint32)
-    code = (steps + ((field - least_field) << mantissa)) | (sign << (format.bits - 1))
+    code = (round_count(in_steps, uniform) + ((field - least_field) << mantissa)) | (sign << (format.bits - 1))
     nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
     code = jnp.where((bits & MAGNITUDE) > np.uint32(0x7F800000), np.uint32(nan), code)
     return narrow(code.astype(jnp.uint8), format.code_dtype)
@@ -111,17 +110,27 @@ def _decode_float(bits: jax.Array, format: Format) -> jax.Array:
 def _encode_codebook(w, codebook, dtype, uniform):
     """Index of the nearest entry: how many midpoints lie below, so a tie takes the lower one."""
     entries = np.array(codebook, np.float32)
-    w = jnp.clip(_nan_to_zero(w), entries[0], entries[-1])
+    w = _nan_to_zero(w)
     if uniform is None:
-        return narrow(_count(w > middle for middle in (entries[1:] + entries[:-1]) / np.float32(2)), dtype)
-    below = _count(w >= entry for entry in entries[1:])
-    lower = _look_up(below.astype(jnp.uint32), codebook)
-    per_gap = _look_up(below.astype(jnp.uint32), (*(1 / np.diff(entries)), 0.0))
-    return narrow(below + ((w - lower) * per_gap > uniform).astype(jnp.uint8), dtype)
+        index = _count_below(w, (entries[1:] + entries[:-1]) / np.float32(2))
+    else:
+        w = jnp.clip(w, entries[0], entries[-1])
+        below = _count_below(w, np.nextafter(entries[1:], entries[:-1]))  # entries at or below w
+        per_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
+        index = below + ((w - _look_up(below, codebook)) * per_gap > uniform).astype(jnp.uint32)
+    return narrow(index.astype(jnp.uint8), dtype)
 
 
-def _count(conditions) -> jax.Array:
-    return functools.reduce(operator.add, (condition.astype(jnp.uint8) for condition in conditions))
+def _count_below(w: jax.Array, thresholds: np.ndarray) -> jax.Array:
+    """How many of the sorted thresholds lie below w, by halving: one comparison per bit of the answer."""
+    levels = len(thresholds).bit_length()
+    padded = np.append(thresholds, np.full(2**levels - 1 - len(thresholds), np.inf, np.float32))
+    index = jnp.zeros(w.shape, jnp.uint32)
+    for bit in reversed(range(levels)):
+        step = 2**bit
+        middle = _look_up(index >> (bit + 1), tuple(padded[step - 1 :: 2 * step]))
+        index = index + jnp.where(w > middle, np.uint32(step), np.uint32(0))
+    return index
 
 
 def _look_up(index: jax.Array, table: tuple[float, ...]) -> jax.Array:

@@ -36,12 +36,17 @@ class Hadamard:
 def rotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
     """x @ H in groups along the axis: bf16 in, float32 sums, bf16 out (as float32)."""
     groups = _grouped(round_bfloat16(x), rotation)
-    return _ungrouped(round_bfloat16(_butterflies(groups * rotation.signs)), x.shape, rotation)
+    return _ungrouped(round_bfloat16(_butterflies(groups * _beside(rotation.signs, groups))), x.shape, rotation)
 
 
 def unrotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
     """x @ H.T in float32, which undoes `rotate`."""
-    return _ungrouped(_butterflies(_grouped(x, rotation)) * rotation.signs, x.shape, rotation)
+    groups = _butterflies(_grouped(x, rotation))
+    return _ungrouped(groups * _beside(rotation.signs, groups), x.shape, rotation)
+
+
+def _beside(signs: np.ndarray, groups: jax.Array) -> np.ndarray:
+    return signs.reshape((1,) * (groups.ndim - 1) + signs.shape)
 
 
 def _grouped(x: jax.Array, rotation: Hadamard) -> jax.Array:

@@ -21,6 +21,13 @@ def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
     return below + (w - below > uniform).astype(w.dtype)
 
 
+def round_count(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """The same for 0 <= w < 2^22, as uint32; adding 2^23 makes the sum's own rounding leave the integer in its bits."""
+    if uniform is None:
+        return lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
+    return round_integer(w, uniform).astype(jnp.int32).astype(jnp.uint32)
+
+
 def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32)."""
     first, second = _seeds(key)

@@ -56,8 +56,8 @@ def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Le
         value = value * beside(tensor_scale, value.ndim)
     if format.quirks.divide:
         return Levels(scale, tensor_scale, (), value)
-    factor = jnp.minimum(divide(ONE, value), bits.LARGEST_FACTOR)
-    return Levels(scale, tensor_scale, (jnp.where(value == 0, np.float32(0), factor),))
+    empty = value == 0
+    return Levels(scale, tensor_scale, tuple(jnp.where(empty, np.float32(0), f) for f in _reciprocal(value, 0)))
 
 
 def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
@@ -78,7 +78,7 @@ def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[
     steps = np.float32(2**format.bits - 1)
     own = (lambda v: round_to(v, dtype)) if format.quirks.own_dtype else (lambda v: v)
     width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
-    levels = _levels_from_ratio(divide(width, steps), format, dtype)
+    levels = _ratio_levels(width, steps, format, dtype)
     scaled = divide(low, levels.divisor) if levels.divisor is not None else low * levels.factors[0]
     # The barrier keeps the product and the difference apart: fused they would be rounded once.
     scaled = lax.optimization_barrier(own(scaled))
@@ -90,7 +90,7 @@ def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[
 def _float_levels(amax: jax.Array, format: Format, dtype) -> Levels:
     largest = np.float32(format.max)
     if format.rule == "amax_over_f":
-        return _levels_from_ratio(divide(amax, largest), format, dtype)
+        return _ratio_levels(amax, largest, format, dtype)
     factor = jnp.clip(divide(largest, amax), bits.SMALLEST_SCALE, bits.LARGEST_FACTOR)
     if format.pow2:
         floor = bits.floor_power_of_two_by_log2 if format.quirks.log2_pow2 else bits.floor_power_of_two
@@ -100,17 +100,30 @@ def _float_levels(amax: jax.Array, format: Format, dtype) -> Levels:
     return Levels(round_to(scale, format.scale_dtype(dtype)).astype(format.scale_dtype(dtype)), None, (factor,))
 
 
-def _levels_from_ratio(ratio: jax.Array, format: Format, dtype) -> Levels:
-    """Levels whose stored scale is the ratio itself, rounded to the scale's dtype."""
+def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) -> Levels:
+    """Levels whose stored scale is covered / steps, rounded to the scale's dtype."""
     stored = format.scale_dtype(dtype)
-    scale = bits.ceil_power_of_two(ratio) if format.pow2 else ratio
-    scale = jnp.where(scale == 0, scale, jnp.maximum(scale, bits.SMALLEST_SCALE))
-    scale = round_to(scale, stored)
+    ratio = divide(covered, steps)
+    scale = jnp.maximum(bits.ceil_power_of_two(ratio) if format.pow2 else ratio, bits.SMALLEST_SCALE)
+    scale = round_to(jnp.where(covered == 0, np.float32(0), scale), stored)
     empty = jnp.finfo(stored).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
     scale = jnp.where(scale == 0, np.float32(empty), scale)
     if format.quirks.divide:
         return Levels(scale.astype(stored), None, (), scale)
-    return Levels(scale.astype(stored), None, (jnp.minimum(divide(ONE, scale), bits.LARGEST_FACTOR),))
+    return Levels(scale.astype(stored), None, _reciprocal(scale, format.max))
+
+
+def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
+    """Factors that make 1 / scale, at most 2^126.
+
+    The scale of an element that reaches 4 is at most 2^126, whose reciprocal is normal. Others may have a larger
+    one: then data and factor meet half way.
+    """
+    if largest >= 4:
+        return (jnp.minimum(divide(ONE, scale), bits.LARGEST_FACTOR),)
+    first = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-32), ONE)
+    second = divide(jnp.where(scale > np.float32(2.0**64), np.float32(2.0**32), ONE), scale)
+    return first, jnp.minimum(second, bits.LARGEST_FACTOR)
 
 
 def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:

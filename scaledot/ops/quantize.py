@@ -270,6 +270,8 @@ def _checked_format(format: Format, rule: str | None) -> Format:
         )
     if format.search not in (None, "four_over_six"):
         raise ValueError(f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six' or None")
+    if format.search == "four_over_six" and format.element != "float4_e2m1fn":
+        raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
     if format.bound not in ("full", "half"):
         raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
     if format.two_level and format.scale != "float8_e4m3fn":
@@ -288,7 +290,7 @@ def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
 
 
 def _as_tuple(block: int | tuple[int, ...]) -> tuple[int, ...]:
-    entries = (block,) if isinstance(block, (int, np.integer)) else tuple(block)
+    entries = block if isinstance(block, (tuple, list)) else (block,)
     if any(not isinstance(b, (int, np.integer)) or b < 0 for b in entries):
         raise ValueError(f"`block` {block} must hold sizes of at least 1, or 0 for a whole axis")
     return tuple(int(b) for b in entries)

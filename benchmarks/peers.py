@@ -1,0 +1,44 @@
+"""The libraries that scaledot is timed against, through their public names only.
+
+Qwix has `qwix.quantize` and `qwix.dequantize`. `jax.nn` has none: `scaled_dot_general` quantises its operands
+inside, and `get_scaled_dot_general_config` only describes how.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+JAX_NN = "jax.nn has no public quantiser to time: scaled_dot_general quantises inside"
+
+
+@dataclasses.dataclass(frozen=True)
+class QwixCast:
+    """What `qwix.quantize` calls a case: a scale for every row unless `per_tensor`, cut into tiles where given."""
+
+    qtype: str
+    tile: int | None = None
+    per_tensor: bool = False
+
+    def quantizer(self) -> Callable[[Any], Any]:
+        import qwix
+
+        rows = () if self.per_tensor else (0,)
+        tiles = {} if self.tile is None else {1: self.tile}
+        return lambda x: qwix.quantize(x, self.qtype, channelwise_axes=rows, tiled_axes=tiles)
+
+    @staticmethod
+    def dequantizer() -> Callable[[Any], Any]:
+        import qwix
+
+        return qwix.dequantize
+
+
+def has_qwix() -> bool:
+    return importlib.util.find_spec("qwix") is not None
+
+
+def notes() -> list[str]:
+    """What a reader should know about peers that are not timed."""
+    absent = [] if has_qwix() else ["qwix is not installed: no peer is timed"]
+    return [*absent, JAX_NN]

@@ -1,0 +1,49 @@
+"""Where and with what a run was made, and its JSON file."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+
+import scaledot
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("jax", "jaxlib", "numpy", "ml_dtypes", "qwix")
+
+
+def environment() -> dict:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "scaledot": scaledot.__version__,
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def write(name: str, record: dict) -> str:
+    """Write `results/<name>-jax<version>.json` whole or not at all; returns its path from the repository's root."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-jax{record['environment']['jax']}.json"
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(path)
+    return path.relative_to(RESULTS.parent.parent).as_posix()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    """The name that Linux gives the processor; elsewhere whatever Python knows."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,49 @@
+"""The door: which suite, how large, how often.
+
+A suite is a module with `run(size, repeats) -> dict`, the record that is written to `results/`. It is imported
+only when asked for, so that a suite for one machine does not need what another one needs. A row that misses
+its target is a finding and not a failure; a wrong result raises before anything is timed.
+"""
+
+import argparse
+import importlib
+
+from benchmarks import record
+
+SUITES = {"cpu": "benchmarks.cpu"}
+SIZE, REPEATS = 4096, 15
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    suite = importlib.import_module(SUITES[options.suite])
+    result = suite.run(options.size, options.repeats)
+    # A quicker run never takes the place of the one that the docs quote.
+    name = options.suite if options.size == SIZE else f"{options.suite}-size{options.size}"
+    print(f"wrote {record.write(name, result)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Time scaledot beside its peers.")
+    parser.add_argument("--suite", required=True, choices=SUITES, help="what to measure")
+    parser.add_argument("--size", type=_size, default=SIZE, help="rows and columns of the input (default %(default)s)")
+    parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed calls of each (default %(default)s)")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _size(text: str) -> int:
+    value = _count(text)
+    if value % 128:
+        raise argparse.ArgumentTypeError(f"must be a multiple of 128, the largest block, not {value}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

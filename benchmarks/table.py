@@ -1,0 +1,47 @@
+"""One aligned line per case, for people; the JSON has the same numbers for programs."""
+
+_COLUMNS = (
+    ("case", 30),
+    ("ours ms", 9),
+    ("peer ms", 9),
+    ("ratio", 7),
+    ("target", 7),
+    ("", 7),
+    ("SNR ours/peer dB", 16),
+    ("temp/input", 11),
+)
+
+
+def header() -> str:
+    return _line(title for title, _ in _COLUMNS)
+
+
+def line(row: dict) -> str:
+    """A row of the record; a number that was not taken is a dash, a memory target that is missed is marked."""
+    over = row["temp_over_input"] is not None and row["temp_over_input"] > row["temp_target"]
+    return _line(
+        (
+            row["case"],
+            _number(row["ours_median_ms"], 2),
+            _number(row["peer_median_ms"], 2),
+            _number(row["ratio"], 2),
+            "-" if row["target"] is None else f">= {row['target']:g}",
+            verdict(row["met"]),
+            f"{_number(row['ours_snr_db'], 2)} / {_number(row['peer_snr_db'], 2)}",
+            _number(row["temp_over_input"], 3) + (" missed" if over else ""),
+        )
+    )
+
+
+def verdict(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: "-"}[met]
+
+
+def _line(cells) -> str:
+    first, *rest = zip(cells, _COLUMNS, strict=True)
+    padded = [first[0].ljust(first[1][1]), *(cell.rjust(width) for cell, (_, width) in rest)]
+    return " | ".join(padded).rstrip()
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

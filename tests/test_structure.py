@@ -1,0 +1,113 @@
+"""The house: imports point down, importing is light, and compiled code still rounds."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scaledot as sd
+
+ROOT = Path(sd.__file__).parent
+LAYERS = [  # an import may only point to its own layer or further down
+    {"formats", "flavours"},
+    {"numerics"},
+    {"shaping", "array"},
+    {"ops"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+
+def modules():
+    return [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path.name} imports relatively"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "scaledot" else node.module for alias in node.names
+            ]
+        yield from (name for name in names)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert room in LEVEL, f"{room} has no layer; give it one"
+    for name in imported_rooms(path):
+        if name.startswith("scaledot."):
+            target = name.split(".")[1]
+            assert LEVEL[target] <= LEVEL[room], f"{path.name} imports {name}, which lies above it"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_nothing_private_of_jax_is_used(path):
+    assert "jax._src" not in path.read_text()
+
+
+def test_importing_everything_loads_jax_and_numpy_only():
+    code = """
+import sys, jax, ml_dtypes
+before = set(sys.modules)
+import scaledot
+for name in scaledot.__all__:
+    getattr(scaledot, name)
+new = {name.split('.')[0] for name in set(sys.modules) - before}
+print(sorted(n for n in new if n not in sys.stdlib_module_names))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['scaledot']"
+
+
+def test_the_public_names_are_those_that_type_checkers_see():
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {(alias.name, node.module) for node in guarded.body for alias in node.names}
+    assert seen == {(name, f"scaledot.{home}") for name, home in sd._HOMES.items()}
+    assert sorted(sd.__all__) == sorted(sd._HOMES)
+    assert all(getattr(sd, name) is not None for name in sd.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        sd.quantise  # noqa: B018
+    assert set(sd.__all__) <= set(dir(sd))
+
+
+@pytest.mark.parametrize("format", sd.FORMATS)
+def test_compiled_quantise_dequantise_still_rounds(format):
+    """On a GPU XLA deletes a cast to a narrow float and back as excess precision, also across nested jit.
+
+    The codes are therefore made by integer arithmetic: no convert from float32 to a narrow float may appear
+    in the compiled program, because any such convert next to its inverse could be dropped.
+    """
+    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    compiled = jax.jit(lambda x: sd.dequantize(sd.quantize(x, format))).lower(x).compile()
+    got = np.asarray(compiled(x))
+    np.testing.assert_array_equal(got, sd.dequantize(sd.quantize(x, format)))
+    assert np.mean(got != x) > 0.9
+    narrow_casts = re.findall(
+        r"= (?:f8|f4|bf16)\w*\[[^=]*= ?\S* convert\(|= (?:f8\w+|f4\w+)\S* convert\(", compiled.as_text()
+    )
+    assert not narrow_casts
+
+
+def test_the_rotation_rounds_to_bfloat16_where_it_says_so():
+    """reduce-precision is never dropped; a pair of converts would be."""
+    x = jnp.ones((16, 64), jnp.float32)
+    text = jax.jit(lambda x: sd.quantize(x, "nvfp4", rotation=sd.Hadamard())).lower(x).compile().as_text()
+    assert text.count("reduce-precision(") >= 2
+
+
+@pytest.mark.parametrize("format", sd.FORMATS)
+def test_a_jitted_quantize_needs_little_memory(format):
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    memory = jax.jit(lambda x: sd.quantize(x, format)).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.5 * 512 * 1024 * 4
