@@ -62,8 +62,8 @@ def quantize_parts(plan: Plan, x: jax.Array, scale=None, tensor_scale=None, key=
 
 def prepare(x: jax.Array, rotation: Hadamard | None) -> jax.Array:
     """float32, rotated, without subnormals."""
-    x = x.astype(jnp.float32)
-    return flush(x if rotation is None else rotate(x, rotation))
+    x = flush(x.astype(jnp.float32))
+    return x if rotation is None else rotate(x, rotation)
 
 
 def cast(plan: Plan, x: jax.Array, levels: Levels, input_dtype, uniform: jax.Array | None) -> Parts:
@@ -72,12 +72,13 @@ def cast(plan: Plan, x: jax.Array, levels: Levels, input_dtype, uniform: jax.Arr
 
 
 def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotation: Hadamard | None) -> jax.Array:
-    """The float32 values that codes and scales stand for."""
+    """The float32 values that codes and scales stand for; subnormal ones are 0 on every backend."""
     values = decode(parts.data, format)
     if parts.zero is not None:
         values = values - blocks.spread(parts.zero.astype(jnp.float32), values.shape, block)
     for factor in multipliers(parts.scale, parts.tensor_scale, format):
         values = values * blocks.spread(computed_once(factor), values.shape, block)
+    values = flush(values)
     return values if rotation is None else unrotate(values, rotation)
 
 

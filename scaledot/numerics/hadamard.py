@@ -2,7 +2,8 @@
 
 H = n^-1/2 * diag(s) * Sylvester_n with Sylvester[r, c] = (-1)^popcount(r & c). Applied along the
 contracted axis of both operands of a product it cancels, because H is orthogonal. It is computed as
-butterflies in a fixed order, so every backend adds in the same order and gives the same bits.
+butterflies in a fixed order, so every backend adds in the same order and gives the same bits; subnormal sums
+are flushed at each step, because only some backends do so by themselves.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.numerics.bits import flush
 from scaledot.numerics.rounding import round_bfloat16
 
 
@@ -66,6 +68,6 @@ def _butterflies(groups: jax.Array) -> jax.Array:
     while stride < size:
         pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
-        groups = jnp.stack([low + high, low - high], axis=-2).reshape(groups.shape)
+        groups = flush(jnp.stack([low + high, low - high], axis=-2).reshape(groups.shape))
         stride *= 2
-    return groups * np.float32(size**-0.5)
+    return flush(groups * np.float32(size**-0.5))
