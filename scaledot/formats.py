@@ -176,6 +176,10 @@ class Format:
         """The dtype of the stored scale for an input of `input_dtype`."""
         return np.dtype(input_dtype) if self.scale == "input" else _dtype(self.scale)
 
+    def arithmetic_dtype(self, input_dtype) -> np.dtype:
+        """The dtype that quotients and zero points are rounded to for an input of `input_dtype`."""
+        return np.dtype(input_dtype if self.quirks.own_dtype else np.float32)
+
     def __repr__(self) -> str:
         return f"Format({self.name!r})"
 

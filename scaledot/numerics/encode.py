@@ -33,13 +33,12 @@ def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> ja
     return narrow(codes if high == 127 else jnp.minimum(codes, high), format.code_dtype)
 
 
-def encode_affine(w, zero, format: Format, uniform: jax.Array | None, input_dtype) -> jax.Array:
+def encode_affine(w, zero, format: Format, input_dtype, uniform: jax.Array | None) -> jax.Array:
     """Integer codes of scaled values around a zero point, both float32."""
     w = _nan_to_zero(w)
     half = 2 ** (format.bits - 1)
     if format.quirks.zero_first:
-        shifted = w + zero
-        codes = round_integer(round_to(shifted, input_dtype) if format.quirks.own_dtype else shifted, uniform)
+        codes = round_integer(round_to(w + zero, format.arithmetic_dtype(input_dtype)), uniform)
     else:
         codes = round_integer(w, uniform) + zero
     return narrow(jnp.clip(codes, -half, half - 1).astype(jnp.int8), format.code_dtype)

@@ -5,6 +5,7 @@ two-level formats) and into what the cast applies to the data. All of it works o
 shape, which are small, so divisions can afford to be correctly rounded.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -76,7 +77,7 @@ def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format
 def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Levels, jax.Array]:
     """Scale and float32 zero point of an integer format whose blocks span low..high."""
     steps = np.float32(2**format.bits - 1)
-    own = (lambda v: round_to(v, dtype)) if format.quirks.own_dtype else (lambda v: v)
+    own = functools.partial(round_to, dtype=format.arithmetic_dtype(dtype))
     width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
     levels = _ratio_levels(width, steps, format, dtype)
     scaled = divide(low, levels.divisor) if levels.divisor is not None else low * levels.factors[0]

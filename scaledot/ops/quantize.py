@@ -17,13 +17,8 @@ from scaledot.array import ScaledArray
 from scaledot.formats import Format, find_format, rules_of
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import (
-    Parts,
-    Plan,
-    dequantize_values,
-    quantize_grouped_parts,
-    quantize_parts,
-)
+from scaledot.numerics.cast import Parts, Plan, dequantize_values, quantize_parts
+from scaledot.numerics.grouped import quantize_grouped_parts
 from scaledot.numerics.hadamard import Hadamard
 
 Axis = int | tuple[int, ...]
@@ -256,7 +251,7 @@ def _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Pl
     except ValueError as error:
         raise ValueError(f"{error} (quantising shape {x.shape} to {row.name})") from None
     rotation = _laid_rotation(rotation, axis, x.shape)
-    return Plan(row, laid, np.dtype(x.dtype if dtype is None else dtype), parsed, rotation)
+    return Plan(row, laid, np.dtype(x.dtype), np.dtype(x.dtype if dtype is None else dtype), parsed, rotation)
 
 
 def _checked_format(format: Format, rule: str | None) -> Format:

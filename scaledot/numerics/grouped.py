@@ -1,0 +1,52 @@
+"""The cast of a matrix whose rows come in groups, each as if it were alone.
+
+Group sizes may be traced, so the number of row blocks is not known before the data: every row looks up the block
+it belongs to, and scales are stored per row.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.numerics import calibrate
+from scaledot.numerics.cast import Parts, Plan, cast, prepare
+from scaledot.numerics.rounding import uniform_of
+from scaledot.numerics.scale import levels_of
+
+
+def quantize_grouped_parts(plan: Plan, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None) -> Parts:
+    """A matrix whose rows come in groups; `plan.block` is that of one row, scales are stored per row."""
+    group, segment, count = group_rows(group_sizes, x.shape[0], row_block)
+    inside = (group < group_sizes.shape[0])[:, None]
+    x = jnp.where(inside, prepare(x, plan.rotation), np.float32(0))
+    uniform = None if key is None else uniform_of(key, x.shape)
+    row_amax = calibrate.block_amax(x, plan.block)
+    amax = _segment_amax(row_amax, segment, count)
+    tensor_amax = None
+    if plan.format.two_level:
+        tensor_amax = _segment_amax(jnp.max(row_amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
+    return cast(plan, x, levels_of(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
+
+
+def group_rows(group_sizes: jax.Array, rows: int, row_block: int) -> tuple[jax.Array, jax.Array, int]:
+    """For each row its group (G where it is past the last) and the block of rows it shares scales with.
+
+    Blocks of rows start afresh in each group; the third result bounds how many there can be.
+    """
+    groups = group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(rows, dtype=ends.dtype)
+    group = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
+    if row_block == 0:
+        return group, group, groups + 1
+    sizes = jnp.append(group_sizes, 0)
+    starts, counts = jnp.append(ends, ends[-1:]) - sizes, -(-sizes // row_block)
+    bound = -(-rows // row_block) + groups + 1
+    block = (jnp.cumsum(counts) - counts)[group] + (row - starts[group]) // row_block
+    return group, jnp.minimum(block, bound - 1).astype(jnp.int32), bound
+
+
+def _segment_amax(amax: jax.Array, segment: jax.Array, count: int) -> jax.Array:
+    """For each row the largest entry of its segment."""
+    largest = jax.ops.segment_max(amax, segment, num_segments=count)
+    return jnp.maximum(largest, 0)[segment]
