@@ -465,6 +465,7 @@ BAD = [
     ("fp8_e4m3", X, {"rotation": 16}, TypeError, "`rotation` must be a Hadamard"),
     ("fp8_e4m3", X, {"rotation": sd.Hadamard()}, ValueError, "cannot rotate axis -1 of 100 in groups of 16"),
     ("fp8_e4m3", X * np.nan, {"nan": "raise"}, ValueError, "holds 400 NaN"),
+    ("fp8_e4m3", X, {"dtype": np.int32}, TypeError, "`dtype` must be a float dtype, not int32"),
     ("fp8_e4m3", X, {"nan": "drop"}, ValueError, "`nan` 'drop' is not known"),
     (replace(sd.FORMATS["mxfp8"], search="four_over_six"), X, {}, ValueError, "is for float4_e2m1fn elements"),
     (replace(sd.FORMATS["int8"], bound="whole"), X, {}, ValueError, "`bound` 'whole' of int8 is not known"),

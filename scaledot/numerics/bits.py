@@ -50,10 +50,10 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return float_of((exponent + 127).astype(jnp.uint32) << 23)
 
 
-def times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:
-    """x * 2^exponent for exponents in [-252, 254], in two steps because 2^-127 is a subnormal operand."""
+def power_of_two_factors(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two normal numbers whose product is 2^exponent, for exponents that reach where 2^exponent is subnormal."""
     half = exponent >> 1
-    return x * power_of_two(half) * power_of_two(exponent - half)
+    return power_of_two(half), power_of_two(exponent - half)
 
 
 def floor_power_of_two(x: jax.Array) -> jax.Array:

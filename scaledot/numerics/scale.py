@@ -6,6 +6,7 @@ shape, which are small, so divisions can afford to be correctly rounded.
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -64,9 +65,7 @@ def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Le
 def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
     """What codes are multiplied by, in turn, to give values."""
     if format.scale == "float8_e8m0fnu":
-        exponent = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127
-        half = exponent >> 1
-        return bits.power_of_two(half), bits.power_of_two(exponent - half)
+        return bits.power_of_two_factors(lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127)
     value = scale.astype(jnp.float32)
     if tensor_scale is None:
         return (value,)
@@ -80,7 +79,9 @@ def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[
     own = functools.partial(round_to, dtype=format.arithmetic_dtype(dtype))
     width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
     levels = _ratio_levels(width, steps, format, dtype)
-    scaled = divide(low, levels.divisor) if levels.divisor is not None else low * levels.factors[0]
+    scaled = functools.reduce(operator.mul, levels.factors, low)
+    if levels.divisor is not None:
+        scaled = divide(low, levels.divisor)
     # The barrier keeps the product and the difference apart: fused they would be rounded once.
     scaled = lax.optimization_barrier(own(scaled))
     half = 2 ** (format.bits - 1)
@@ -158,11 +159,9 @@ def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:
 def _e8m0_levels(code: jax.Array, two_factors: bool) -> Levels:
     """Only elements that hold nothing above 2 can meet code 254, whose reciprocal is subnormal."""
     scale = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
-    exponent = 127 - code
-    half = exponent >> 1
     if two_factors:
-        return Levels(scale, None, (bits.power_of_two(half), bits.power_of_two(exponent - half)))
-    return Levels(scale, None, (bits.power_of_two(exponent),))
+        return Levels(scale, None, bits.power_of_two_factors(127 - code))
+    return Levels(scale, None, (bits.power_of_two(127 - code),))
 
 
 def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Levels:

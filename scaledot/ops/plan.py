@@ -21,6 +21,7 @@ Axis = int | tuple[int, ...]
 
 
 def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
+    """The cast that arguments of `quantize` ask for."""
     row = _checked_format(find_format(format), rule)
     parsed = _checked_calibration(row, calibration)
     try:
@@ -31,8 +32,10 @@ def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -
             blocks.check_divides(x.shape, laid)
     except ValueError as error:
         raise ValueError(f"{error} (quantising shape {x.shape} to {row.name})") from None
-    rotation = _laid_rotation(rotation, axis, x.shape)
-    return Plan(row, laid, np.dtype(x.dtype), np.dtype(x.dtype if dtype is None else dtype), parsed, rotation)
+    stands_for = np.dtype(x.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(stands_for, jnp.floating):
+        raise TypeError(f"`dtype` must be a float dtype, not {stands_for}")
+    return Plan(row, laid, np.dtype(x.dtype), stands_for, parsed, _laid_rotation(rotation, axis, x.shape))
 
 
 def float_array(x) -> jax.Array:
