@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import scaledot as sd
 
@@ -425,6 +426,22 @@ def test_amax_ignores_what_is_not_finite():
     np.testing.assert_array_equal(sd.amax(x, block=(0,)), [[3], [2]])
     np.testing.assert_array_equal(sd.amax(x, block=(0,), axis=0), [[1, 3, 0]])
     assert float(sd.amax(np.zeros((0, 3), np.float32))) == 0
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [PartitionSpec("a", "b"), PartitionSpec(None, "b")], ids=str)
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8", "nvfp4", "int4", "nf4"])
+def test_sharded_arrays_give_the_same_bits(format, spec, axis_type):
+    """Whole blocks on each device; stochastic bits belong to the element, not to the shard."""
+    x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    options = {"rounding": "stochastic", "key": jax.random.key(0)}
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type, axis_type))
+    with jax.set_mesh(mesh):
+        sharded = sd.quantize(jax.device_put(x, NamedSharding(mesh, spec)), format, **options)
+        values = np.asarray(sd.dequantize(sharded))
+    alone = sd.quantize(x, format, **options)
+    same_tree(sharded, alone)
+    np.testing.assert_array_equal(values, sd.dequantize(alone))
 
 
 X = np.ones((4, 100), np.float32)

@@ -106,11 +106,11 @@ def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
     """The scale repeated over its blocks, as an array that broadcasts against `shape`; axes of 1 are left alone."""
     inner, outer, merged = [], [], []
     for count, b in zip(scale.shape, expand(block, len(shape)), strict=True):
-        repeat = 1 if count == 1 else b
-        inner += [count, 1]
-        outer += [count, repeat]
-        merged.append(count * repeat)
-    if tuple(merged) == scale.shape:
+        repeats = [b] if count > 1 and b > 1 else []
+        inner += [count, *(1 for _ in repeats)]
+        outer += [count, *repeats]
+        merged.append(count * math.prod(repeats))
+    if outer == list(scale.shape):
         return scale
     repeated = jnp.broadcast_to(scale.reshape(inner), outer).reshape(merged)
     cut = tuple(slice(0, size) if m > size else slice(None) for m, size in zip(merged, shape, strict=True))

@@ -109,7 +109,7 @@ def _search(plan: Plan, x, amax, levels, candidates: np.ndarray) -> jax.Array:
         least, chosen = best
         return (jnp.minimum(least, error), jnp.where(error < least, candidate, chosen)), None
 
-    best = (jnp.full(amax.shape, np.inf, jnp.float32), jnp.ones(amax.shape, jnp.float32))
+    best = (jnp.full_like(amax, np.inf), jnp.ones_like(amax))
     # Few candidates are unrolled, so that XLA fuses their casts; many would make the program long.
     (_, chosen), _ = lax.scan(step, best, jnp.asarray(candidates), unroll=len(candidates) <= 4)
     return amax * chosen

@@ -52,6 +52,7 @@ def quantize(
 
     The last entry of `block` (the format's own by default) lies on `axis`, the others on the axes left of it;
     0 takes a whole axis. `q.data` has the shape of x, `q.scale` its rank and one entry per block.
+    Rounding has no gradient: what flows through a cast is 0, as through jnp.round.
 
     Args:
       x: float array of at least 16 bits. Non-finite elements never influence a scale; they saturate, and
