@@ -11,6 +11,7 @@ raises and says which axis; dequantise, reshape and quantise again if that is wh
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -93,7 +94,7 @@ class ScaledArray:
         axes = list(range(self.ndim))
         a, b = blocks.positive_axis(axis1, self.ndim), blocks.positive_axis(axis2, self.ndim)
         axes[a], axes[b] = axes[b], axes[a]
-        return self.transpose(*axes)
+        return shaping.transpose(self, axes)
 
     def transpose(self, *axes) -> "ScaledArray":
         """Axes permuted as numpy does; without arguments, reversed."""
@@ -113,11 +114,15 @@ class ScaledArray:
     def __repr__(self) -> str:
         shape = ",".join(map(str, getattr(self.data, "shape", "?")))
         rotated = f", rotation={self.rotation.size}" if self.rotation else ""
-        return f"ScaledArray({self.format.name}[{shape}], block={self.block}, dtype={self.dtype.name}{rotated})"
+        return (
+            f"ScaledArray({self.format.name}[{shape}], block={self.block}, dtype={np.dtype(self.dtype).name}{rotated})"
+        )
 
 
 def _one_tuple(args: tuple) -> tuple[int, ...]:
     """(2, 3), ((2, 3),) and ([2, 3],) all mean (2, 3)."""
-    if len(args) == 1 and isinstance(args[0], (tuple, list)):
-        return tuple(args[0])
-    return args
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list, np.ndarray)) else args
+    try:
+        return tuple(operator.index(size) for size in sizes)
+    except TypeError:
+        raise TypeError(f"axes and sizes must be integers, not {sizes}") from None

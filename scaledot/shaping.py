@@ -217,7 +217,7 @@ def take(q: Any, index: tuple) -> Any:
 
 def _entries(shape: tuple[int, ...], index: tuple) -> list[_Entry]:
     """The index with Ellipsis spelt out and every axis named."""
-    index = tuple(np.asarray(i) if isinstance(i, list) else i for i in index)
+    index = tuple(np.asarray(i, None if i else np.int32) if isinstance(i, list) else i for i in index)
     used = sum(1 for i in index if i is not None and i is not Ellipsis)
     dots = sum(1 for i in index if i is Ellipsis)
     if dots > 1:
@@ -244,7 +244,7 @@ def _checked(axis: int, value: Any, shape: tuple[int, ...]) -> _Entry:
         return _Entry(axis, int(value) % size)
     if not (hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.integer)):
         raise TypeError(f"axis {axis} is indexed by {type(value).__name__}; use ints, slices, None, ... or int arrays")
-    value = jnp.asarray(value)
+    value = jnp.asarray(value).astype(jnp.int32)
     return _Entry(axis, jnp.where(value < 0, value + size, value))
 
 

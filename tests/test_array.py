@@ -302,13 +302,36 @@ def test_leaves_may_be_shapes_shardings_or_specs():
     same(sd.dequantize(jax.device_put(q, shardings)), sd.dequantize(q))
 
 
-def test_the_constructor_checks_nothing_but_verbs_do():
-    q = make("mxfp8", (32,))
-    broken = dataclasses.replace(q, scale=q.scale[..., :1])
-    with pytest.raises(ValueError, match=r"`q.scale` has shape \(8, 64, 1\), but blocks of \(32,\) cut"):
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"scale": jnp.ones((8, 64, 1), jnp.float8_e8m0fnu)},
+            ValueError,
+            r"`q.scale` has shape \(8, 64, 1\), but blocks of",
+        ),
+        ({"scale": None}, ValueError, "`q.scale` has shape None"),
+        ({"scale": jnp.ones((8, 64, 4))}, TypeError, "`q.scale` is float32, but mxfp8 stores float8_e8m0fnu"),
+        ({"zero": jnp.ones((8, 64, 1))}, ValueError, "`q.zero` has shape"),
+        ({"data": jnp.ones((8, 64, 128))}, TypeError, "`q.data` is float32, but mxfp8 stores float8_e4m3fn"),
+        ({"tensor_scale": jnp.ones((3,))}, ValueError, r"`q.tensor_scale` of shape \(3,\) does not lead"),
+        ({"block": (1, 1, 1, 32)}, ValueError, "has more entries than the 3 axes"),
+        ({"format": "mxfp8"}, TypeError, "`q.format` must be a Format, not 'mxfp8'"),
+    ],
+)
+def test_the_constructor_checks_nothing_but_verbs_do(changes, error, message):
+    broken = dataclasses.replace(make("mxfp8", (32,)), **changes)
+    with pytest.raises(error, match=message):
         sd.dequantize(broken)
+
+
+def test_only_scaled_arrays_are_dequantised():
     with pytest.raises(TypeError, match="`q` must be a ScaledArray"):
         sd.dequantize(jnp.ones(3))
+    with pytest.raises(TypeError, match="`dtype` must be a float dtype, not int32"):
+        sd.dequantize(make("mxfp8", (32,)), jnp.int32)
+    with pytest.raises(TypeError, match="axes and sizes must be integers"):
+        make("mxfp8", (32,)).reshape("a")
 
 
 def test_empty_arrays_keep_their_verbs():

@@ -6,6 +6,7 @@ ceil(d / block) entries along each axis; a last block may be short.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -57,6 +58,10 @@ def _axes_of(block: Block, axis: int | tuple[int, ...], ndim: int) -> tuple[int,
 
 
 def positive_axis(axis: int, ndim: int) -> int:
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"`axis` must be an integer, not {axis!r}") from None
     if not -ndim <= axis < ndim:
         raise ValueError(f"`axis` {axis} is out of range for an array with {ndim} axes")
     return axis % ndim
@@ -67,7 +72,7 @@ def check_divides(shape: tuple[int, ...], block: Block) -> None:
     for axis, (size, b) in enumerate(zip(shape, expand(block, len(shape)), strict=True)):
         if b > 1 and size % b:
             padded = math.ceil(size / b) * b
-            fits = max(d for d in range(1, b + 1) if size % d == 0)
+            fits = max(d for d in range(1, min(b, size) + 1) if size % d == 0)
             raise ValueError(
                 f"cannot cut axis {axis - len(shape)} of {size} into blocks of {b}; pass pad=True "
                 f"(counts as {padded}), pad the array, or use a `block` of {fits} there"

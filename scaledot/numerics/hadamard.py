@@ -25,6 +25,8 @@ class Hadamard:
     axis: int = -1
 
     def __post_init__(self):
+        if not (isinstance(self.size, int) and isinstance(self.mask, int)):
+            raise TypeError(f"`size` and `mask` of a Hadamard must be integers, not {self.size!r} and {self.mask!r}")
         if self.size < 2 or self.size & (self.size - 1):
             raise ValueError(f"`size` of a Hadamard must be a power of two of at least 2, not {self.size}")
         if not 0 <= self.mask < 1 << self.size:
@@ -53,7 +55,7 @@ def _beside(signs: np.ndarray, groups: jax.Array) -> np.ndarray:
 
 def _grouped(x: jax.Array, rotation: Hadamard) -> jax.Array:
     x = jnp.moveaxis(x, rotation.axis, -1)
-    return x.reshape(*x.shape[:-1], -1, rotation.size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // rotation.size, rotation.size)
 
 
 def _ungrouped(groups: jax.Array, shape: tuple[int, ...], rotation: Hadamard) -> jax.Array:

@@ -32,22 +32,66 @@ def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -
             blocks.check_divides(x.shape, laid)
     except ValueError as error:
         raise ValueError(f"{error} (quantising shape {x.shape} to {row.name})") from None
-    stands_for = np.dtype(x.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(stands_for, jnp.floating):
-        raise TypeError(f"`dtype` must be a float dtype, not {stands_for}")
-    return Plan(row, laid, np.dtype(x.dtype), stands_for, parsed, _laid_rotation(rotation, axis, x.shape))
+    return Plan(
+        row,
+        laid,
+        np.dtype(x.dtype),
+        float_dtype(x.dtype if dtype is None else dtype),
+        parsed,
+        _laid_rotation(rotation, axis, x.shape),
+    )
 
 
 def float_array(x) -> jax.Array:
     if isinstance(x, ScaledArray):
         raise TypeError(f"`x` is already quantised ({x}); use requantize")
     given = getattr(x, "dtype", None)
-    x = jnp.asarray(x)
+    x = _array("x", x)
     if given == np.float64 and x.dtype != np.float64:
         raise TypeError("`x` is float64, which jax holds only with jax_enable_x64; pass x.astype(np.float32)")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
         raise TypeError(f"`x` must be a float array of at least 16 bits, not {x.dtype}; convert it with astype first")
     return x
+
+
+def float_dtype(dtype) -> np.dtype:
+    """The dtype, if it is one of floats."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"`dtype` {dtype!r} is not a dtype") from None
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"`dtype` must be a float dtype, not {found}")
+    return found
+
+
+def check_whole(q: ScaledArray) -> None:
+    """Raise unless the leaves of a ScaledArray belong together; its constructor does not look."""
+    if not isinstance(q, ScaledArray):
+        raise TypeError(f"`q` must be a ScaledArray, not {type(q).__name__}")
+    if not isinstance(q.format, Format):
+        raise TypeError(f"`q.format` must be a Format, not {q.format!r}")
+    if len(q.block) > q.ndim:
+        raise ValueError(f"`q.block` {q.block} has more entries than the {q.ndim} axes of {q.shape}")
+    grid, stored = blocks.grid(q.shape, q.block), q.format.scale_dtype(q.dtype)
+    for name, leaf in (("scale", q.scale), ("zero", q.zero)):
+        if (leaf is not None or name == "scale") and getattr(leaf, "shape", None) != grid:
+            found = getattr(leaf, "shape", leaf)
+            raise ValueError(f"`q.{name}` has shape {found}, but blocks of {q.block} cut {q.shape} into {grid}")
+    if q.format.scale != "input" and q.scale.dtype != stored:
+        raise TypeError(f"`q.scale` is {q.scale.dtype}, but {q.format.name} stores {stored}")
+    if q.data.dtype != q.format.code_dtype:
+        raise TypeError(f"`q.data` is {q.data.dtype}, but {q.format.name} stores {q.format.code_dtype}")
+    if q.tensor_scale is not None and q.tensor_scale.shape != q.shape[: q.tensor_scale.ndim]:
+        raise ValueError(f"`q.tensor_scale` of shape {q.tensor_scale.shape} does not lead {q.shape}")
+
+
+def _array(name: str, value) -> jax.Array:
+    """What a person gave as an array, or an error that names it."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be an array of numbers, not {type(value).__name__}") from error
 
 
 def _checked_format(format: Format, rule: str | None) -> Format:
@@ -107,7 +151,9 @@ def _laid_rotation(rotation: Hadamard | None, axis: Axis, shape: tuple[int, ...]
         return None
     if not isinstance(rotation, Hadamard):
         raise TypeError(f"`rotation` must be a Hadamard or None, not {type(rotation).__name__}")
-    along = axis if isinstance(axis, int) else axis[-1]
+    if isinstance(axis, tuple) and not axis:
+        raise ValueError("`rotation` needs an `axis` to run along; `axis` is ()")
+    along = axis[-1] if isinstance(axis, tuple) else axis
     at = blocks.positive_axis(along, len(shape))
     if shape[at] % rotation.size:
         raise ValueError(
@@ -123,6 +169,9 @@ def key_for(rounding: str, key) -> jax.Array | None:
         raise ValueError(f"`rounding` {rounding!r} is not known; use 'nearest' or 'stochastic'")
     if key is None:
         raise ValueError("`rounding` 'stochastic' needs a `key`, such as jax.random.key(0)")
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
+        raise TypeError(f"`key` must be a key such as jax.random.key(0) gives, not {key!r}")
     return key
 
 
@@ -142,7 +191,8 @@ def given_scales(plan: Plan, x: jax.Array, scale, tensor_scale) -> tuple[Any, An
     if tensor_scale is not None:
         if not plan.format.two_level:
             raise ValueError(f"`tensor_scale` is given, but {plan.format.name} has one level; use `scale`")
-        tensor_scale = _one_per_leading(jnp.asarray(tensor_scale, jnp.float32), x.shape)
+        tensor_scale = _array("tensor_scale", tensor_scale).astype(jnp.float32)
+        tensor_scale = _one_per_leading(tensor_scale, x.shape, plan.block)
     if scale is None:
         return None, tensor_scale
     if plan.calibration != calibrate.Calibration("absmax"):
@@ -153,7 +203,7 @@ def given_scales(plan: Plan, x: jax.Array, scale, tensor_scale) -> tuple[Any, An
 
 
 def _scale_as_stored(plan: Plan, x: jax.Array, scale) -> jax.Array:
-    scale, stored = jnp.asarray(scale), plan.format.scale_dtype(x.dtype)
+    scale, stored = _array("scale", scale), plan.format.scale_dtype(x.dtype)
     if scale.dtype != stored:
         if stored.itemsize == 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
             raise TypeError(f"`scale` is {scale.dtype}; {plan.format.name} stores {stored}")
@@ -166,20 +216,23 @@ def _scale_as_stored(plan: Plan, x: jax.Array, scale) -> jax.Array:
     return scale
 
 
-def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...], block: blocks.Block) -> jax.Array:
     """A scalar, or an array with one entry per leading index; trailing axes of 1 may be written out."""
     if tensor_scale.size == 1:
         return tensor_scale.reshape(())
     lead = tensor_scale.shape
     while lead and lead[-1] == 1:
         lead = lead[:-1]
-    if lead != shape[: len(lead)]:
-        raise ValueError(f"`tensor_scale` of shape {tensor_scale.shape} does not match the leading axes of {shape}")
+    if lead != shape[: len(lead)] or len(lead) > len(shape) - len(block):
+        raise ValueError(
+            f"`tensor_scale` of shape {tensor_scale.shape} does not match the leading axes of {shape} "
+            f"that blocks of {block} leave alone"
+        )
     return tensor_scale.reshape(lead)
 
 
 def checked_groups(group_sizes, rows: int) -> jax.Array:
-    group_sizes = jnp.asarray(group_sizes)
+    group_sizes = _array("group_sizes", group_sizes)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"`group_sizes` must be a 1-d integer array, not {group_sizes.dtype}{group_sizes.shape}")
     if not group_sizes.size:

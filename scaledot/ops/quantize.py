@@ -22,8 +22,10 @@ from scaledot.ops.plan import (
     Axis,
     block_tuple,
     check_nan,
+    check_whole,
     checked_groups,
     float_array,
+    float_dtype,
     given_scales,
     key_for,
     laid_block,
@@ -92,14 +94,8 @@ def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
     >>> dequantize(quantize(jnp.array([1.0, 2.0, 4.0]), "int8", block=(0,)))
     Array([1.007874, 2.015748, 4.      ], dtype=float32)
     """
-    if not isinstance(q, ScaledArray):
-        raise TypeError(f"`q` must be a ScaledArray, not {type(q).__name__}")
-    expected = blocks.grid(q.shape, q.block)
-    if tuple(q.scale.shape) != expected:
-        raise ValueError(
-            f"`q.scale` has shape {tuple(q.scale.shape)}, but blocks of {q.block} cut {q.shape} into {expected}"
-        )
-    return _dequantize(q, np.dtype(q.dtype if dtype is None else dtype))
+    check_whole(q)
+    return _dequantize(q, float_dtype(q.dtype if dtype is None else dtype))
 
 
 def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
@@ -109,8 +105,8 @@ def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
     >>> requantize(q, "nvfp4", axis=0, pad=True)
     ScaledArray(nvfp4[2,64], block=(16, 1), dtype=float32)
     """
-    options.setdefault("dtype", q.dtype)
-    return quantize(dequantize(q, jnp.float32), format, **options)
+    values = dequantize(q, jnp.float32)
+    return quantize(values, format, **{"dtype": q.dtype, **options})
 
 
 def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options) -> tuple[ScaledArray, ScaledArray]:
@@ -130,7 +126,8 @@ def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options
         raise ValueError(f"`x` must have at least 2 axes to have two orientations, not shape {x.shape}")
     if "axis" in options:
         raise TypeError("quantize_both takes no `axis`: it quantises along the last two")
-    first, second = rotation if isinstance(rotation, tuple) else (rotation, rotation)
+    first, second = _pair(rotation)
+    key = key_for(options.get("rounding", "nearest"), key)
     row_block = laid_block(find_format(format), options.pop("block", None), -1, x.ndim)
     column_block = _swap_last(row_block, x.ndim)
     rows = quantize(x, format, block=_trailing(row_block), key=key, rotation=first, **options)
@@ -233,6 +230,14 @@ def _column_sum(x: jax.Array) -> jax.Array:
 
 def _wrap(plan: Plan, parts: Parts) -> ScaledArray:
     return ScaledArray(*parts, format=plan.format, block=plan.block, dtype=plan.dtype, rotation=plan.rotation)
+
+
+def _pair(rotation) -> tuple[Hadamard | None, Hadamard | None]:
+    if not isinstance(rotation, (tuple, list)):
+        return rotation, rotation
+    if len(rotation) != 2:
+        raise ValueError(f"`rotation` must be one Hadamard or a pair, not {len(rotation)} of them")
+    return rotation[0], rotation[1]
 
 
 def _swap_last(block: blocks.Block, ndim: int) -> blocks.Block:
