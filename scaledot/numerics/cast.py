@@ -79,8 +79,10 @@ def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotatio
         values = values - blocks.spread(parts.zero.astype(jnp.float32), values.shape, block)
     for factor in multipliers(parts.scale, parts.tensor_scale, format):
         values = values * blocks.spread(computed_once(factor), values.shape, block)
-    values = flush(values)
-    return values if rotation is None else unrotate(values, rotation)
+    if rotation is not None:
+        return unrotate(flush(values), rotation)
+    # A whole number times a scale, which is normal, is never subnormal.
+    return values if format.is_integer else flush(values)
 
 
 def _calibrated_levels(plan: Plan, x: jax.Array, tensor_scale) -> Levels:
