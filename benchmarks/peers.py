@@ -21,7 +21,7 @@ class QwixCast:
     per_tensor: bool = False
 
     def quantizer(self) -> Callable[[Any], Any]:
-        import qwix
+        import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
 
         rows = () if self.per_tensor else (0,)
         tiles = {} if self.tile is None else {1: self.tile}
@@ -29,7 +29,7 @@ class QwixCast:
 
     @staticmethod
     def dequantizer() -> Callable[[Any], Any]:
-        import qwix
+        import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
 
         return qwix.dequantize
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import scaledot as sd
+from scaledot import flavours
 
 FORMATS = [*sd.FORMATS.values(), replace(sd.FORMATS["nvfp4"], name="four_over_six", search="four_over_six")]
 JITTED = {f.name: jax.jit(functools.partial(sd.quantize, format=f)) for f in FORMATS}
@@ -411,6 +412,41 @@ def test_each_group_is_quantised_as_if_alone(format, axis, sizes):
     np.testing.assert_array_equal(values[start:], 0)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32])
+def test_narrow_group_sizes_do_not_wrap(dtype):
+    x = np.random.default_rng(0).standard_normal((300, 32)).astype(np.float32)
+    sizes = np.array([100, 100, 50])
+    same_tree(sd.quantize_grouped(x, sizes.astype(dtype), "fp8_e4m3"), sd.quantize_grouped(x, sizes, "fp8_e4m3"))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "int4"])
+def test_an_infinity_does_not_sway_a_search(format):
+    options = {"calibration": "mse"}
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    x[:, 0] = 0
+    clean = sd.quantize(x, format, **options)
+    x[:, 0] = np.inf
+    np.testing.assert_array_equal(raw(sd.quantize(x, format, **options).scale), raw(clean.scale))
+
+
+def test_zero_points_round_product_and_difference_apart():
+    x = np.array([[-5.625, 0.625]], np.float32)
+    assert int(sd.quantize(x, "int8", calibration="minmax").zero[0, 0]) == 102
+
+
+def test_code_255_of_an_e8m0_scale_is_nan():
+    q = sd.quantize(np.ones((1, 32), np.float32), "mxfp8")
+    bad = jnp.full(q.scale.shape, 255, jnp.uint8).view(jnp.float8_e8m0fnu)
+    assert np.all(np.isnan(sd.dequantize(replace(q, scale=bad))))
+
+
+def test_float16_scales_reach_into_its_subnormals():
+    x = (np.random.default_rng(0).standard_normal((4, 64)) * 1e-3).astype(np.float16)
+    q = sd.quantize(x, flavours.compressed_tensors.int8)
+    expected = (np.abs(x.astype(np.float32)).max(1) / np.float32(127.5)).astype(np.float16)
+    np.testing.assert_array_equal(np.asarray(q.scale)[:, 0], expected)
+
+
 def test_square_blocks_start_afresh_in_each_group():
     x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     q = sd.quantize_grouped(x, np.array([20, 44]), "nvfp4", block=(16, 16))
@@ -494,6 +530,8 @@ BAD = [
     ("fp8_e4m3", X, {"nan": "drop"}, ValueError, "`nan` 'drop' is not known"),
     (replace(sd.FORMATS["mxfp8"], search="four_over_six"), X, {}, ValueError, "is for float4_e2m1fn elements"),
     (replace(sd.FORMATS["int8"], bound="whole"), X, {}, ValueError, "`bound` 'whole' of int8 is not known"),
+    (replace(sd.FORMATS["int8"], element="int9"), X, {}, ValueError, "integers have 2 to 8 bits"),
+    (replace(sd.FORMATS["nf4"], codebook=(1.0, 0.0)), X, {}, ValueError, "2 to 16 values in rising order"),
     (replace(sd.FORMATS["int8"], two_level=True), X, {}, ValueError, "needs float8_e4m3fn block scales"),
 ]
 

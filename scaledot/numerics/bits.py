@@ -108,14 +108,15 @@ def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """A non-negative float32 array unchanged, kept as an array of its own.
+    """A float32 array unchanged, kept as an array of its own.
 
     XLA would otherwise fuse the arithmetic behind a scale into the loop over the data and repeat it for every
     element of the block. It never repeats a division, so this ends in one, by 1; a barrier does not survive
     to the fusion pass in every version.
     """
     pattern = bits_of(x)
-    return float_of(lax.div(pattern, (pattern >> 31) + np.uint32(1)))
+    one = jnp.where(pattern == np.uint32(0xFFFFFFFF), np.uint32(2), np.uint32(1))  # no scale has that pattern
+    return float_of(lax.div(pattern, one))
 
 
 def _field(bits: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ A calibration is a word and numbers, as in Qwix: `absmax[,f]`, `minmax[,f]`, `rm
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import INFINITY, MAGNITUDE, bits_of, finite_magnitude, float_of, flush
+from scaledot.numerics.bits import FLOAT32_MAX, INFINITY, MAGNITUDE, bits_of, finite_magnitude, float_of, flush
 
 _METHODS = {  # how many numbers may follow the word
     "absmax": (0, 1),
@@ -73,7 +74,8 @@ def magnitude(x: jax.Array, calibration: Calibration, block: blocks.Block) -> ja
         return _rms(x, block) * np.float32(calibration.values[0])
     if calibration.method == "percentile":
         return _percentile(x, block, calibration.values[0])
-    return block_amax(x, block) * np.float32(calibration.values[0] if calibration.values else 1)
+    factor = np.float32(calibration.values[0] if calibration.values else 1)
+    return jnp.minimum(block_amax(x, block) * factor, FLOAT32_MAX)
 
 
 def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tuple[jax.Array, jax.Array]:
@@ -125,7 +127,8 @@ def _percentile(x: jax.Array, block: blocks.Block, p: float) -> jax.Array:
     parts, inside = blocks.split(jnp.where(size < INFINITY, size + 1, 0), block)
     parts = jnp.moveaxis(parts, inside, range(-len(inside), 0)) if inside else parts[..., None]
     lead = parts.ndim - max(len(inside), 1)
-    parts = jnp.sort(parts.reshape(*parts.shape[:lead], -1), axis=-1, descending=True)
+    parts = parts.reshape(*parts.shape[:lead], math.prod(parts.shape[lead:]))
+    parts = jnp.sort(parts, axis=-1, descending=True)
     count = jnp.sum(parts > 0, axis=-1, keepdims=True)
     from_top = (count - 1).astype(jnp.float32) * np.float32(1 - p / 100)
     whole = jnp.maximum(jnp.floor(from_top), 0)

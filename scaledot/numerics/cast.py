@@ -106,7 +106,8 @@ def _search(plan: Plan, x, amax, levels, candidates: np.ndarray) -> jax.Array:
 
     def step(best, candidate):
         parts = cast(plan, x, levels(amax * candidate), None)
-        error = (jnp.nan_to_num(x) - dequantize_values(parts, plan.format, plan.block, None)) * unit
+        error = x - dequantize_values(parts, plan.format, plan.block, None)
+        error = jnp.where(jnp.isfinite(x), error, 0) * unit
         error = calibrate.block_sum(error * error, plan.block)
         least, chosen = best
         return (jnp.minimum(least, error), jnp.where(error < least, candidate, chosen)), None

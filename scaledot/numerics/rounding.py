@@ -45,7 +45,13 @@ def round_to(x: jax.Array, dtype) -> jax.Array:
     info = jnp.finfo(dtype)
     if info.bits >= 32:
         return x
-    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if info.minexp == -126:
+        return rounded
+    # reduce_precision flushes what is subnormal in the narrow dtype; its grid goes on there in equal steps.
+    step = 2.0 ** (info.minexp - info.nmant)
+    steps = lax.round(x * np.float32(1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.where(jnp.abs(x) < np.float32(2.0**info.minexp), steps * np.float32(step), rounded)
 
 
 def _flat_index(shape: tuple[int, ...]) -> jax.Array:

@@ -65,7 +65,9 @@ def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Le
 def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
     """What codes are multiplied by, in turn, to give values."""
     if format.scale == "float8_e8m0fnu":
-        return bits.power_of_two_factors(lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32) - 127)
+        code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+        first, second = bits.power_of_two_factors(code - 127)
+        return jnp.where(code == 255, np.float32(np.nan), first), second
     value = scale.astype(jnp.float32)
     if tensor_scale is None:
         return (value,)
@@ -82,10 +84,10 @@ def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[
     scaled = functools.reduce(operator.mul, levels.factors, low)
     if levels.divisor is not None:
         scaled = divide(low, levels.divisor)
-    # The barrier keeps the product and the difference apart: fused they would be rounded once.
-    scaled = lax.optimization_barrier(own(scaled))
+    # Kept apart, the product and the difference are each rounded; fused they would be rounded once.
+    below = bits.computed_once(own(-scaled))
     half = 2 ** (format.bits - 1)
-    zero = jnp.clip(round_integer(own(np.float32(-half) - scaled)), -half, half - 1)
+    zero = jnp.clip(round_integer(own(below - np.float32(half))), -half, half - 1)
     return levels, zero
 
 
@@ -107,6 +109,7 @@ def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) 
     stored = format.scale_dtype(dtype)
     ratio = divide(covered, steps)
     scale = jnp.maximum(bits.ceil_power_of_two(ratio) if format.pow2 else ratio, bits.SMALLEST_SCALE)
+    scale = jnp.minimum(scale, np.float32(jnp.finfo(stored).max))
     scale = round_to(jnp.where(covered == 0, np.float32(0), scale), stored)
     empty = jnp.finfo(stored).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
     scale = jnp.where(scale == 0, np.float32(empty), scale)

@@ -82,6 +82,8 @@ def check_whole(q: ScaledArray) -> None:
         raise TypeError(f"`q.scale` is {q.scale.dtype}, but {q.format.name} stores {stored}")
     if q.data.dtype != q.format.code_dtype:
         raise TypeError(f"`q.data` is {q.data.dtype}, but {q.format.name} stores {q.format.code_dtype}")
+    if q.format.two_level and q.tensor_scale is None:
+        raise ValueError(f"`q.tensor_scale` is None, but {q.format.name} has two levels")
     if q.tensor_scale is not None and q.tensor_scale.shape != q.shape[: q.tensor_scale.ndim]:
         raise ValueError(f"`q.tensor_scale` of shape {q.tensor_scale.shape} does not lead {q.shape}")
 
@@ -107,11 +109,22 @@ def _checked_format(format: Format, rule: str | None) -> Format:
         raise ValueError(f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six' or None")
     if format.search == "four_over_six" and format.element != "float4_e2m1fn":
         raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
+    if format.is_integer and not 2 <= format.bits <= 8:
+        raise ValueError(f"`element` {format.element!r} of {format.name} is not known; integers have 2 to 8 bits")
+    if format.codebook is not None:
+        _check_codebook(format, format.codebook)
     if format.bound not in ("full", "half"):
         raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
     if format.two_level and format.scale != "float8_e4m3fn":
         raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
     return format
+
+
+def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
+    if not format.element.startswith("uint"):
+        raise ValueError(f"`codebook` of {format.name} needs unsigned codes, not {format.element}")
+    if not 2 <= len(codebook) <= 2**format.bits or not np.all(np.diff(codebook) > 0):
+        raise ValueError(f"`codebook` of {format.name} must hold 2 to {2**format.bits} values in rising order")
 
 
 def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
@@ -241,4 +254,4 @@ def checked_groups(group_sizes, rows: int) -> jax.Array:
         sizes = np.asarray(group_sizes)
         if sizes.min() < 0 or sizes.sum() > rows:
             raise ValueError(f"`group_sizes` {sizes.tolist()} must not be negative nor sum to more than {rows} rows")
-    return group_sizes
+    return group_sizes.astype(jnp.int32)  # narrow or unsigned sums would wrap

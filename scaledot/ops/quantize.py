@@ -182,6 +182,8 @@ def quantize_grouped(
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
     plan = make_plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
+    if plan.format.search is not None:
+        raise ValueError(f"`search` {plan.format.search!r} of {plan.format.name} is not offered for groups")
     row_block, inner = blocks.expand(plan.block, 2)
     if not pad:
         blocks.check_divides(x.shape[1:], (inner,))
