@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scaledot.array import ScaledArray
+    from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
     from scaledot.numerics.hadamard import Hadamard
+    from scaledot.ops.conv import conv_general_dilated
+    from scaledot.ops.dot import dot_general, matmul
+    from scaledot.ops.einsum import einsum
+    from scaledot.ops.explain import explain
     from scaledot.ops.quantize import (
         amax,
         dequantize,
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
         quantize_grouped,
         requantize,
     )
+    from scaledot.ops.ragged import ragged_dot, ragged_dot_general
 
 __version__ = "0.1.0"
 
@@ -34,13 +40,23 @@ _HOMES = {
     "Quirks": "formats",
     "ScaledArray": "array",
     "amax": "ops.quantize",
+    "conv_general_dilated": "ops.conv",
     "dequantize": "ops.quantize",
+    "dot_general": "ops.dot",
+    "einsum": "ops.einsum",
+    "explain": "ops.explain",
     "find_format": "formats",
+    "get_scaled_dot_general_config": "compat.jax_nn",
+    "matmul": "ops.dot",
     "quantize": "ops.quantize",
     "quantize_both": "ops.quantize",
     "quantize_dbias": "ops.quantize",
     "quantize_grouped": "ops.quantize",
+    "ragged_dot": "ops.ragged",
+    "ragged_dot_general": "ops.ragged",
     "requantize": "ops.quantize",
+    "scaled_dot_general": "compat.jax_nn",
+    "scaled_matmul": "compat.jax_nn",
 }
 
 __all__ = [
@@ -50,13 +66,23 @@ __all__ = [
     "Quirks",
     "ScaledArray",
     "amax",
+    "conv_general_dilated",
     "dequantize",
+    "dot_general",
+    "einsum",
+    "explain",
     "find_format",
+    "get_scaled_dot_general_config",
+    "matmul",
     "quantize",
     "quantize_both",
     "quantize_dbias",
     "quantize_grouped",
+    "ragged_dot",
+    "ragged_dot_general",
     "requantize",
+    "scaled_dot_general",
+    "scaled_matmul",
 ]
 
 

@@ -18,7 +18,9 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"formats", "flavours"},
     {"numerics"},
     {"shaping", "array"},
+    {"kernels"},
     {"ops"},
+    {"compat"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -47,14 +47,18 @@ class Parts(NamedTuple):
     zero: jax.Array | None
 
 
-def quantize_parts(plan: Plan, x: jax.Array, scale=None, tensor_scale=None, key=None) -> Parts:
+def quantize_parts(plan: Plan, x: jax.Array, scale=None, tensor_scale=None, zero=None, uniform=None, key=None) -> Parts:
     """Codes and scales of x; scales that are given are used as they are."""
     x = prepare(x, plan.rotation)
-    uniform = None if key is None else uniform_of(key, x.shape)
+    if key is not None:
+        uniform = uniform_of(key, x.shape)
     if plan.calibration.is_range:
-        return _quantize_affine(plan, x, uniform)
+        low, high = calibrate.extremes(x, plan.calibration, plan.block)
+        return _cast_affine(plan, x, *zero_point(low, high, plan.format, plan.input_dtype), uniform)
     if scale is not None:
         levels = levels_from_scale(scale, plan.format, tensor_scale)
+        if zero is not None:
+            return _cast_affine(plan, x, levels, zero.astype(jnp.float32), uniform)
     else:
         levels = _calibrated_levels(plan, x, tensor_scale)
     return cast(plan, x, levels, uniform)
@@ -128,9 +132,8 @@ def _scaled(plan: Plan, x: jax.Array, levels: Levels) -> jax.Array:
     return x
 
 
-def _quantize_affine(plan: Plan, x: jax.Array, uniform: jax.Array | None) -> Parts:
-    low, high = calibrate.extremes(x, plan.calibration, plan.block)
-    levels, zero = zero_point(low, high, plan.format, plan.input_dtype)
+def _cast_affine(plan: Plan, x: jax.Array, levels: Levels, zero: jax.Array, uniform: jax.Array | None) -> Parts:
+    """Integer codes around a zero point that is already decided."""
     around = blocks.spread(zero, x.shape, plan.block)
     codes = encode_affine(_scaled(plan, x, levels), around, plan.format, plan.input_dtype, uniform)
     return Parts(codes, levels.scale, None, narrow(zero.astype(jnp.int8), plan.format.code_dtype))

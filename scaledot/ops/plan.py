@@ -65,27 +65,27 @@ def float_dtype(dtype) -> np.dtype:
     return found
 
 
-def check_whole(q: ScaledArray) -> None:
+def check_whole(q: ScaledArray, name: str = "q") -> None:
     """Raise unless the leaves of a ScaledArray belong together; its constructor does not look."""
     if not isinstance(q, ScaledArray):
-        raise TypeError(f"`q` must be a ScaledArray, not {type(q).__name__}")
+        raise TypeError(f"`{name}` must be a ScaledArray, not {type(q).__name__}")
     if not isinstance(q.format, Format):
-        raise TypeError(f"`q.format` must be a Format, not {q.format!r}")
+        raise TypeError(f"`{name}.format` must be a Format, not {q.format!r}")
     if len(q.block) > q.ndim:
-        raise ValueError(f"`q.block` {q.block} has more entries than the {q.ndim} axes of {q.shape}")
+        raise ValueError(f"`{name}.block` {q.block} has more entries than the {q.ndim} axes of {q.shape}")
     grid, stored = blocks.grid(q.shape, q.block), q.format.scale_dtype(q.dtype)
-    for name, leaf in (("scale", q.scale), ("zero", q.zero)):
-        if (leaf is not None or name == "scale") and getattr(leaf, "shape", None) != grid:
+    for part, leaf in (("scale", q.scale), ("zero", q.zero)):
+        if (leaf is not None or part == "scale") and getattr(leaf, "shape", None) != grid:
             found = getattr(leaf, "shape", leaf)
-            raise ValueError(f"`q.{name}` has shape {found}, but blocks of {q.block} cut {q.shape} into {grid}")
+            raise ValueError(f"`{name}.{part}` has shape {found}, but blocks of {q.block} cut {q.shape} into {grid}")
     if q.format.scale != "input" and q.scale.dtype != stored:
-        raise TypeError(f"`q.scale` is {q.scale.dtype}, but {q.format.name} stores {stored}")
+        raise TypeError(f"`{name}.scale` is {q.scale.dtype}, but {q.format.name} stores {stored}")
     if q.data.dtype != q.format.code_dtype:
-        raise TypeError(f"`q.data` is {q.data.dtype}, but {q.format.name} stores {q.format.code_dtype}")
+        raise TypeError(f"`{name}.data` is {q.data.dtype}, but {q.format.name} stores {q.format.code_dtype}")
     if q.format.two_level and q.tensor_scale is None:
-        raise ValueError(f"`q.tensor_scale` is None, but {q.format.name} has two levels")
+        raise ValueError(f"`{name}.tensor_scale` is None, but {q.format.name} has two levels")
     if q.tensor_scale is not None and q.tensor_scale.shape != q.shape[: q.tensor_scale.ndim]:
-        raise ValueError(f"`q.tensor_scale` of shape {q.tensor_scale.shape} does not lead {q.shape}")
+        raise ValueError(f"`{name}.tensor_scale` of shape {q.tensor_scale.shape} does not lead {q.shape}")
 
 
 def _array(name: str, value) -> jax.Array:
@@ -227,6 +227,33 @@ def _scale_as_stored(plan: Plan, x: jax.Array, scale) -> jax.Array:
     if scale.shape != grid:
         raise ValueError(f"`scale` has shape {scale.shape}; blocks of {plan.block} cut {x.shape} into {grid}")
     return scale
+
+
+def given_zero(plan: Plan, x: jax.Array, scale, zero) -> jax.Array | None:
+    if zero is None:
+        return None
+    if scale is None:
+        raise ValueError("`zero` is in units of a `scale`; give both")
+    if not plan.format.is_integer:
+        raise ValueError(f"`zero` is given, but {plan.format.name} has no zero point; use an integer format")
+    zero, grid = _array("zero", zero), blocks.grid(x.shape, plan.block)
+    if not jnp.issubdtype(zero.dtype, jnp.integer):
+        raise TypeError(f"`zero` must hold integers, not {zero.dtype}")
+    if zero.shape != grid:
+        raise ValueError(f"`zero` has shape {zero.shape}; blocks of {plan.block} cut {x.shape} into {grid}")
+    return zero
+
+
+def given_uniform(rounding: str, uniform, shape: tuple[int, ...]) -> jax.Array | None:
+    if uniform is None:
+        return None
+    if rounding != "stochastic":
+        raise ValueError(f"`uniform` is for `rounding` 'stochastic', not {rounding!r}")
+    uniform = _array("uniform", uniform).astype(jnp.float32)
+    try:
+        return jnp.broadcast_to(uniform, shape)
+    except ValueError:
+        raise ValueError(f"`uniform` has shape {uniform.shape}, which does not broadcast to {shape}") from None
 
 
 def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...], block: blocks.Block) -> jax.Array:

@@ -27,6 +27,8 @@ from scaledot.ops.plan import (
     float_array,
     float_dtype,
     given_scales,
+    given_uniform,
+    given_zero,
     key_for,
     laid_block,
     make_plan,
@@ -43,9 +45,11 @@ def quantize(
     rule: str | None = None,
     rounding: str = "nearest",
     key=None,
+    uniform=None,
     rotation: Hadamard | None = None,
     scale=None,
     tensor_scale=None,
+    zero=None,
     pad: bool = False,
     dtype=None,
     nan: str = "keep",
@@ -65,9 +69,10 @@ def quantize(
       calibration: `absmax[,f]`, `rms,f`, `percentile,p`, `mse`, `fixed,a`; `minmax[,f]` and `fixed,lo,hi` give
         integer formats a zero point.
       rule: how a power-of-two scale is rounded: `ceil`, `floor`, `even`, `even1`, `ceil_log2`.
-      rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`.
+      rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`, or `uniform` numbers in [0, 1) that
+        broadcast against x.
       rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
-      scale, tensor_scale: used as they are instead of being computed.
+      scale, tensor_scale, zero: used as they are instead of being computed; a `zero` point needs its `scale`.
       pad: let the last block of an axis be short instead of raising.
       dtype: what the result stands for, the dtype of x by default.
       nan: "raise" refuses NaN; it needs a concrete array.
@@ -82,10 +87,12 @@ def quantize(
     """
     x = float_array(x)
     plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
-    key = key_for(rounding, key)
+    uniform = given_uniform(rounding, uniform, x.shape)
+    key = None if uniform is not None else key_for(rounding, key)
     check_nan(x, nan)
     scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
-    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, key))
+    zero = given_zero(plan, x, scale, zero)
+    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, zero, uniform, key))
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:

@@ -1,0 +1,107 @@
+"""Operands on their way into a product, and scales on their way onto its result."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scaledot.array import ScaledArray
+from scaledot.numerics import blocks
+from scaledot.numerics.bits import flush
+from scaledot.numerics.cast import Parts, dequantize_values
+from scaledot.numerics.encode import decode
+from scaledot.numerics.scale import beside, multipliers
+
+Tiles = dict[str, int]  # label -> elements of one tile along it
+
+
+class Factor(NamedTuple):
+    """What a product is multiplied by: one axis per label, of full size, of size 1, or with one entry per tile."""
+
+    values: jax.Array
+    labels: str
+
+    def varies(self, labels) -> bool:
+        return any(size > 1 for c, size in zip(self.labels, self.values.shape, strict=True) if c in labels)
+
+
+def code_values(q: ScaledArray, dtype) -> jax.Array:
+    """Codes, less their zero point, without any scale."""
+    return _codes(q).astype(dtype)
+
+
+def block_values(q: ScaledArray, dtype) -> jax.Array:
+    """Codes times their block scales; the tensor scale is left for the result."""
+    values = _codes(q)
+    for factor in multipliers(q.scale, None, q.format):
+        values = values * blocks.spread(factor, values.shape, q.block)
+    return flush(values).astype(dtype)
+
+
+def _codes(q: ScaledArray) -> jax.Array:
+    values = decode(q.data, q.format)
+    if q.zero is None:
+        return values
+    return values - blocks.spread(q.zero.astype(jnp.float32), values.shape, q.block)
+
+
+def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
+    """Codes times all their scales."""
+    parts = Parts(q.data, q.scale, q.tensor_scale, q.zero)
+    return dequantize_values(parts, q.format, q.block, q.rotation if unrotate else None).astype(dtype)
+
+
+def block_factors(q: ScaledArray, labels: str, tiles: Tiles) -> list[Factor]:
+    """The block scale, spread over its blocks; along tiled labels it has one entry per tile."""
+    return [Factor(_spread(f, q, labels, tiles), labels) for f in multipliers(q.scale, None, q.format)]
+
+
+def level_factors(q: ScaledArray, labels: str) -> list[Factor]:
+    """The tensor scale."""
+    return [] if q.tensor_scale is None else [Factor(beside(q.tensor_scale, q.ndim), labels)]
+
+
+def zero_factor(q: ScaledArray, labels: str, tiles: Tiles) -> Factor | None:
+    """The zero point as int32, laid out as the block scale is."""
+    return None if q.zero is None else Factor(_spread(q.zero.astype(jnp.int32), q, labels, tiles), labels)
+
+
+def _spread(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.Array:
+    """A grid of blocks as full axes; along a tiled label as tiles, which blocks consist of."""
+    shape, block = [], []
+    for label, size, b in zip(labels, q.shape, blocks.expand(q.block, q.ndim), strict=True):
+        tile = tiles.get(label, 1)
+        shape.append(-(-size // tile))
+        block.append(b // tile)
+    return blocks.spread(grid, tuple(shape), tuple(block))
+
+
+def lay(factor: Factor, out: str) -> jax.Array:
+    """A factor as an array that broadcasts against a result with labels `out`; other axes must have size 1."""
+    kept = [c for c in factor.labels if c in out]
+    values = jnp.squeeze(factor.values, tuple(a for a, c in enumerate(factor.labels) if c not in out))
+    values = values.transpose(sorted(range(len(kept)), key=lambda a: out.index(kept[a])))
+    return jnp.expand_dims(values, tuple(a for a, c in enumerate(out) if c not in kept))
+
+
+def cut(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:
+    """The tiles of an operand along a new leading axis; a short last one is filled with zeros."""
+    inside = tuple(tiles.get(c, 1) for c in labels)
+    # An axis that is one tile would not be split, so tiles never span a whole axis.
+    parts, _ = blocks.split(values, inside)
+    return _merge_front(parts, [a + sum(d in tiles for d in labels[:a]) for a, c in enumerate(labels) if c in tiles])
+
+
+def cut_factor(factor: Factor, tiles: Tiles, counts: dict[str, int]) -> jax.Array:
+    """The entries of a factor for each tile along a new leading axis; along tiled labels it keeps axes of 1."""
+    full = [counts.get(c, size) for c, size in zip(factor.labels, factor.values.shape, strict=True)]
+    left = [1 if c in tiles else size for c, size in zip(factor.labels, full, strict=True)]
+    spread = jnp.broadcast_to(factor.values, full)
+    merged = _merge_front(spread, [a for a, c in enumerate(factor.labels) if c in tiles])
+    return merged.reshape(merged.shape[0], *left)
+
+
+def _merge_front(x: jax.Array, axes: list[int]) -> jax.Array:
+    moved = jnp.moveaxis(x, axes, range(len(axes)))
+    return moved.reshape(math.prod(moved.shape[: len(axes)]), *moved.shape[len(axes) :])

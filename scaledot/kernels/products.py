@@ -1,0 +1,152 @@
+"""One product of two arrays for each kind of contraction, and the labels' way from an operand to its result.
+
+`steps_of(problem)` gives the three things that a form needs: the product itself, a factor laid on the result,
+and sums of codes for the correction of zero points.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from scaledot.kernels.operands import Factor, lay
+from scaledot.kernels.spec import Problem
+
+
+class Steps(NamedTuple):
+    """product(a, b, accumulator), lay(factor), code_sums(side, codes); all in the labels of the result."""
+
+    product: Callable[..., jax.Array]
+    lay: Callable[[Factor], jax.Array]
+    code_sums: Callable[[int, jax.Array], jax.Array]
+    mask: Callable[[jax.Array], jax.Array] = lambda x: x
+
+
+def steps_of(problem: Problem, group_sizes: jax.Array | None) -> Steps:
+    if problem.op == "ragged_dot":
+        return _ragged_steps(problem, group_sizes)
+    return _conv_steps(problem) if problem.op == "conv" else _dot_steps(problem)
+
+
+def precision_of(problem: Problem, dtype) -> Any:
+    """The caller's precision; float32 products that end in float32 are full ones unless someone asked otherwise."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    if problem.precision is not None or jax.config.jax_default_matmul_precision is not None:
+        return problem.precision
+    exact = dtype == np.float32 and problem.out_dtype == np.float32
+    return lax.Precision.HIGHEST if exact else None
+
+
+def _dot_steps(problem: Problem) -> Steps:
+    contraction = problem.contraction
+    order = tuple(contraction.natural.index(c) for c in contraction.out)
+
+    def product(a: jax.Array, b: jax.Array, accumulator) -> jax.Array:
+        y = lax.dot_general(
+            a,
+            b,
+            contraction.dimension_numbers,
+            precision=precision_of(problem, a.dtype),
+            preferred_element_type=accumulator,
+            out_sharding=reordered(problem.out_sharding, contraction.out, contraction.natural),
+        )
+        return y if order == tuple(range(y.ndim)) else y.transpose(order)
+
+    return Steps(product, lambda f: lay(f, contraction.out), functools.partial(_sum_codes, problem))
+
+
+def _sum_codes(problem: Problem, side: int, codes: jax.Array) -> jax.Array:
+    labels = problem.operands[side].labels
+    summed = tuple(a for a, c in enumerate(labels) if c in problem.contraction.contracted)
+    sums = jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True)
+    return lay(Factor(sums, labels), problem.contraction.out)
+
+
+def reordered(sharding: Any, labels: str, order: str) -> Any:
+    """A sharding of axes `labels` as one of the same axes in another order."""
+    if sharding is None or labels == order:
+        return sharding
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    full = (*spec, *[None] * (len(labels) - len(spec)))
+    moved = PartitionSpec(*(full[labels.index(c)] for c in order))
+    return NamedSharding(sharding.mesh, moved) if isinstance(sharding, NamedSharding) else moved
+
+
+def _ragged_steps(problem: Problem, group_sizes) -> Steps:
+    contraction, window = problem.contraction, dict(problem.window)
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=contraction.dimension_numbers,
+        lhs_ragged_dimensions=[contraction.lhs.index(problem.ragged)],
+        rhs_group_dimensions=[contraction.rhs.index(c) for c in problem.group if c in contraction.rhs],
+    )
+
+    def product(a: jax.Array, b: jax.Array, accumulator) -> jax.Array:
+        return lax.ragged_dot_general(
+            a,
+            b,
+            group_sizes,
+            numbers,
+            precision=precision_of(problem, a.dtype),
+            preferred_element_type=accumulator,
+            **window,
+        )
+
+    def lay_by_group(factor: Factor) -> jax.Array:
+        return lay(_per_row(problem, factor, group_sizes), contraction.out)
+
+    def code_sums(side: int, codes: jax.Array) -> jax.Array:
+        labels = problem.operands[side].labels
+        summed = tuple(a for a, c in enumerate(labels) if c in contraction.contracted)
+        return lay_by_group(Factor(jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True), labels))
+
+    def mask(x: jax.Array) -> jax.Array:
+        axis = contraction.out.index(problem.ragged)
+        inside = lax.broadcasted_iota(jnp.int32, x.shape, axis) < jnp.sum(group_sizes, dtype=jnp.int32)
+        return jnp.where(inside, x, 0)
+
+    return Steps(product, lay_by_group, code_sums, mask)
+
+
+def _per_row(problem: Problem, factor: Factor, group_sizes) -> Factor:
+    """A factor per group as one per row of the ragged axis; rows of no group take the last group's."""
+    if not (problem.group and problem.group in factor.labels):
+        return factor
+    labels = factor.labels.replace(problem.group, problem.ragged)
+    if not factor.varies(problem.group):
+        return Factor(factor.values, labels)
+    rows = jnp.arange(problem.lhs.size(problem.ragged))
+    group = jnp.sum(rows[:, None] >= jnp.cumsum(group_sizes.astype(jnp.int32))[None], axis=1)
+    group = jnp.minimum(group, group_sizes.shape[0] - 1)
+    return Factor(jnp.take(factor.values, group, axis=factor.labels.index(problem.group)), labels)
+
+
+def _conv_steps(problem: Problem) -> Steps:
+    contraction, window = problem.contraction, dict(problem.window)
+    numbers: lax.ConvDimensionNumbers = window.pop("dimension_numbers")
+
+    def product(a: jax.Array, b: jax.Array, accumulator, **changed) -> jax.Array:
+        return lax.conv_general_dilated(
+            a,
+            b,
+            **{**window, **changed},
+            dimension_numbers=numbers,
+            precision=precision_of(problem, a.dtype),
+            preferred_element_type=accumulator,
+        )
+
+    def code_sums(side: int, codes: jax.Array) -> jax.Array:
+        """Sums of the kernel over the part of each window that lies inside the image: padding counts as zero."""
+        assert side == 1
+        features = numbers.rhs_spec[1]
+        kernel = jnp.sum(codes.astype(jnp.int32), axis=features, keepdims=True)
+        shape = list(problem.lhs.shape)
+        shape[numbers.lhs_spec[0]] = shape[numbers.lhs_spec[1]] = 1
+        return product(jnp.ones(shape, jnp.int32), kernel, jnp.int32, feature_group_count=1)
+
+    return Steps(product, lambda f: lay(f, contraction.out), code_sums)

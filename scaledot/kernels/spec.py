@@ -1,0 +1,218 @@
+"""What a contraction asks for, before data.
+
+A contraction is three label strings, one label per axis, as in einsum. Everything a kernel is chosen by is in
+one frozen Problem: the labels, what is known of each operand, and the result that is wanted. Problems hash, so
+one is the static argument of a jitted run and the key that tuning looks up.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.formats import Format
+from scaledot.numerics import blocks
+from scaledot.numerics.hadamard import Hadamard
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """Three label strings; a label that both operands have and the result does not is summed over.
+
+    >>> fwd = Contraction("bmk", "kn", "bmn")
+    >>> fwd.contracted, fwd.lhs_free, fwd.dimension_numbers
+    ('k', 'bm', (((2,), (0,)), ((), ())))
+    >>> fwd.dgrad
+    Contraction(lhs='bmn', rhs='kn', out='bmk')
+    >>> fwd.wgrad
+    Contraction(lhs='bmk', rhs='bmn', out='kn')
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+
+    @property
+    def batch(self) -> str:
+        return "".join(c for c in self.out if c in self.lhs and c in self.rhs)
+
+    @property
+    def contracted(self) -> str:
+        return "".join(c for c in self.lhs if c in self.rhs and c not in self.out)
+
+    @property
+    def lhs_free(self) -> str:
+        return "".join(c for c in self.lhs if c not in self.rhs)
+
+    @property
+    def rhs_free(self) -> str:
+        return "".join(c for c in self.rhs if c not in self.lhs)
+
+    @property
+    def natural(self) -> str:
+        """The order in which lax.dot_general leaves its result."""
+        return self.batch + self.lhs_free + self.rhs_free
+
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers:
+        def axes(of: str, labels: str) -> tuple[int, ...]:
+            return tuple(of.index(c) for c in labels)
+
+        contracted = axes(self.lhs, self.contracted), axes(self.rhs, self.contracted)
+        return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
+
+    @property
+    def dgrad(self) -> "Contraction":
+        """The gradient of lhs: result's cotangent times rhs."""
+        return Contraction(self.out, self.rhs, self.lhs)
+
+    @property
+    def wgrad(self) -> "Contraction":
+        """The gradient of rhs: lhs times the result's cotangent."""
+        return Contraction(self.lhs, self.out, self.rhs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What is known of an operand before data; `format` is None for a plain array.
+
+    block: one entry per axis. level_axes: how many leading axes the tensor scale has entries for.
+    sharded: labels that are split over explicit mesh axes.
+    """
+
+    labels: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    format: Format | None = None
+    block: blocks.Block = ()
+    zero: bool = False
+    level_axes: int = 0
+    rotation: Hadamard | None = None
+    sharded: str = ""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """The shape of the scale."""
+        return blocks.grid(self.shape, self.block)
+
+    @property
+    def varies(self) -> str:
+        """The labels along which the block scale is not one number."""
+        if self.format is None:
+            return ""
+        return "".join(c for c, count in zip(self.labels, self.grid, strict=True) if count > 1)
+
+    @property
+    def level_varies(self) -> str:
+        """The same for the tensor scale."""
+        return "".join(c for c, size in zip(self.labels[: self.level_axes], self.shape, strict=False) if size > 1)
+
+    @property
+    def rotated(self) -> str:
+        """The label that a rotation runs along."""
+        return "" if self.rotation is None else self.labels[self.rotation.axis]
+
+    def size(self, label: str) -> int:
+        return self.shape[self.labels.index(label)]
+
+    def block_of(self, label: str) -> int:
+        """Elements along a label that share a scale; a plain operand has one block."""
+        size = self.size(label)
+        if self.format is None:
+            return size
+        b = self.block[self.labels.index(label)]
+        return size if blocks.whole(size, b) else b
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        if self.format is None:
+            return f"{self.dtype}[{shape}]"
+        return f"{self.format.name}[{shape}] in blocks of {blocks.trim(self.block)}"
+
+
+def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
+    if not isinstance(x, ScaledArray):
+        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=_sharded(x, labels))
+    return Operand(
+        labels,
+        x.shape,
+        np.dtype(x.dtype),
+        x.format,
+        blocks.expand(x.block, x.ndim),
+        x.zero is not None,
+        0 if x.tensor_scale is None else x.tensor_scale.ndim,
+        x.rotation,
+        _sharded(x.data, labels),
+    )
+
+
+def _sharded(x: jax.Array, labels: str) -> str:
+    return "".join(c for c, axes in zip(labels, jax.typeof(x).sharding.spec, strict=False) if axes is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One contraction of two operands, and the result that is wanted.
+
+    op: "dot", "ragged_dot" or "conv". preferred: the caller's preferred_element_type.
+    ragged, group: the label whose axis is cut into groups and the label that counts them.
+    gathers: whether a scale per group can be turned into one per row.
+    window: the remaining arguments of a convolution, as pairs.
+    """
+
+    op: str
+    contraction: Contraction
+    lhs: Operand
+    rhs: Operand
+    preferred: np.dtype | None = None
+    precision: Any = None
+    out_sharding: Any = None
+    ragged: str = ""
+    group: str = ""
+    gathers: bool = False
+    window: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        return self.lhs, self.rhs
+
+    @property
+    def is_plain(self) -> bool:
+        return self.lhs.format is None and self.rhs.format is None
+
+    @functools.cached_property
+    def out_dtype(self) -> np.dtype:
+        if self.preferred is not None:
+            return self.preferred
+        return promoted(self.lhs.dtype, self.rhs.dtype)
+
+    @property
+    def reaches_out(self) -> str:
+        """Labels along which a scale may vary and still be applied to the result."""
+        return self.contraction.out + (self.group if self.gathers else "")
+
+    @property
+    def summed(self) -> str:
+        """Labels that are summed over and may be cut into tiles."""
+        return "".join(c for c in self.contraction.contracted if c != self.ragged)
+
+    def __str__(self) -> str:
+        c = self.contraction
+        return f"{self.op} {c.lhs},{c.rhs}->{c.out}: {self.lhs} x {self.rhs} -> {self.out_dtype}"
+
+
+def promoted(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The dtype of a result of both, whatever promotion the caller's own arithmetic is held to."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(_promotable(a), _promotable(b)))
+
+
+def _promotable(dtype: np.dtype) -> np.dtype:
+    """8-bit and narrower floats have no place in the lattice; they count as bfloat16."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
+    return np.dtype(jnp.bfloat16) if narrow else np.dtype(dtype)

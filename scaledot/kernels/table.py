@@ -1,0 +1,134 @@
+"""The ordered table of kernels: choose one, and explain why.
+
+A kernel is a name, a sentence on how it would solve a problem, a reason for which it cannot, and a run. The
+first that supports a problem is taken; a name means that kernel or an error with its reason. The last one,
+`xla_dequantize`, solves everything and is what the others are held to.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jax import lax
+
+from scaledot.kernels import block_scaled, forms, xla
+from scaledot.kernels.forms import Form
+from scaledot.kernels.spec import Problem
+
+
+class Kernel(NamedTuple):
+    """supports: a reason why not, or None. how: one sentence on what it does with a problem it supports."""
+
+    name: str
+    supports: Callable[[Problem], str | None]
+    how: Callable[[Problem], str]
+    run: Callable[..., jax.Array]  # (problem, lhs, rhs, group_sizes)
+
+
+def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
+    """The kernels of a problem's kind, in the order in which they are tried."""
+    return DOT if problem.op == "dot" else OTHERS
+
+
+def choose(problem: Problem, kernel: str | None = None) -> Kernel:
+    """The named kernel, or the first that supports the problem."""
+    rows = kernels_for(problem)
+    if kernel is None:
+        return next(row for row in rows if row.supports(problem) is None)
+    named = {row.name: row for row in rows}
+    if kernel not in named:
+        near = difflib.get_close_matches(str(kernel), named, n=1) or list(named)
+        raise ValueError(f"`kernel` {kernel!r} is not one of {problem.op}'s; did you mean {' or '.join(near)}?")
+    reason = named[kernel].supports(problem)
+    if reason:
+        raise NotImplementedError(f"`kernel` {kernel!r} cannot compute {problem}: {reason}")
+    return named[kernel]
+
+
+def explain(problem: Problem) -> str:
+    """Every kernel and why it was taken or passed over."""
+    chosen = choose(problem).name
+    rows = kernels_for(problem)
+    width = max(len(row.name) for row in rows)
+    lines = [str(problem)]
+    for row in rows:
+        reason = row.supports(problem)
+        verdict = f"no: {reason}" if reason else f"{'TAKEN' if row.name == chosen else 'could'}: {row.how(problem)}"
+        lines.append(f"  {row.name:<{width}}  {verdict}")
+    return "\n".join(lines)
+
+
+def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[..., jax.Array]) -> Kernel:
+    """A kernel whose support is whether its form can be made."""
+
+    def supports(problem: Problem) -> str | None:
+        form = _scaled_reason(problem) or make(problem)
+        return form if isinstance(form, str) else None
+
+    def how(problem: Problem) -> str:
+        return _sentence(problem, _formed(make, problem))
+
+    def run_formed(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
+        return run(problem, _formed(make, problem), lhs, rhs, group_sizes)
+
+    return Kernel(name, supports, how, run_formed)
+
+
+def _formed(make: Callable[[Problem], Form | str], problem: Problem) -> Form:
+    form = make(problem)
+    assert isinstance(form, Form), form
+    return form
+
+
+def _scaled_reason(problem: Problem) -> str | None:
+    return "neither operand is scaled" if problem.is_plain else None
+
+
+def _sentence(problem: Problem, form: Form) -> str:
+    """What a form does, in words."""
+    if form.folded == (True, True) and form.carrier != forms.BFLOAT16:
+        return f"values are multiplied out in {form.carrier} first, then one {form.carrier} product"
+    parts = [f"{form.carrier} products, {form.accumulator} sums"]
+    if any(form.folded):
+        sides = " and ".join(n for n, f in zip(("lhs", "rhs"), form.folded, strict=True) if f)
+        parts.append(f"block scales of {sides} folded in exactly")
+    if form.tiles:
+        cuts = " and ".join(f"{-(-problem.lhs.size(c) // size)} tiles of {size} along {c!r}" for c, size in form.tiles)
+        parts.append(f"scales applied to each of {cuts}")
+    elif not all(form.folded):
+        parts.append("scales applied to the result")
+    if form.is_integer and any(o.zero for o in problem.operands):
+        parts.append("zero points corrected by sums of codes")
+    return "; ".join(parts)
+
+
+def _run_upcast(problem: Problem, form: Form, lhs, rhs, group_sizes=None) -> jax.Array:
+    """Exact in bfloat16; a program compiled here for a GPU elsewhere takes its block-scaled product."""
+    upcast = functools.partial(xla.run_form, problem, form)
+    if block_scaled.layout_reason(problem) is not None or jax.default_backend() == "gpu":
+        return upcast(lhs, rhs, group_sizes)
+    hardware = functools.partial(block_scaled.run, problem)
+    return lax.platform_dependent(lhs, rhs, cuda=hardware, default=upcast)
+
+
+_PLAIN = Kernel(
+    "xla_plain",
+    lambda problem: None if problem.is_plain else "an operand is scaled",
+    lambda problem: "the product of jax.lax",
+    xla.run_plain,
+)
+_BLOCK_SCALED = Kernel(
+    "xla_block_scaled",
+    lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem) or block_scaled.device_reason(),
+    lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
+    block_scaled.run,
+)
+_INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_form)
+_CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
+_UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
+_DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)
+
+DOT = (_PLAIN, _BLOCK_SCALED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)

@@ -1,0 +1,146 @@
+"""The reference kernels: forms carried out by XLA's own products, on every backend.
+
+They differ only in their Form (see `forms`): which dtype is multiplied, what is folded, how the sum is cut.
+Sums are float32 (or exact in int32), scales are applied in float32, and there is one rounding to the result.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.kernels import operands
+from scaledot.kernels.forms import Form
+from scaledot.kernels.operands import Factor
+from scaledot.kernels.products import Steps, steps_of
+from scaledot.kernels.spec import Operand, Problem
+
+Array = jax.Array | ScaledArray
+
+
+class Side(NamedTuple):
+    """An operand taken apart: what is multiplied, what the result and each tile are multiplied by, the zero point."""
+
+    values: jax.Array
+    on_result: list[Factor]
+    on_tiles: list[Factor]
+    zero: Factor | None
+
+
+def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """The contraction in that form."""
+    steps = steps_of(problem, group_sizes)
+    sides = tuple(
+        _take_apart(o, x, form, folded) for o, x, folded in zip(problem.operands, (lhs, rhs), form.folded, strict=True)
+    )
+    total = _sum_of_tiles(problem, form, steps, sides) if form.tiles else _one_sum(form, steps, sides, problem)
+    for factor in (*sides[0].on_result, *sides[1].on_result):
+        total = total * steps.lay(factor)
+    return total.astype(problem.out_dtype)
+
+
+def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Values first, in full, then one product."""
+    values = []
+    for operand, x in zip(problem.operands, (lhs, rhs), strict=True):
+        if isinstance(x, ScaledArray):
+            values.append(operands.all_values(x, form.carrier, operand.rotated in problem.contraction.out))
+        else:
+            values.append(x.astype(form.carrier))
+    return steps_of(problem, group_sizes).product(*values, form.accumulator).astype(problem.out_dtype)
+
+
+def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None) -> jax.Array:
+    return steps_of(problem, group_sizes).product(lhs, rhs, problem.preferred)
+
+
+def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Bare codes; CUDA multiplies 8-bit floats as they are, elsewhere bfloat16 is exact and faster."""
+    if not _multiplies_float8(problem):
+        return run_form(problem, form, lhs, rhs, group_sizes)
+    native = dataclasses.replace(form, carrier=None)
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cuda=functools.partial(run_form, problem, native),
+        default=functools.partial(run_form, problem, form),
+    )
+
+
+def _multiplies_float8(problem: Problem) -> bool:
+    """Whether both sides are 8-bit floats; tensor cores have no e5m2 x e5m2."""
+    elements = [o.dtype.name if o.format is None else o.format.element for o in problem.operands]
+    return problem.op == "dot" and set(elements) in ({"float8_e4m3fn"}, {"float8_e4m3fn", "float8_e5m2"})
+
+
+def _take_apart(operand: Operand, x: Array, form: Form, folded: bool) -> Side:
+    if not isinstance(x, ScaledArray):
+        return Side(x if form.carrier is None else x.astype(form.carrier), [], [], None)
+    tiles = dict(form.tiles)
+    factors = operands.level_factors(x, operand.labels)
+    if folded:
+        return Side(operands.block_values(x, form.carrier), factors, [], None)
+    factors = operands.block_factors(x, operand.labels, tiles) + factors
+    on_tiles = [f for f in factors if f.varies(tiles)]
+    on_result = [f for f in factors if not f.varies(tiles)]
+    if form.is_integer:
+        zero = operands.zero_factor(x, operand.labels, tiles)
+        return Side(x.data.astype(jnp.int8), on_result, on_tiles, zero)
+    values = x.data if form.carrier is None else operands.code_values(x, form.carrier)
+    return Side(values, on_result, on_tiles, None)
+
+
+def _one_sum(form: Form, steps: Steps, sides: tuple[Side, ...], problem: Problem) -> jax.Array:
+    a, b = sides
+    total = steps.product(a.values, b.values, form.accumulator)
+    if form.is_integer:
+        total = _less_zeros(problem, steps, total, a.values, b.values, a.zero, b.zero).astype(jnp.float32)
+    for factor in (*a.on_tiles, *b.on_tiles):
+        total = total * steps.lay(factor)
+    return total
+
+
+def _less_zeros(problem: Problem, steps: Steps, total, a, b, a_zero, b_zero) -> jax.Array:
+    """The sum of (a - za)(b - zb) from the sum of ab: sums of codes, not further products."""
+    if a_zero is None and b_zero is None:
+        return total
+    if a_zero is not None:
+        total = total - steps.lay(a_zero) * steps.code_sums(1, b)
+    if b_zero is not None:
+        total = total - steps.lay(b_zero) * steps.code_sums(0, a)
+    if a_zero is not None and b_zero is not None:
+        labels = problem.lhs.labels
+        products = [a.shape[axis] for axis, c in enumerate(labels) if c in problem.contraction.contracted]
+        total = total + steps.lay(a_zero) * steps.lay(b_zero) * np.int32(np.prod(products, dtype=np.int64))
+    return steps.mask(total)
+
+
+def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, ...]) -> jax.Array:
+    """One tile after the other, so that no array of all partial sums is ever made."""
+    tiles = dict(form.tiles)
+    counts = {c: -(-problem.lhs.size(c) // size) for c, size in form.tiles}
+    labels = [o.labels for o in problem.operands]
+
+    def cut(factor: Factor | None) -> jax.Array | None:
+        return None if factor is None else operands.cut_factor(factor, tiles, counts)
+
+    cuts = [
+        (operands.cut(s.values, of, tiles), [cut(f) for f in s.on_tiles], cut(s.zero))
+        for s, of in zip(sides, labels, strict=True)
+    ]
+
+    def term(parts) -> jax.Array:
+        inner = [
+            Side(values, [], [Factor(f, of) for f in factors], None if zero is None else Factor(zero, of))
+            for (values, factors, zero), of in zip(parts, labels, strict=True)
+        ]
+        return _one_sum(form, steps, tuple(inner), problem)
+
+    # The first tile starts the sum, which gives it the type (sharding, varying axes) that the others have.
+    first, rest = (jax.tree.map(lambda x, at=at: x[at], cuts) for at in (0, slice(1, None)))
+    return lax.scan(lambda total, parts: (total + term(parts), None), term(first), rest)[0]

@@ -1,0 +1,74 @@
+"""conv_general_dilated on scaled and plain operands."""
+
+import jax
+from jax import lax
+
+from scaledot.kernels.spec import Contraction
+from scaledot.ops.contraction import labels
+from scaledot.ops.operands import Choice, as_operand, make_problem, solve
+
+
+def conv_general_dilated(
+    lhs,
+    rhs,
+    window_strides,
+    padding,
+    lhs_dilation=None,
+    rhs_dilation=None,
+    dimension_numbers=None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    out_sharding=None,
+    kernel: Choice = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` where image and kernel may be ScaledArrays.
+
+    Scales per image and per output feature, and zero points of the image, are applied to the result of the codes'
+    convolution; any other block is multiplied out first.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> image = jnp.arange(4.0).reshape(1, 1, 4)
+    >>> kernel = sd.quantize(jnp.array([[[1.0, 1.0]]]), "int8", block=(0, 0))
+    >>> conv_general_dilated(image, kernel, (1,), "VALID")
+    Array([[[1., 3., 5.]]], dtype=float32)
+    """
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    window = {
+        "window_strides": tuple(window_strides),
+        "padding": padding if isinstance(padding, str) else tuple(tuple(pair) for pair in padding),
+        "lhs_dilation": None if lhs_dilation is None else tuple(lhs_dilation),
+        "rhs_dilation": None if rhs_dilation is None else tuple(rhs_dilation),
+        "dimension_numbers": numbers,
+        "feature_group_count": feature_group_count,
+        "batch_group_count": batch_group_count,
+        "out_sharding": out_sharding,
+    }
+    problem = make_problem(
+        "conv",
+        _labelled(numbers, keeps_images=batch_group_count == 1),
+        lhs,
+        rhs,
+        precision=precision,
+        preferred=preferred_element_type,
+        window=tuple(window.items()),
+    )
+    return solve(problem, kernel, lhs, rhs)
+
+
+def _labelled(numbers: lax.ConvDimensionNumbers, keeps_images: bool) -> Contraction:
+    """Labels of image, kernel and result; only images and output features pass through a convolution unmixed."""
+    spatial = len(numbers.lhs_spec) - 2
+    across = labels(3 * spatial, "ncoi")
+    image = ("n" if keeps_images else "i") + "c" + across[:spatial]
+    kernel = "oi" + across[spatial : 2 * spatial]
+    result = "no" + across[2 * spatial :]
+    return Contraction(
+        *(
+            "".join(of[spec.index(axis)] for axis in range(len(spec)))
+            for of, spec in ((image, numbers.lhs_spec), (kernel, numbers.rhs_spec), (result, numbers.out_spec))
+        )
+    )

@@ -1,0 +1,129 @@
+"""einsum on scaled and plain operands: any number of them, two at a time."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.array import ScaledArray
+from scaledot.kernels.spec import Contraction, operand_of, promoted
+from scaledot.ops.contraction import parse_einsum
+from scaledot.ops.operands import Array, Choice, as_operand, contract, element_type
+from scaledot.ops.quantize import dequantize
+
+
+class Term(NamedTuple):
+    """An operand and its labels."""
+
+    labels: str
+    array: Array
+
+    def __str__(self) -> str:
+        return str(operand_of(self.array, self.labels))
+
+
+def einsum(
+    subscripts: str,
+    *operands,
+    optimize="auto",
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    kernel: Choice = None,
+) -> jax.Array:
+    """`jnp.einsum` where operands may be ScaledArrays.
+
+    More than two operands are contracted in pairs along the path that `jnp.einsum_path` finds; results in between
+    are float32. A label that only one operand has and the result has not, or that one operand has twice, needs
+    that operand's values: it is dequantised.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> w = sd.quantize(jnp.ones((4, 64, 8)), "mxfp8", axis=1)
+    >>> einsum("...k,hkd->...hd", jnp.ones((2, 3, 64)), w).shape
+    (2, 3, 4, 8)
+    """
+    arrays = [as_operand(x, f"operand {at}") for at, x in enumerate(operands)]
+    inputs, out, dots = parse_einsum(subscripts, [x.ndim for x in arrays])
+    terms = [Term(labels, x) for labels, x in zip(inputs, arrays, strict=True)]
+    dtype = element_type(preferred_element_type) or functools.reduce(promoted, (x.dtype for x in arrays))
+    terms = _without_broadcast(terms, _sizes(subscripts, terms, dots), dots)
+    terms = [_reduced_alone(term, out + "".join(t.labels for t in terms if t is not term)) for term in terms]
+    for pair in _path(terms, out, optimize):
+        rhs, lhs = (terms.pop(at) for at in sorted(pair, reverse=True))
+        needed = out + "".join(t.labels for t in terms)
+        kept = "".join(c for c in dict.fromkeys(lhs.labels + rhs.labels) if c in needed)
+        contraction = Contraction(lhs.labels, rhs.labels, kept if terms else out)
+        result = contract(
+            contraction,
+            lhs.array,
+            rhs.array,
+            precision=precision,
+            preferred_element_type=_between(dtype) if terms else dtype,
+            out_sharding=None if terms else out_sharding,
+            kernel=kernel,
+        )
+        terms.append(Term(contraction.out, result))
+    return _values(terms[0].array).transpose([terms[0].labels.index(c) for c in out]).astype(dtype)
+
+
+def _between(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _values(x: Array) -> jax.Array:
+    return dequantize(x, jnp.float32) if isinstance(x, ScaledArray) else x
+
+
+def _sizes(subscripts: str, terms: list[Term], dots: str) -> dict[str, int]:
+    """The size that each label means; an axis of 1 under `...` broadcasts."""
+    sizes: dict[str, int] = {}
+    for term in terms:
+        for label, size in zip(term.labels, term.array.shape, strict=True):
+            if label in dots and 1 in (size, sizes.get(label, 1)):
+                sizes[label] = max(size, sizes.get(label, 1))
+            elif sizes.setdefault(label, size) != size:
+                every = " and ".join(map(str, terms))
+                raise ValueError(f"{label!r} of {subscripts!r} is {sizes[label]} and {size}: cannot contract {every}")
+    return sizes
+
+
+def _without_broadcast(terms: list[Term], sizes: dict[str, int], dots: str) -> list[Term]:
+    """Axes of 1 that broadcast against more are dropped."""
+
+    def drop(term: Term) -> Term:
+        gone = [c in dots and size != sizes[c] for c, size in zip(term.labels, term.array.shape, strict=True)]
+        if not any(gone):
+            return term
+        array = term.array[tuple(0 if g else slice(None) for g in gone)]
+        return Term("".join(c for c, g in zip(term.labels, gone, strict=True) if not g), array)
+
+    return [drop(term) for term in terms]
+
+
+def _reduced_alone(term: Term, needed: str) -> Term:
+    """Diagonals, and sums over labels that nobody else has."""
+    kept = "".join(c for c in dict.fromkeys(term.labels) if c in needed)
+    if kept == term.labels:
+        return term
+    values = _values(term.array)
+    wide = values.astype(_between(values.dtype)) if jnp.issubdtype(values.dtype, jnp.floating) else values
+    return Term(kept, jnp.einsum(f"{term.labels}->{kept}", wide))
+
+
+def _path(terms: list[Term], out: str, optimize) -> list[tuple[int, ...]]:
+    """Pairs of positions, each replaced by its result at the end of the list."""
+    if len(terms) <= 2:
+        return [(0, 1)] * (len(terms) - 1)
+    shapes = [np.broadcast_to(np.float32(0), term.array.shape) for term in terms]
+    text = f"{','.join(term.labels for term in terms)}->{out}"
+    path, _ = jnp.einsum_path(text, *shapes, optimize=optimize)
+    return [pair for step in path for pair in _pairwise(step)]
+
+
+def _pairwise(step: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A step over more than two operands as steps over two; the last result is always the last in the list."""
+    if len(step) <= 2:
+        return [tuple(step)] if len(step) == 2 else []
+    raise ValueError(f"`optimize` leads to a step over {len(step)} operands; use 'auto' or 'optimal'")

@@ -1,0 +1,153 @@
+"""Operands of a contraction as people give them: checked together, once, with errors that name both.
+
+The arrays of a contraction are constants where they are scaled: `constant` lets a plain operand be
+differentiated and refuses the gradient of a scaled one with a sentence.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.array import ScaledArray
+from scaledot.kernels.spec import Contraction, Operand, Problem, operand_of
+from scaledot.kernels.table import Kernel, choose
+from scaledot.ops.plan import check_whole
+
+Array = jax.Array | ScaledArray
+Choice = str | Callable[[Problem], str | None] | None  # a kernel's name, or a function that gives one
+
+
+def as_operand(x, name: str) -> Array:
+    """A ScaledArray whose leaves belong together, or a jax array of real numbers."""
+    if isinstance(x, ScaledArray):
+        check_whole(x, name)
+        return x
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be a ScaledArray or an array of numbers, not {type(x).__name__}") from error
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"`{name}` is {x.dtype}; contractions with scaled operands take real numbers")
+    return x
+
+
+def element_type(dtype) -> np.dtype | None:
+    if dtype is None:
+        return None
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"`preferred_element_type` {dtype!r} is not a dtype") from None
+
+
+def make_problem(op: str, contraction: Contraction, lhs: Array, rhs: Array, **wanted) -> Problem:
+    """The problem that two operands pose, after every check that needs both."""
+    left, right = operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs)
+    _check_sizes(contraction, left, right)
+    _check_blocks(contraction, left, right)
+    _check_rotations(contraction, left, right)
+    wanted["preferred"] = element_type(wanted.get("preferred"))
+    problem = Problem(op, contraction, left, right, **wanted)
+    if not problem.is_plain and not jnp.issubdtype(problem.out_dtype, jnp.floating):
+        raise TypeError(f"`preferred_element_type` must be a float dtype for {left} x {right}, not {problem.out_dtype}")
+    return problem
+
+
+def _check_sizes(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
+    for label in contraction.lhs:
+        if label in contraction.rhs and lhs.size(label) != rhs.size(label):
+            left, right = contraction.lhs.index(label), contraction.rhs.index(label)
+            raise ValueError(
+                f"axis {left} of lhs has {lhs.size(label)} elements and axis {right} of rhs has {rhs.size(label)}: "
+                f"cannot contract {lhs} with {rhs}"
+            )
+
+
+def _check_blocks(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
+    """Blocks along a summed axis must nest, so that tiles of one side consist of tiles of the other."""
+    if lhs.format is None or rhs.format is None:
+        return
+    for label in contraction.contracted:
+        a, b = sorted((lhs.block_of(label), rhs.block_of(label)))
+        if a and b % a and b != lhs.size(label):
+            raise ValueError(
+                f"blocks of {lhs.block_of(label)} and of {rhs.block_of(label)} along one summed axis do not nest: "
+                f"cannot contract {lhs} with {rhs}; requantize one of them"
+            )
+
+
+def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
+    """A rotation along a summed axis cancels if both sides have it; along a kept axis it is undone."""
+    left = lhs.rotation if lhs.rotated in contraction.contracted else None
+    right = rhs.rotation if rhs.rotated in contraction.contracted else None
+    if left is None and right is None:
+        return
+    if left is None or right is None:
+        one, other = ("lhs", "rhs") if right is None else ("rhs", "lhs")
+        raise ValueError(
+            f"{one} was rotated before it was quantised and {other} was not: cannot contract {lhs} with {rhs}; "
+            f"quantize {other} with the same `rotation`, or dequantize {one}"
+        )
+    if lhs.rotated != rhs.rotated or (left.size, left.mask) != (right.size, right.mask):
+        raise ValueError(f"lhs and rhs carry different rotations, {left} and {right}: cannot contract {lhs} with {rhs}")
+
+
+def contract(
+    contraction: Contraction,
+    lhs: Array,
+    rhs: Array,
+    *,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    kernel: Choice = None,
+) -> jax.Array:
+    """A dot of checked operands, by labels."""
+    wanted = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
+    return solve(make_problem("dot", contraction, lhs, rhs, **wanted), kernel, lhs, rhs)
+
+
+def solve(problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """The problem's result, by the kernel of that name or the first that supports it."""
+    name = kernel(problem) if callable(kernel) else kernel
+    return _run(problem, choose(problem, name), lhs, rhs, group_sizes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes) -> jax.Array:
+    run = functools.partial(kernel.run, problem)
+    if problem.is_plain:
+        return run(lhs, rhs, group_sizes)
+    lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
+    if problem.lhs.format is None or problem.rhs.format is None:
+        # Differentiated, it keeps codes for the backward pass and not the values made of them.
+        run = jax.checkpoint(run)
+    return run(lhs, rhs, group_sizes)
+
+
+@jax.custom_jvp
+def constant(q: ScaledArray) -> ScaledArray:
+    """The array itself, which has no gradient."""
+    return q
+
+
+def _refuse_gradient(primals: tuple[Any], tangents: tuple[Any]):
+    (q,), (dq,) = primals, tangents
+    zeros = jax.tree.leaves(dq, is_leaf=_is_zero)
+    if not all(_is_zero(leaf) for leaf in zeros):
+        raise TypeError(
+            f"a ScaledArray is a constant: asked for the gradient of {q}. Differentiate with respect to the plain "
+            "operand, or to the array that was quantised before it was"
+        )
+    return q, dq
+
+
+def _is_zero(leaf) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.SymbolicZero) or getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+constant.defjvp(_refuse_gradient, symbolic_zeros=True)

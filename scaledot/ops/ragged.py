@@ -1,0 +1,96 @@
+"""ragged_dot and ragged_dot_general on scaled and plain operands: rows in groups, each with its own matrix."""
+
+import jax
+from jax import lax
+
+from scaledot.kernels.spec import Contraction
+from scaledot.ops.contraction import from_dimension_numbers, labels
+from scaledot.ops.operands import Choice, as_operand, make_problem, solve
+from scaledot.ops.plan import checked_groups
+
+_MATRIX_PER_GROUP = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def ragged_dot(
+    lhs,
+    rhs,
+    group_sizes,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    kernel: Choice = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` where either operand may be a ScaledArray: (m, k) x (groups, k, n) -> (m, n).
+
+    Rows come in consecutive groups and each is multiplied by its group's matrix. Groups may be empty; rows past
+    the last group give zeros. Scales of rhs may differ from group to group.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> w = sd.quantize(jnp.stack([jnp.eye(2), 3 * jnp.eye(2)]), "int8", axis=1)
+    >>> ragged_dot(jnp.ones((4, 2)), w, jnp.array([1, 2]))
+    Array([[1., 1.],
+           [3., 3.],
+           [3., 3.],
+           [0., 0.]], dtype=float32)
+    """
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, _MATRIX_PER_GROUP, precision, preferred_element_type, kernel=kernel
+    )
+
+
+def ragged_dot_general(
+    lhs,
+    rhs,
+    group_sizes,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    kernel: Choice = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot_general` where either operand may be a ScaledArray.
+
+    The ragged axis of lhs may be kept (each group has a slice of rhs), summed over (the result has one slice per
+    group), or a batch axis.
+    """
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    numbers = ragged_dot_dimension_numbers
+    contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
+    contraction, ragged, group = _with_groups(contraction, numbers)
+    if group_sizes_are_flat := jax.numpy.ndim(group_sizes) == 1:
+        rows = lhs.shape[contraction.lhs.index(ragged)]
+        group_sizes = checked_groups(group_sizes, rows)
+    problem = make_problem(
+        "ragged_dot",
+        contraction,
+        lhs,
+        rhs,
+        precision=precision,
+        preferred=preferred_element_type,
+        ragged=ragged,
+        group=group,
+        gathers=group_sizes_are_flat and group in contraction.rhs,
+    )
+    return solve(problem, kernel, lhs, rhs, group_sizes)
+
+
+def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumbers) -> tuple[Contraction, str, str]:
+    """The contraction with its axis of groups, the ragged label and the label of groups."""
+    (ragged_axis,) = _one_axis("lhs_ragged_dimensions", numbers.lhs_ragged_dimensions)
+    ragged = contraction.lhs[ragged_axis]
+    if ragged in contraction.contracted:
+        group = labels(1, contraction.lhs + contraction.rhs)
+        return Contraction(contraction.lhs, contraction.rhs, group + contraction.out), ragged, group
+    if ragged in contraction.rhs:
+        return contraction, ragged, ""
+    (group_axis,) = _one_axis("rhs_group_dimensions", numbers.rhs_group_dimensions)
+    group = contraction.rhs[group_axis]
+    return Contraction(contraction.lhs, contraction.rhs, contraction.out.replace(group, "")), ragged, group
+
+
+def _one_axis(name: str, axes) -> tuple[int]:
+    if len(axes) != 1:
+        raise ValueError(f"`{name}` must name one axis, not {list(axes)}")
+    return (int(axes[0]),)
