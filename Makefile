@@ -20,7 +20,6 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[bench]'
 	$(BIN)/python -m benchmarks.run --suite cpu
 
 # A change of interpreter, pins or dependencies rebuilds the environment.

@@ -65,4 +65,23 @@ compressed_tensors = _flavour(
     mxfp4=FORMATS["mxfp4"],
 )
 
+# The same but for empty blocks; MX scales are powers of two in the input's dtype.
+_IN_INPUT_DTYPE = Quirks(divide=True, own_dtype=True, zero_first=True)
+
+
+def _qwix(row: Format, **changed) -> Format:
+    return replace(row, scale="input", block=None, rule="amax_over_f", quirks=_IN_INPUT_DTYPE, **changed)
+
+
+qwix = _flavour(
+    "qwix",
+    **{f"int{bits}": _qwix(FORMATS[f"int{bits}"], bound="half") for bits in range(2, 9)},
+    float8_e4m3fn=_qwix(_FP8),
+    float8_e5m2=_qwix(FORMATS["fp8_e5m2"]),
+    float4_e2m1fn=_qwix(FORMATS["mxfp4"]),
+    mxfp8=_qwix(FORMATS["mxfp8"], pow2=True),
+    mxfp4=_qwix(FORMATS["mxfp4"], pow2=True),
+    nf4=_qwix(FORMATS["nf4"]),
+)
+
 te_jax = _flavour("te_jax", nvfp4=replace(_NVFP4, rule="te_jax"))

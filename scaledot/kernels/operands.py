@@ -87,10 +87,15 @@ def lay(factor: Factor, out: str) -> jax.Array:
 
 def cut(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:
     """The tiles of an operand along a new leading axis; a short last one is filled with zeros."""
-    inside = tuple(tiles.get(c, 1) for c in labels)
-    # An axis that is one tile would not be split, so tiles never span a whole axis.
-    parts, _ = blocks.split(values, inside)
-    return _merge_front(parts, [a + sum(d in tiles for d in labels[:a]) for a, c in enumerate(labels) if c in tiles])
+    short = [-size % tiles.get(c, 1) for c, size in zip(labels, values.shape, strict=True)]
+    if any(short):
+        values = jnp.pad(values, [(0, missing) for missing in short])
+    shape: list[int] = []
+    counts: list[int] = []
+    for c, size in zip(labels, values.shape, strict=True):
+        counts += [len(shape)] if c in tiles else []
+        shape += [size // tiles[c], tiles[c]] if c in tiles else [size]
+    return _merge_front(values.reshape(shape), counts)
 
 
 def cut_factor(factor: Factor, tiles: Tiles, counts: dict[str, int]) -> jax.Array:

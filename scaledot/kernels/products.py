@@ -19,12 +19,15 @@ from scaledot.kernels.spec import Problem
 
 
 class Steps(NamedTuple):
-    """product(a, b, accumulator), lay(factor), code_sums(side, codes); all in the labels of the result."""
+    """product(a, b, accumulator), lay(factor), code_sums(side, codes), all in the labels of the result.
+
+    clear(result) puts zeros where nothing was summed, whatever the scales there are.
+    """
 
     product: Callable[..., jax.Array]
     lay: Callable[[Factor], jax.Array]
     code_sums: Callable[[int, jax.Array], jax.Array]
-    mask: Callable[[jax.Array], jax.Array] = lambda x: x
+    clear: Callable[[jax.Array], jax.Array] = lambda x: x
 
 
 def steps_of(problem: Problem, group_sizes: jax.Array | None) -> Steps:
@@ -105,12 +108,14 @@ def _ragged_steps(problem: Problem, group_sizes) -> Steps:
         summed = tuple(a for a, c in enumerate(labels) if c in contraction.contracted)
         return lay_by_group(Factor(jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True), labels))
 
-    def mask(x: jax.Array) -> jax.Array:
+    def clear(x: jax.Array) -> jax.Array:
+        if not problem.gathers:
+            return x
         axis = contraction.out.index(problem.ragged)
         inside = lax.broadcasted_iota(jnp.int32, x.shape, axis) < jnp.sum(group_sizes, dtype=jnp.int32)
-        return jnp.where(inside, x, 0)
+        return jnp.where(inside, x, jnp.zeros_like(x))
 
-    return Steps(product, lay_by_group, code_sums, mask)
+    return Steps(product, lay_by_group, code_sums, clear)
 
 
 def _per_row(problem: Problem, factor: Factor, group_sizes) -> Factor:

@@ -41,7 +41,7 @@ def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=N
     total = _sum_of_tiles(problem, form, steps, sides) if form.tiles else _one_sum(form, steps, sides, problem)
     for factor in (*sides[0].on_result, *sides[1].on_result):
         total = total * steps.lay(factor)
-    return total.astype(problem.out_dtype)
+    return steps.clear(total).astype(problem.out_dtype)
 
 
 def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
@@ -52,7 +52,8 @@ def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_
             values.append(operands.all_values(x, form.carrier, operand.rotated in problem.contraction.out))
         else:
             values.append(x.astype(form.carrier))
-    return steps_of(problem, group_sizes).product(*values, form.accumulator).astype(problem.out_dtype)
+    steps = steps_of(problem, group_sizes)
+    return steps.clear(steps.product(*values, form.accumulator)).astype(problem.out_dtype)
 
 
 def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None) -> jax.Array:
@@ -117,7 +118,7 @@ def _less_zeros(problem: Problem, steps: Steps, total, a, b, a_zero, b_zero) -> 
         labels = problem.lhs.labels
         products = [a.shape[axis] for axis, c in enumerate(labels) if c in problem.contraction.contracted]
         total = total + steps.lay(a_zero) * steps.lay(b_zero) * np.int32(np.prod(products, dtype=np.int64))
-    return steps.mask(total)
+    return total
 
 
 def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, ...]) -> jax.Array:

@@ -62,8 +62,8 @@ def conv_general_dilated(
 def _labelled(numbers: lax.ConvDimensionNumbers, keeps_images: bool) -> Contraction:
     """Labels of image, kernel and result; only images and output features pass through a convolution unmixed."""
     spatial = len(numbers.lhs_spec) - 2
-    across = labels(3 * spatial, "ncoi")
-    image = ("n" if keeps_images else "i") + "c" + across[:spatial]
+    across = labels(3 * spatial, "gncoi")
+    image = ("n" if keeps_images else "g") + "c" + across[:spatial]
     kernel = "oi" + across[spatial : 2 * spatial]
     result = "no" + across[2 * spatial :]
     return Contraction(

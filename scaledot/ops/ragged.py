@@ -1,9 +1,10 @@
 """ragged_dot and ragged_dot_general on scaled and plain operands: rows in groups, each with its own matrix."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from scaledot.kernels.spec import Contraction
+from scaledot.kernels.spec import Contraction, operand_of
 from scaledot.ops.contraction import from_dimension_numbers, labels
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
 from scaledot.ops.plan import checked_groups
@@ -59,9 +60,11 @@ def ragged_dot_general(
     numbers = ragged_dot_dimension_numbers
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
-    if group_sizes_are_flat := jax.numpy.ndim(group_sizes) == 1:
-        rows = lhs.shape[contraction.lhs.index(ragged)]
-        group_sizes = checked_groups(group_sizes, rows)
+    flat = jnp.ndim(group_sizes) == 1
+    if flat:
+        group_sizes = checked_groups(group_sizes, lhs.shape[contraction.lhs.index(ragged)])
+    if flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:
+        raise ValueError(f"`group_sizes` has {group_sizes.size} groups, but rhs is {operand_of(rhs, contraction.rhs)}")
     problem = make_problem(
         "ragged_dot",
         contraction,
@@ -71,7 +74,7 @@ def ragged_dot_general(
         preferred=preferred_element_type,
         ragged=ragged,
         group=group,
-        gathers=group_sizes_are_flat and group in contraction.rhs,
+        gathers=flat and group in contraction.rhs,
     )
     return solve(problem, kernel, lhs, rhs, group_sizes)
 
@@ -84,7 +87,7 @@ def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumber
         group = labels(1, contraction.lhs + contraction.rhs)
         return Contraction(contraction.lhs, contraction.rhs, group + contraction.out), ragged, group
     if ragged in contraction.rhs:
-        return contraction, ragged, ""
+        return contraction, ragged, labels(1, contraction.lhs + contraction.rhs)
     (group_axis,) = _one_axis("rhs_group_dimensions", numbers.rhs_group_dimensions)
     group = contraction.rhs[group_axis]
     return Contraction(contraction.lhs, contraction.rhs, contraction.out.replace(group, "")), ragged, group

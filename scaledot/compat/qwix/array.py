@@ -1,0 +1,222 @@
+"""QArray: values, a scale of the same rank, and a logical type; a view of a ScaledArray with Qwix's field names."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot import flavours
+from scaledot.array import ScaledArray
+from scaledot.formats import Format
+from scaledot.numerics import blocks
+
+ShapeT: TypeAlias = Sequence[int]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QArray:
+    """original ~ (qvalue - zero_point) * scale, where scale and zero_point are repeated over their tiles.
+
+    qvalue has the original shape; scale and zero_point have its rank and divide it axis by axis. `dtype` is the
+    scale's. qtype is the logical type: a dtype, or a name such as "nf4" or "int3"; by default qvalue's dtype.
+
+    >>> q = QArray(jnp.array([[1, 2], [3, 4]], jnp.int8), jnp.array([[0.5], [2.0]]))
+    >>> q.shape, q.scale_tile_shape, q.T.scale.shape
+    ((2, 2), (1, 2), (1, 2))
+    """
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+    qtype: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self):
+        if self.qtype is None:
+            object.__setattr__(self, "qtype", getattr(self.qvalue, "dtype", None))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.qvalue.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.qvalue.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.scale.dtype
+
+    @property
+    def T(self) -> "QArray":
+        return self.transpose()
+
+    @property
+    def mT(self) -> "QArray":
+        return self.swapaxes(-1, -2)
+
+    @property
+    def scale_tile_shape(self) -> tuple[int, ...]:
+        return _tile_shape(self.shape, self.scale)
+
+    @property
+    def zero_point_tile_shape(self) -> tuple[int, ...] | None:
+        return None if self.zero_point is None else _tile_shape(self.shape, self.zero_point)
+
+    def reshape(self, *shape) -> "QArray":
+        return reshape(self, *shape)
+
+    def transpose(self, *axes) -> "QArray":
+        return as_qarray(as_scaled(self).transpose(*axes), self.qtype)
+
+    def swapaxes(self, axis1: int, axis2: int) -> "QArray":
+        return as_qarray(as_scaled(self).swapaxes(axis1, axis2), self.qtype)
+
+    def astype(self, dtype) -> "QArray":
+        """Standing for another dtype: the scale is cast."""
+        return dataclasses.replace(self, scale=self.scale.astype(dtype))
+
+    def __getitem__(self, index) -> "QArray":
+        return rewriting_take(self, index)
+
+
+MaybeQArray: TypeAlias = jax.Array | QArray
+
+
+def _tile_shape(shape: tuple[int, ...], scale: jax.Array) -> tuple[int, ...]:
+    return tuple(size // count for size, count in zip(shape, scale.shape, strict=True))
+
+
+def row_of(qtype) -> Format:
+    """The format that a qtype means, with Qwix's arithmetic."""
+    name = qtype if isinstance(qtype, str) else np.dtype(qtype).name
+    row = getattr(flavours.qwix, name, None)
+    if row is None:
+        if name == "nvfp4":
+            raise ValueError(
+                "qtype 'nvfp4' needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, 'nvfp4')"
+            )
+        known = ", ".join(vars(flavours.qwix))
+        raise ValueError(f"qtype {qtype!r} is not known; use one of {known}, as a name or a dtype")
+    return row
+
+
+def as_scaled(q: QArray) -> ScaledArray:
+    """The same leaves as a ScaledArray."""
+    block = tuple(
+        0 if count == 1 else size // max(count, 1) for size, count in zip(q.shape, q.scale.shape, strict=True)
+    )
+    return ScaledArray(
+        q.qvalue,
+        q.scale,
+        None,
+        _like_scale(q),
+        format=row_of(q.qtype),
+        block=blocks.trim(block),
+        dtype=np.dtype(q.scale.dtype),
+    )
+
+
+def _like_scale(q: QArray) -> Any:
+    """A zero point that is coarser than its scale, repeated to the scale's shape."""
+    if q.zero_point is None or q.zero_point.shape == q.scale.shape:
+        return q.zero_point
+    return call_with_generic_broadcast(lambda z, s: jnp.broadcast_to(z, s.shape), q.zero_point, q.scale)
+
+
+def as_qarray(s: ScaledArray, qtype) -> QArray:
+    return QArray(s.data, s.scale, s.zero, qtype)
+
+
+def validate_qarray(array: QArray) -> None:
+    """Raise ValueError unless qvalue, scale and zero_point belong together."""
+    if not isinstance(array.qvalue, jax.Array):
+        return  # a spec or a sharding has nothing to check
+    parts = [("scale", array.scale)] + ([] if array.zero_point is None else [("zero_point", array.zero_point)])
+    for name, part in parts:
+        if part.ndim != array.ndim:
+            raise ValueError(f"{name} {part.shape} must have the rank of qvalue {array.shape}")
+        if any(count == 0 or size % count for size, count in zip(array.shape, part.shape, strict=True)):
+            raise ValueError(f"{name} {part.shape} must divide qvalue {array.shape} axis by axis")
+    if array.qvalue.dtype.itemsize > 1:
+        raise ValueError(f"{array.qvalue.dtype} is too wide for qvalue; use 8 bits or fewer")
+    if not jnp.issubdtype(array.scale.dtype, jnp.floating) or jnp.finfo(array.scale.dtype).bits < 16:
+        raise ValueError(f"{array.scale.dtype} is no dtype for scale; use a float of at least 16 bits")
+    if array.zero_point is not None and array.zero_point.dtype != array.qvalue.dtype:
+        raise ValueError(f"zero_point is {array.zero_point.dtype}, but qvalue is {array.qvalue.dtype}")
+
+
+def reshape(array: QArray, *shape) -> QArray:
+    """Another shape with the same scales, where tiles stay whole; otherwise ValueError."""
+    return as_qarray(as_scaled(array).reshape(*shape), array.qtype)
+
+
+def rewriting_take(array: QArray, idx) -> QArray:
+    """array[idx]; an axis that is cut into tiles takes an int, or a slice of whole tiles."""
+    return as_qarray(as_scaled(array)[tuple(idx) if isinstance(idx, list) else idx], array.qtype)
+
+
+def transpose_array(array: jax.Array, transpose: Sequence[int | None]) -> jax.Array:
+    """jnp.transpose where None makes an axis of 1 and an axis of 1 may be left out.
+
+    >>> transpose_array(jnp.ones((2, 1, 3)), [2, None, 0]).shape
+    (3, 1, 2)
+    """
+    kept = [a for a in transpose if a is not None]
+    if any(size != 1 for axis, size in enumerate(array.shape) if axis not in kept):
+        raise ValueError(f"cannot transpose {array.shape} as {list(transpose)}: an axis of more than 1 is left out")
+    gone = tuple(axis for axis in range(array.ndim) if axis not in kept)
+    moved = jnp.squeeze(array.transpose([*kept, *gone]), tuple(range(len(kept), array.ndim)))
+    return jnp.expand_dims(moved, tuple(at for at, a in enumerate(transpose) if a is None))
+
+
+def tile_size(size: int, tile: int | float) -> int:
+    """A tile given as elements, or as a float: 1 / how many tiles there are."""
+    return round(size * tile) if isinstance(tile, float) else int(tile)
+
+
+def split_axis(array: jax.Array, tiled_axes: Mapping[int, int | float]) -> jax.Array:
+    """Each tiled axis as two: (tiles, elements of one).
+
+    >>> split_axis(jnp.ones((2, 6)), {1: 3}).shape
+    (2, 2, 3)
+    """
+    tiles = {blocks.positive_axis(axis, array.ndim): tile for axis, tile in tiled_axes.items()}
+    shape: list[int] = []
+    for axis, size in enumerate(array.shape):
+        tile = tile_size(size, tiles[axis]) if axis in tiles else size
+        if tile <= 0 or size % tile:
+            raise ValueError(f"{array.shape} cannot be tiled as {dict(tiled_axes)}")
+        shape += [size // tile, tile] if axis in tiles else [size]
+    return array.reshape(shape)
+
+
+def get_tiled_axes(array: QArray) -> dict[int, int]:
+    """Axis -> tile size, for axes with more than one scale but not one each."""
+    pairs = enumerate(zip(array.shape, array.scale.shape, strict=True))
+    return {axis: size // count for axis, (size, count) in pairs if count not in (1, size)}
+
+
+def call_with_generic_broadcast(
+    op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, y: jax.Array
+) -> jax.Array:
+    """op(x, y) where an axis of one may divide the other's: each entry is repeated over its tile.
+
+    >>> call_with_generic_broadcast(jnp.multiply, jnp.ones((1, 4)), jnp.array([[2.0, 3.0]]))
+    Array([[2., 2., 3., 3.]], dtype=float32)
+    """
+    if x.ndim != y.ndim:
+        raise ValueError(f"cannot broadcast {x.shape} with {y.shape}: ranks differ")
+    left, right, out = [], [], []
+    for a, b in zip(x.shape, y.shape, strict=True):
+        small, large = min(a, b), max(a, b)
+        if large % max(small, 1):
+            raise ValueError(f"cannot broadcast {x.shape} with {y.shape}: {small} does not divide {large}")
+        cut = small not in (0, 1, large)
+        left += [small, a // small] if cut else [a]
+        right += [small, b // small] if cut else [b]
+        out.append(large if small else 0)
+    return op(x.reshape(left), y.reshape(right)).reshape(out)

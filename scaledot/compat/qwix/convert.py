@@ -1,0 +1,75 @@
+"""To and from the real qwix.QArray, which other libraries take."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.compat.qwix.array import QArray, as_scaled
+from scaledot.formats import NF4_CODEBOOK, Format
+from scaledot.numerics import blocks
+from scaledot.numerics.scale import beside
+from scaledot.ops.plan import check_whole
+
+
+def from_qwix(array) -> ScaledArray:
+    """A qwix.QArray as a ScaledArray with the same leaves."""
+    missing = [name for name in ("qvalue", "scale", "zero_point", "qtype") if not hasattr(array, name)]
+    if missing:
+        raise TypeError(f"`array` must be a QArray; {type(array).__name__} has no {missing[0]}")
+    return as_scaled(QArray(array.qvalue, array.scale, array.zero_point, array.qtype))
+
+
+def to_qwix(scaled: ScaledArray, *, fold: bool = False):
+    """A ScaledArray as a qwix.QArray with the same values; it stands for the dtype of its scale.
+
+    Powers of two become float32. What a QArray cannot hold raises: rotations, 6-bit codes, short blocks, codebooks
+    other than nf4, and a second level of scales, unless `fold` multiplies it into the first.
+    """
+    import qwix  # pyright: ignore[reportMissingImports]
+
+    check_whole(scaled, "scaled")
+    _check_holds(scaled, fold)
+    scale = _float_scale(scaled)
+    if scaled.tensor_scale is not None:
+        scale = scale.astype(jnp.float32) * beside(scaled.tensor_scale, scale.ndim)
+    return qwix.QArray(scaled.data, scale, scaled.zero, _qtype(scaled))
+
+
+def _check_holds(q: ScaledArray, fold: bool) -> None:
+    def refuse(what: str):
+        raise ValueError(f"a qwix.QArray cannot hold {q}: {what}")
+
+    if q.rotation is not None:
+        refuse("it is rotated; dequantize and quantize without `rotation`")
+    if q.format.code_dtype == jnp.uint8:
+        refuse("6-bit codes are raw bits here and would be read as integers there")
+    if q.format.codebook not in (None, NF4_CODEBOOK):
+        refuse("its codebook is not nf4")
+    if q.tensor_scale is not None and not fold:
+        refuse("it has two levels of scales; pass fold=True to multiply them, which rounds to float32")
+    expanded = blocks.expand(q.block, q.ndim)
+    short = [
+        size for size, b in zip(q.shape, expanded, strict=True) if b > 1 and not blocks.whole(size, b) and size % b
+    ]
+    if short:
+        refuse(f"an axis of {short[0]} ends in a short block")
+
+
+def _float_scale(q: ScaledArray):
+    if q.format.scale != "float8_e8m0fnu":
+        return q.scale.astype(jnp.float32) if q.scale.dtype.itemsize == 1 else q.scale
+    # From the bits, because code 0 is a subnormal float32 and a cast would flush it.
+    code = lax.bitcast_convert_type(q.scale, jnp.uint8).astype(jnp.uint32)
+    pattern = jnp.where(code == 0, jnp.uint32(0x00400000), code << 23)
+    pattern = jnp.where(code == 255, jnp.uint32(0x7FC00000), pattern)
+    return lax.bitcast_convert_type(pattern, jnp.float32)
+
+
+def _qtype(q: ScaledArray):
+    """The logical type that Qwix knows the codes by."""
+    row: Format = q.format
+    if row.codebook is not None:
+        return "nf4"
+    if row.is_integer:
+        return row.code_dtype if row.bits in (4, 8) else row.element
+    return row.code_dtype

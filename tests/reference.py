@@ -1,0 +1,40 @@
+"""Contractions in float64, and how far a result may be from them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import scaledot as sd
+
+
+def exact(x):
+    """The values that an operand stands for, in float64."""
+    if isinstance(x, sd.ScaledArray):
+        x = sd.dequantize(x, jnp.float32)
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def assert_one_rounding(y, expected, magnitude, products: int):
+    """y is `expected` up to one rounding of its dtype and float32 sums of that many products.
+
+    A value of an operand is rounded at most thrice (code, scale, tensor scale), a product once, a sum of n products
+    n times, and the result's scales four times: (n + 12) units of 2^-24 of the sum of magnitudes.
+    """
+    unit = float(jnp.finfo(y.dtype).eps) / 2
+    error = np.abs(np.asarray(y.astype(jnp.float32), np.float64) - expected)
+    allowed = (products + 12) * 2.0**-24 * magnitude + unit * np.abs(expected) * (1 + 2.0**-10)
+    worst = np.max(error - allowed, initial=0)
+    assert worst <= 0, f"off by up to {error.max():.3e}, {np.max(error / np.maximum(allowed, 1e-300)):.2f} x allowed"
+
+
+def check_einsum(y, text: str, *operands):
+    """y is the einsum of its operands."""
+    values = [exact(x) for x in operands]
+    inputs, out = text.split("->")
+    sizes: dict[str, int] = {}
+    for labels, value in zip(inputs.split(","), values, strict=True):
+        sizes |= dict(zip(labels, value.shape, strict=True))
+    summed = [c for c in sizes if c not in out]
+    expected = np.einsum(text, *values)
+    magnitude = np.einsum(text, *map(np.abs, values))
+    assert y.shape == expected.shape
+    assert_one_rounding(y, expected, magnitude, int(np.prod([sizes[c] for c in summed], dtype=np.int64)))

@@ -1,0 +1,248 @@
+"""scaledot.compat.jax_nn: jax.nn's own examples, its semantics, and its faults that are not here."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import check_einsum
+
+import scaledot as sd
+from scaledot.compat import jax_nn
+
+MATRIX = (((1,), (0,)), ((), ()))
+ROWS = (((2,), (2,)), ((0,), (0,)))
+
+
+def normal(key, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(key), shape, dtype)
+
+
+def configs(mode, global_scale=None):
+    return [jax_nn.get_scaled_dot_general_config(mode, global_scale)] * 3
+
+
+# ------------------------------------------------------------------------------------- the documented examples
+
+
+def test_example_of_scaled_matmul_basic():
+    a = jnp.array([1, 2, 3]).reshape((1, 1, 3))
+    b = jnp.array([4, 5, 6]).reshape((1, 1, 3))
+    a_scales = jnp.array([0.5]).reshape((1, 1, 1))
+    b_scales = jnp.array([0.5]).reshape((1, 1, 1))
+    np.testing.assert_array_equal(jax_nn.scaled_matmul(a, b, a_scales, b_scales), [[[8.0]]])
+
+
+def test_example_of_scaled_matmul_on_tensor_core_types():
+    dtype = jnp.float8_e4m3fn
+    a = jax.random.normal(jax.random.PRNGKey(1), (3, 128, 64), dtype=dtype)
+    b = jax.random.normal(jax.random.PRNGKey(2), (3, 128, 64), dtype=dtype)
+    a_scales = jnp.ones((3, 128, 4), dtype=jnp.float8_e8m0fnu)
+    b_scales = jnp.ones((3, 128, 4), dtype=jnp.float8_e8m0fnu)
+    y = jax_nn.scaled_matmul(a, b, a_scales, b_scales)
+    check_einsum(y, "bmk,bnk->bmn", a, b)
+
+
+@pytest.mark.parametrize(
+    ("mode", "global_scale"),
+    [("mxfp8", None), ("nvfp4", jnp.array([0.5], jnp.float32)), ("nvfp4", None), ("mxfp4", None)],
+)
+def test_example_of_scaled_dot_general(mode, global_scale):
+    scaled_dot_general_fn = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode, global_scale))
+    lhs = jax.random.normal(jax.random.PRNGKey(1), (3, 128, 64))
+    rhs = jax.random.normal(jax.random.PRNGKey(2), (3, 128, 64))
+    out = scaled_dot_general_fn(lhs, rhs, ROWS)
+    assert (out.shape, out.dtype) == ((3, 128, 128), jnp.float32)
+    exact = jnp.einsum("bmk,bnk->bmn", lhs, rhs)
+    noise = float(jnp.linalg.norm(out - exact) / jnp.linalg.norm(exact))
+    assert noise < {"mxfp8": 0.05, "nvfp4": 0.2, "mxfp4": 0.25}[mode]
+    grads = jax.grad(lambda a, b: jnp.sum(scaled_dot_general_fn(a, b, ROWS) ** 2), argnums=(0, 1))(lhs, rhs)
+    assert [g.shape for g in grads] == [lhs.shape, rhs.shape]
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "int8"])
+def test_as_a_flax_hook(mode):
+    linen = pytest.importorskip("flax.linen")
+    nnx = pytest.importorskip("flax.nnx")
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode))
+    x = normal(0, (4, 64))
+    layer = linen.Dense(8, dot_general=dot)
+    params = layer.init(jax.random.key(0), x)
+    grads = jax.grad(lambda p: jnp.sum(layer.apply(p, x) ** 2))(params)
+    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+    module = nnx.Linear(64, 8, dot_general=dot, rngs=nnx.Rngs(0))
+    assert module(x).shape == (4, 8)
+
+
+# -------------------------------------------------------------------------------------------------- semantics
+
+
+def test_configs_have_the_fields_of_jax():
+    theirs = jax.nn.get_scaled_dot_general_config("mxfp8")
+    ours = jax_nn.get_scaled_dot_general_config("mxfp8")
+    for field in ("mode", "block_size", "data_type", "scale_type", "global_scale", "infer_only"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    fp4 = jax_nn.get_scaled_dot_general_config("nvfp4")
+    assert (fp4.block_size, fp4.data_type, fp4.scale_type) == (16, jnp.float4_e2m1fn, jnp.float8_e4m3fn)
+    assert fp4.global_scale.shape == (1,)
+    mx4 = jax_nn.get_scaled_dot_general_config("mxfp4")
+    assert (mx4.block_size, mx4.data_type, mx4.scale_type) == (32, jnp.float4_e2m1fn, jnp.float8_e8m0fnu)
+    with pytest.raises(ValueError, match="Unsupported mode: mxfp9"):
+        jax_nn.get_scaled_dot_general_config("mxfp9")
+
+
+@pytest.mark.parametrize("mode", sd.FORMATS)
+def test_every_format_is_a_mode(mode):
+    x, w = normal(0, (4, 64)), normal(1, (64, 8))
+    y, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs(mode)), x, w)
+    assert y.shape == (4, 8)
+    assert [g.shape for g in pull(y)] == [(4, 64), (64, 8)]
+
+
+def test_operands_are_quantised_along_the_sum_and_multiplied_exactly():
+    x, w = normal(0, (8, 96)), normal(1, (96, 16))
+    y = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"))
+    check_einsum(y, "mk,kn->mn", sd.quantize(x, "mxfp8"), sd.quantize(w, "mxfp8", axis=0))
+    g = jnp.array([2.0], jnp.float32)
+    y = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("nvfp4", g))
+    lhs = sd.quantize(x, "nvfp4", tensor_scale=2.0)
+    check_einsum(y, "mk,kn->mn", lhs, sd.quantize(w, "nvfp4", axis=0, tensor_scale=2.0))
+
+
+def test_mxfp8_gradients_are_quantised_along_their_own_sums():
+    x, w, g = normal(0, (64, 96)), normal(1, (96, 32)), normal(2, (64, 32))
+    _, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8")), x, w)
+    dx, dw = pull(g)
+    check_einsum(dx, "mn,kn->mk", sd.quantize(g, "mxfp8", axis=1), sd.quantize(w, "mxfp8", axis=1))
+    check_einsum(dw, "mk,mn->kn", sd.quantize(x, "mxfp8", axis=0), sd.quantize(g, "mxfp8", axis=0))
+
+
+def test_nvfp4_gradients_are_plain_and_zero_where_the_operand_was_out_of_range():
+    limit = 6 * 448 * 0.001
+    x, w, g = normal(0, (8, 32)).at[0, 0].set(2 * limit), 0.1 * normal(1, (32, 4)), normal(2, (8, 4))
+    scale = jnp.array([0.001], jnp.float32)
+    _, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("nvfp4", scale)), x, w)
+    dx, dw = pull(g)
+    expected = np.where(np.abs(x) <= limit, np.asarray(g) @ np.asarray(w).T, 0)
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    assert dx[0, 0] == 0
+    np.testing.assert_allclose(dw, np.asarray(x).T @ np.asarray(g), rtol=1e-4, atol=1e-4)
+
+
+def test_without_configs_it_is_the_plain_dot():
+    x, w = normal(0, (4, 8)), normal(1, (8, 2))
+    np.testing.assert_array_equal(jax_nn.scaled_dot_general(x, w, MATRIX), jax.lax.dot_general(x, w, MATRIX))
+
+
+def test_implementation_is_ignored_with_a_deprecation_warning():
+    x, w = normal(0, (4, 32)), normal(1, (32, 2))
+    with pytest.warns(DeprecationWarning, match="ignored"):
+        jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"), implementation="cudnn")
+
+
+# ---------------------------------------------------------------------------------- faults of jax.nn's own
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "mxfp4"])
+def test_blocks_of_zeros_give_zeros(mode):
+    x = jnp.zeros((4, 64)).at[0, :32].set(1.0)
+    loss = lambda x: jnp.sum(jax_nn.scaled_dot_general(x, x.T, MATRIX, configs=configs(mode)))  # noqa: E731
+    value, gradient = jax.value_and_grad(loss)(x)
+    assert np.isfinite(value)
+    assert np.all(np.isfinite(gradient))
+    assert not np.any(jax_nn.scaled_dot_general(x[1:], x[1:].T, MATRIX, configs=configs(mode)))
+
+
+def test_pairs_of_axes_stay_paired():
+    x, w = normal(0, (3, 4, 32)), normal(1, (5, 32, 4))
+    y = jax_nn.scaled_dot_general(x, w, (((1, 2), (2, 1)), ((), ())), configs=configs("mxfp8"))
+    exact = jnp.einsum("mjk,nkj->mn", x, w)
+    assert float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)) < 0.1
+    x, w = normal(0, (2, 3, 64)), normal(1, (64, 3, 2))
+    y = jax_nn.scaled_dot_general(x, w, (((2,), (0,)), ((1, 0), (1, 2))), configs=configs("mxfp8"))
+    exact = jnp.einsum("bak,kab->ab", x, w)
+    assert float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)) < 0.1
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients_have_the_dtypes_of_their_primals(mode, dtype):
+    x, w = normal(0, (4, 32), dtype), normal(1, (32, 8))
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode))
+    dx, dw = jax.grad(lambda x, w: jnp.sum(dot(x, w, MATRIX)), argnums=(0, 1))(x, w)
+    assert (dx.dtype, dw.dtype) == (dtype, jnp.float32)
+
+
+def test_precision_out_sharding_and_numpy_arrays_are_taken():
+    x, w = np.ones((4, 32), np.float32), np.ones((32, 8), np.float32)
+    y = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"), precision="highest", out_sharding=None)
+    np.testing.assert_array_equal(y, np.full((4, 8), 32.0))
+
+
+def test_a_global_scale_computed_inside_a_differentiated_function():
+    def loss(x, w):
+        scale = jnp.max(jnp.abs(x)).reshape(1) / (6 * 448)
+        return jnp.sum(jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("nvfp4", scale)))
+
+    dx = jax.jit(jax.grad(loss))(normal(0, (4, 32)), normal(1, (32, 8)))
+    assert np.all(np.isfinite(dx))
+    assert np.any(dx)
+
+
+def test_axes_need_not_divide_by_the_block():
+    x, w = normal(0, (5, 100)), normal(1, (100, 7))
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("mxfp8"))
+    (dx, dw), y = jax.grad(lambda x, w: jnp.sum(dot(x, w, MATRIX) ** 2), argnums=(0, 1))(x, w), dot(x, w, MATRIX)
+    exact = x @ w
+    assert float(jnp.linalg.norm(y - exact) / jnp.linalg.norm(exact)) < 0.1
+    assert (dx.shape, dw.shape) == ((5, 100), (100, 7))
+
+
+def test_explicit_mesh_axes():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("mxfp8"))
+    x, w = normal(0, (4, 8, 64)), normal(1, (64, 32))
+    numbers = (((2,), (0,)), ((), ()))
+    with jax.set_mesh(mesh):
+        xs = jax.device_put(x, NamedSharding(mesh, P("a", None, None)))
+        ws = jax.device_put(w, NamedSharding(mesh, P(None, "b")))
+        y = jax.jit(lambda x, w: dot(x, w, numbers))(xs, ws)
+        dx, dw = jax.jit(jax.grad(lambda x, w: jnp.sum(dot(x, w, numbers) ** 2), argnums=(0, 1)))(xs, ws)
+    assert y.sharding.spec == P("a", None, "b")
+    assert (dx.sharding.spec, dw.sharding.spec) == (P("a", None, None), P(None, "b"))
+    np.testing.assert_allclose(jax.device_get(y), dot(x, w, numbers), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(2, 3), (2, 3), (2, 1), (2, 1)], "3 axes"),
+        ([(1, 2, 64), (1, 2, 32), (1, 2, 2), (1, 2, 1)], "must agree"),
+        ([(1, 2, 64), (1, 2, 64), (1, 2, 3), (1, 2, 2)], r"`lhs_scales` of shape \(1, 2, 3\) does not fit"),
+    ],
+)
+def test_wrong_shapes_of_scaled_matmul_are_told(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        jax_nn.scaled_matmul(*(jnp.ones(shape) for shape in shapes))
+
+
+def test_the_names_are_also_at_the_top():
+    assert sd.scaled_matmul is jax_nn.scaled_matmul
+    assert sd.scaled_dot_general is jax_nn.scaled_dot_general
+    assert sd.get_scaled_dot_general_config is jax_nn.get_scaled_dot_general_config
+
+
+def test_results_are_those_of_jax_nn_where_it_has_none_of_its_faults():
+    x, w = normal(0, (2, 64, 128)), normal(1, (2, 32, 128))
+    ours = jax_nn.scaled_dot_general(x, w, ROWS, configs=configs("mxfp8"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = jax.nn.scaled_dot_general(x, w, ROWS, configs=[jax.nn.get_scaled_dot_general_config("mxfp8")] * 3)
+    except NotImplementedError:
+        pytest.skip("this jax has no CPU lowering of its own scaled matmul")
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,344 @@
+"""dot_general and matmul: every format, plain or scaled on either side, to one rounding."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import check_einsum
+
+import scaledot as sd
+from scaledot import flavours
+
+MXINT8 = replace(sd.FORMATS["int8"], name="mxint8", scale="float8_e8m0fnu", block=(32,), rule="floor")
+CASTS = {  # name: (format, options of quantize)
+    **{name: (name, {}) for name in sd.FORMATS},
+    "fp8 1x128": ("fp8_e4m3", {"block": (128,)}),
+    "fp8 per channel": ("fp8_e4m3", {"block": (0,)}),
+    "int8 per tensor": ("int8", {"block": (0, 0)}),
+    "int8 tiles": ("int8", {"block": (128,)}),
+    "int8 zeros": ("int8", {"calibration": "minmax"}),
+    "int8 tiles zeros": ("int8", {"block": (128,), "calibration": "minmax"}),
+    "int4 groups zeros": ("int4", {"block": (32,), "calibration": "minmax"}),
+    "int8 in its dtype": (flavours.qwix.int8, {"block": (0,)}),
+    "mxint8": (MXINT8, {}),
+    "nvfp4 of torchao": (flavours.torchao.nvfp4, {}),
+    "nvfp4 rotated": ("nvfp4", {"rotation": sd.Hadamard()}),
+    "int8 tiles rotated": ("int8", {"block": (128,), "rotation": sd.Hadamard()}),
+}
+SIDES = {"both": (True, True), "lhs": (True, False), "rhs": (False, True)}
+CASES = {  # name: (einsum text, sizes); blocks lie along the last summed label
+    "matrix": ("mk,kn->mn", {"m": 24, "k": 256, "n": 16}),
+    "both K-major": ("mk,nk->nm", {"m": 8, "k": 256, "n": 16}),
+    "batch": ("bmk,kbn->bmn", {"b": 3, "m": 4, "k": 128, "n": 8}),
+    "two axes, unsorted": ("mjk,kjn->mn", {"m": 4, "j": 3, "k": 128, "n": 5}),
+    "three axes": ("imjk,kjni->nm", {"m": 4, "i": 2, "j": 3, "k": 64, "n": 5}),
+    "odd sizes": ("mk,kn->mn", {"m": 7, "k": 208, "n": 3}),
+}
+
+
+def normal(key: int, shape, dtype=jnp.float32):
+    # Rows and columns of different magnitude, so that a scale in the wrong place shows.
+    x = jax.random.normal(jax.random.key(key), shape)
+    for axis in range(len(shape)):
+        steps = np.exp2(np.arange(shape[axis]) % 5 - 2.0).astype(np.float32)
+        x = x * steps.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+    return x.astype(dtype)
+
+
+def operands(text, sizes, cast, sides, dtype=jnp.float32):
+    """Operands of an einsum, each scaled along the last summed label where asked."""
+    format, options = CASTS[cast]
+    inputs, out = text.split("->")
+    lhs = inputs.split(",")[0]
+    along = [c for c in lhs if c not in out][-1]
+    made = []
+    for key, (labels, scaled) in enumerate(zip(inputs.split(","), sides, strict=True)):
+        x = normal(key, [sizes[c] for c in labels], dtype)
+        if scaled:
+            kept = {**options, "rotation": options.get("rotation") if all(sides) else None}
+            axis = labels.index(along)
+            if kept.get("block") == (0, 0):
+                axis, kept["block"] = tuple(range(x.ndim)), (0,) * x.ndim
+            x = sd.quantize(x, format, axis=axis, pad=True, **kept)
+        made.append(x)
+    return made
+
+
+def numbers_of(text):
+    lhs, rhs = text.split("->")[0].split(",")
+    out = text.split("->")[1]
+    summed = [c for c in lhs if c in rhs and c not in out]
+    batch = [c for c in lhs if c in rhs and c in out]
+    natural = "".join(batch + [c for c in lhs if c not in rhs] + [c for c in rhs if c not in lhs])
+    at = [[of.index(c) for c in part] for part in (summed, batch) for of in (lhs, rhs)]
+    return ((at[0], at[1]), (at[2], at[3])), natural
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_dot_is_the_float64_dot_of_values_to_one_rounding(cast, case, sides):
+    text, sizes = CASES[case]
+    lhs, rhs = operands(text, sizes, cast, SIDES[sides])
+    numbers, natural = numbers_of(text)
+    y = sd.dot_general(lhs, rhs, numbers)
+    assert y.dtype == jnp.float32
+    check_einsum(y, text.split("->")[0] + "->" + natural, lhs, rhs)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_bfloat16_dot_is_rounded_once(cast, sides):
+    lhs, rhs = operands("mk,kn->mn", {"m": 16, "k": 256, "n": 8}, cast, SIDES[sides], jnp.bfloat16)
+    y = jax.jit(sd.matmul)(lhs, rhs)
+    assert y.dtype == jnp.bfloat16
+    check_einsum(y, "mk,kn->mn", lhs, rhs)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_operands_of_different_dtypes_promote(cast):
+    lhs, rhs = operands("mk,kn->mn", {"m": 4, "k": 128, "n": 8}, cast, (False, True))
+    assert sd.matmul(lhs.astype(jnp.bfloat16), rhs).dtype == jnp.float32
+    y = sd.matmul(lhs.astype(jnp.float16), rhs.astype(jnp.bfloat16), preferred_element_type=jnp.float16)
+    assert y.dtype == jnp.float16
+    check_einsum(y, "mk,kn->mn", lhs.astype(jnp.float16), rhs)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 16), (1, 32), (32, 1)])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "nvfp4", "mxfp4"])
+def test_blocks_may_lie_on_any_axes(format, block):
+    x, w = normal(0, (32, 256)), normal(1, (256, 128))
+    for lhs, rhs in ((sd.quantize(x, format, block=block, pad=True), sd.quantize(w, format, block=block, pad=True)),):
+        check_einsum(sd.matmul(lhs, w), "mk,kn->mn", lhs, w)
+        check_einsum(sd.matmul(x, rhs), "mk,kn->mn", x, rhs)
+
+
+def test_different_blocks_along_the_sum_are_retiled_where_they_nest():
+    x, w = normal(0, (8, 512)), normal(1, (512, 8))
+    pairs = [
+        ("int8", 256, "int8", 128),
+        ("int8", 0, "int4", 32),
+        ("mxfp8", 32, "nvfp4", 16),
+        ("fp8_e4m3", 128, "mxfp8", 32),
+    ]
+    for left, a, right, b in pairs:
+        lhs, rhs = sd.quantize(x, left, block=a), sd.quantize(w, right, axis=0, block=b)
+        check_einsum(sd.matmul(lhs, rhs), "mk,kn->mn", lhs, rhs)
+    with pytest.raises(ValueError, match=r"blocks of 48 and of 32 .* do not nest.*int8\[8,512\].*int4\[512,8\]"):
+        sd.matmul(sd.quantize(x, "int8", block=48, pad=True), sd.quantize(w, "int4", axis=0, block=32))
+
+
+def test_a_tensor_scale_per_leading_index_is_kept_apart():
+    w = normal(1, (3, 64, 8)) * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
+    level = jnp.max(jnp.abs(w), axis=(1, 2)) / 2688
+    q = sd.quantize(w, "nvfp4", axis=1, tensor_scale=level)
+    x = normal(0, (3, 5, 64))
+    check_einsum(sd.matmul(x, q), "bmk,bkn->bmn", x, q)
+    check_einsum(sd.einsum("mbk,bkn->mn", x.swapaxes(0, 1), q), "mbk,bkn->mn", x.swapaxes(0, 1), q)
+
+
+def test_a_rotation_along_a_kept_axis_is_undone():
+    w = sd.quantize(normal(1, (64, 32)), "nvfp4", rotation=sd.Hadamard())
+    x = normal(0, (8, 64))
+    assert "rotated along 'n'" in sd.explain(sd.matmul, x, w)
+    check_einsum(sd.matmul(x, w), "mk,kn->mn", x, w)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs"),
+    [
+        ((64,), (64, 8)),
+        ((4, 64), (64,)),
+        ((1, 5, 64), (3, 64, 8)),
+        ((3, 5, 64), (1, 64, 8)),
+        ((2, 1, 4, 64), (3, 64, 8)),
+    ],
+)
+def test_matmul_broadcasts_as_numpy_does(lhs, rhs):
+    x, w = normal(0, lhs), normal(1, rhs)
+    q = sd.quantize(w, "mxfp8", axis=max(w.ndim - 2, 0))
+    y = sd.matmul(x, q)
+    assert y.shape == np.matmul(np.zeros(lhs), np.zeros(rhs)).shape
+    np.testing.assert_allclose(y, np.matmul(x, sd.dequantize(q)), rtol=1e-5, atol=1e-4)
+
+
+def test_numpy_arrays_and_plain_pairs_are_taken():
+    x, w = np.ones((4, 64), np.float32), sd.quantize(np.ones((64, 4), np.float32), "int8", axis=0)
+    np.testing.assert_array_equal(sd.matmul(x, w), np.full((4, 4), 64.0, np.float32))
+    np.testing.assert_array_equal(sd.matmul(x, x.T), x @ x.T)
+    assert sd.matmul(np.ones((4, 64), np.int8), w).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_empty_and_single_sums(size):
+    x, w = jnp.ones((4, size)), sd.quantize(jnp.ones((size, 3)), "int8", axis=0)
+    np.testing.assert_array_equal(sd.matmul(x, w), np.full((4, 3), size, np.float32))
+    np.testing.assert_array_equal(sd.matmul(sd.quantize(x, "int8"), w), np.full((4, 3), size, np.float32))
+
+
+def test_integer_sums_are_exact_where_float32_sums_are_not():
+    x = jnp.full((1, 4096), 127.0).at[0, 0].set(126.0)
+    q = sd.quantize(x, "int8", scale=jnp.ones((1, 1)))
+    y = sd.matmul(q, q.T)
+    assert float(y[0, 0]) == np.float32(127**2 * 4095 + 126**2)
+
+
+# ------------------------------------------------------------------------------------------------ transformations
+
+LEAN = ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", "nf4"]
+
+
+@pytest.mark.parametrize("cast", LEAN)
+def test_vmap_and_scan_are_loops(cast):
+    x = normal(0, (3, 4, 256))
+    _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
+    loop = jnp.stack([sd.matmul(row, w) for row in x])
+    np.testing.assert_allclose(jax.vmap(lambda row: sd.matmul(row, w))(x), loop, rtol=1e-6, atol=1e-5)
+    _, scanned = jax.lax.scan(lambda c, row: (c, sd.matmul(row, w)), 0, x)
+    np.testing.assert_allclose(scanned, loop, rtol=1e-6, atol=1e-5)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), w, w, w)
+    np.testing.assert_allclose(jax.vmap(sd.matmul)(x, stacked), loop, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("cast", CASTS)
+def test_the_plain_operand_has_the_gradient_of_a_constant_times_it(cast, dtype):
+    if "rotated" in cast:
+        pytest.skip("a rotated operand needs a rotated partner, and then both are scaled")
+    for sides, text, wrt in ((SIDES["rhs"], "mn,kn->mk", 0), (SIDES["lhs"], "mk,mn->kn", 1)):
+        lhs, rhs = operands("mk,kn->mn", {"m": 8, "k": 128, "n": 16}, cast, sides)
+        plain, constant = ((lhs, rhs), (rhs, lhs))[wrt]
+        plain = plain.astype(dtype)
+        g = normal(2, (8, 16), dtype)
+
+        def product(x, constant=constant, wrt=wrt):
+            pair = (x, constant) if wrt == 0 else (constant, x)
+            return sd.matmul(*pair, preferred_element_type=dtype)
+
+        _, pull = jax.vjp(jax.jit(product), plain)
+        (gradient,) = pull(g)
+        assert gradient.dtype == dtype
+        check_einsum(gradient, text, *((g, constant) if wrt == 0 else (constant, g)))
+        _, tangent = jax.jvp(product, (plain,), (plain,))
+        np.testing.assert_array_equal(tangent, product(plain))
+
+
+def test_backward_keeps_codes_not_values():
+    w = sd.quantize(normal(1, (64, 32)), "int8", axis=0)
+    _, pull = jax.vjp(lambda x: sd.matmul(x, w), normal(0, (8, 64)))
+    kept = [leaf for leaf in jax.tree.leaves(pull) if getattr(leaf, "shape", None) == (64, 32)]
+    assert kept
+    assert all(leaf.dtype == jnp.int8 for leaf in kept)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "mxfp8"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_gradient_of_a_scaled_operand_is_refused(name, wrap):
+    x, w = normal(0, (4, 32)), sd.quantize(normal(1, (32, 8)), name, axis=0)
+    with pytest.raises(TypeError, match=r"a ScaledArray is a constant.*\[32,8\]"):
+        jax.grad(wrap(lambda w: sd.matmul(x, w).sum()), allow_int=True)(w)
+
+
+def spread_over(mesh, x, spec):
+    def place(leaf):
+        fits = [s if s and n % mesh.shape[s] == 0 else None for s, n in zip(spec, leaf.shape, strict=False)]
+        return jax.device_put(leaf, NamedSharding(mesh, P(*fits[: leaf.ndim])))
+
+    return jax.tree.map(place, x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("cast", LEAN)
+def test_sharded_operands(cast, kind):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    layouts = [
+        (("a", None), (None, "b"), P("a", "b")),
+        (("b", "a"), ("a", None), P("b", None)),
+        ((None, "b"), ("b", "a"), P(None, "a")),
+    ]
+    for sides in SIDES.values():
+        lhs, rhs = operands("mk,kn->mn", {"m": 8, "k": 512, "n": 16}, cast, sides)
+        for lhs_spec, rhs_spec, out_spec in layouts:
+            with jax.set_mesh(mesh):
+                wanted = NamedSharding(mesh, out_spec) if kind == AxisType.Explicit else None
+                placed = spread_over(mesh, lhs, lhs_spec), spread_over(mesh, rhs, rhs_spec)
+                y = jax.jit(lambda a, b, wanted=wanted: sd.matmul(a, b, out_sharding=wanted))(*placed)
+            if wanted is not None:
+                assert y.sharding.spec == out_spec
+            check_einsum(jax.device_get(y), "mk,kn->mn", lhs, rhs)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    x = normal(0, (8, 256))
+    for cast in LEAN:
+        _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
+        run = jax.jit(jax.shard_map(sd.matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))
+        check_einsum(jax.device_get(run(x, w)), "mk,kn->mn", x, w)
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_mismatched_sizes_name_both_operands():
+    with pytest.raises(
+        ValueError, match=r"axis 1 of lhs has 8 elements and axis 0 of rhs has 64.*float32\[4,8\].*int8\[64,2\]"
+    ):
+        sd.matmul(jnp.ones((4, 8)), sd.quantize(jnp.ones((64, 2)), "int8", axis=0))
+
+
+def test_a_rotation_on_one_side_only_is_refused():
+    x, w = jnp.ones((4, 64)), jnp.ones((64, 4))
+    rotated = sd.quantize(w, "nvfp4", axis=0, rotation=sd.Hadamard())
+    for lhs in (x, sd.quantize(x, "nvfp4")):
+        with pytest.raises(ValueError, match=r"rhs was rotated before it was quantised and lhs was not"):
+            sd.matmul(lhs, rotated)
+    other = sd.quantize(x, "nvfp4", rotation=sd.Hadamard(mask=1))
+    with pytest.raises(ValueError, match="different rotations"):
+        sd.matmul(other, rotated)
+
+
+def test_a_scale_that_does_not_match_its_data_is_refused():
+    q = sd.quantize(jnp.ones((64, 4)), "mxfp8", axis=0)
+    with pytest.raises(
+        ValueError, match=r"`rhs.scale` has shape \(1, 4\), but blocks of \(32, 1\) cut \(64, 4\) into \(2, 4\)"
+    ):
+        sd.matmul(jnp.ones((2, 64)), replace(q, scale=q.scale[:1]))
+    with pytest.raises(TypeError, match=r"`lhs.data` is int8"):
+        sd.matmul(replace(q.T, data=q.T.data.astype(jnp.int8)), jnp.ones((64, 2)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((object(), jnp.ones(3)), {}, TypeError, "`lhs` must be a ScaledArray or an array"),
+        ((jnp.ones(3, jnp.complex64), jnp.ones(3)), {}, TypeError, "real numbers"),
+        ((jnp.ones(()), jnp.ones(3)), {}, ValueError, "at least one axis"),
+        (
+            (jnp.ones(3), sd.quantize(jnp.ones(3), "int8")),
+            {"preferred_element_type": jnp.int32},
+            TypeError,
+            "float dtype",
+        ),
+        ((jnp.ones(3), sd.quantize(jnp.ones(3), "int8")), {"preferred_element_type": "wide"}, TypeError, "not a dtype"),
+        (
+            (jnp.ones(3), sd.quantize(jnp.ones(3), "int8")),
+            {"kernel": "xla_intger"},
+            ValueError,
+            "did you mean xla_integer",
+        ),
+        (
+            (jnp.ones(3), sd.quantize(jnp.ones(3), "int8")),
+            {"kernel": "xla_integer"},
+            NotImplementedError,
+            "not integer codes",
+        ),
+    ],
+)
+def test_wrong_arguments_are_told_what_is_wrong(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        sd.matmul(*arguments, **options)

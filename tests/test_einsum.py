@@ -1,0 +1,82 @@
+"""einsum: any number of operands, ellipses, diagonals, sums, on scaled and plain operands."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import check_einsum
+from test_dot import CASTS, SIDES, normal, operands
+
+import scaledot as sd
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_format_on_either_side(cast, sides):
+    text, sizes = "bmk,hkd->bhmd", {"b": 2, "m": 3, "k": 128, "h": 4, "d": 5}
+    lhs, rhs = operands(text, sizes, cast, SIDES[sides])
+    y = sd.einsum(text, lhs, rhs)
+    check_einsum(y, text, lhs, rhs)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "int8", "nvfp4"])
+def test_more_operands_go_in_pairs_and_are_rounded_once(name):
+    x, w = normal(0, (4, 64), jnp.bfloat16), normal(1, (64, 32), jnp.bfloat16)
+    v = normal(2, (32, 8), jnp.bfloat16)
+    qw, qv = sd.quantize(w, name, axis=0), sd.quantize(v, name, axis=0)
+    y = jax.jit(lambda *a: sd.einsum("mk,kn,nj->jm", *a))(x, qw, qv)
+    assert y.dtype == jnp.bfloat16
+    check_einsum(y, "mk,kn,nj->jm", x, qw, qv)
+    four = sd.einsum("mk,kn,nj,m->j", x, qw, qv, jnp.ones(4, jnp.bfloat16), preferred_element_type=jnp.float32)
+    check_einsum(four, "mk,kn,nj,m->j", x, qw, qv, jnp.ones(4, jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("...k,kn->...n", ((2, 3, 64), (64, 8))),
+        ("...mk,...kn->...mn", ((2, 1, 3, 64), (5, 64, 8))),
+        ("...k,...kn", ((4, 64), (4, 64, 8))),
+        ("b...k,nk...->n...b", ((2, 3, 64), (8, 64, 3))),
+        ("mk,kn", ((4, 64), (64, 8))),
+        ("mk,nk", ((4, 64), (8, 64))),
+    ],
+)
+def test_ellipses_and_implicit_results_follow_numpy(text, shapes):
+    x, w = (normal(key, shape) for key, shape in enumerate(shapes))
+    q = sd.quantize(w, "mxfp8", axis=w.shape.index(64))
+    expected = np.einsum(text, x, sd.dequantize(q))
+    y = sd.einsum(text, x, q)
+    assert y.shape == expected.shape
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text", ["ij->ji", "ii->i", "ii->", "ij->i", "ij,k->k", "ij,j->i", "ii,ij->j", "ij,ij->", "ij,ik->ijk"]
+)
+def test_diagonals_and_lonely_labels_are_dequantised(text):
+    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
+    rest = [normal(1, (32,) * len(labels)) for labels in text.split("->")[0].split(",")[1:]]
+    check_einsum(sd.einsum(text, q, *rest), text, q, *rest)
+
+
+def test_a_hidden_broadcast_is_an_error():
+    q = sd.quantize(jnp.ones((64, 4)), "int8", axis=0)
+    with pytest.raises(ValueError, match=r"'k' of 'mk,kn->mn' is 8 and 64.*float32\[2,8\].*int8\[64,4\]"):
+        sd.einsum("mk,kn->mn", jnp.ones((2, 8)), q)
+
+
+def test_each_pair_has_an_explanation():
+    q = sd.quantize(jnp.ones((64, 32)), "int8", axis=0)
+    text = sd.explain(sd.einsum, "mk,kn,nj->mj", jnp.ones((4, 64), jnp.bfloat16), q, jnp.ones((32, 8)))
+    assert text.count("TAKEN") == 2
+
+
+def test_gradients_flow_to_plain_operands():
+    x, v = normal(0, (4, 64)), normal(2, (32, 8))
+    q = sd.quantize(normal(1, (64, 32)), "nvfp4", axis=0)
+    ours = jax.grad(lambda x, v: jnp.sum(sd.einsum("mk,kn,nj->mj", x, q, v) ** 2), argnums=(0, 1))(x, v)
+    w = sd.dequantize(q)
+    theirs = jax.grad(lambda x, v: jnp.sum(jnp.einsum("mk,kn,nj->mj", x, w, v) ** 2), argnums=(0, 1))(x, v)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))

@@ -1,0 +1,166 @@
+"""The table of kernels: who is taken and why, that all agree, and what the compiler makes of them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_dot import CASES, CASTS, SIDES, normal, numbers_of, operands
+
+import scaledot as sd
+from scaledot.kernels import table
+from scaledot.kernels.spec import Problem
+from scaledot.ops.contraction import from_dimension_numbers
+from scaledot.ops.operands import make_problem, solve
+
+HARDWARE = "xla_block_scaled"
+
+
+def rows():
+    return [row for row in table.DOT if row.name not in ("xla_plain", HARDWARE)]
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("case", ["matrix", "two axes, unsorted", "odd sizes"])
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, case, sides):
+    text, sizes = CASES[case]
+    lhs, rhs = operands(text, sizes, cast, SIDES[sides])
+    contraction = from_dimension_numbers(numbers_of(text)[0], lhs.ndim, rhs.ndim)
+    problem = make_problem("dot", contraction, lhs, rhs)
+    reference = solve(problem, "xla_dequantize", lhs, rhs)
+    scale = float(jnp.max(jnp.abs(reference)))
+    able = [row.name for row in rows() if row.supports(problem) is None]
+    for name in able:
+        np.testing.assert_allclose(solve(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
+    assert table.choose(problem).name == able[0]
+
+
+@pytest.mark.parametrize(
+    ("cast", "sides", "dtype", "expected"),
+    [
+        ("int8", "both", jnp.float32, "xla_integer"),
+        ("int8 tiles", "both", jnp.float32, "xla_integer"),
+        ("int8 tiles zeros", "both", jnp.float32, "xla_integer"),
+        ("int8", "rhs", jnp.bfloat16, "xla_codes"),
+        ("int8 tiles", "rhs", jnp.bfloat16, "xla_codes"),
+        ("int8 tiles", "rhs", jnp.float32, "xla_dequantize"),
+        ("fp8_e4m3", "both", jnp.float32, "xla_codes"),
+        ("fp8 1x128", "both", jnp.float32, "xla_codes"),
+        ("mxfp8", "both", jnp.float32, "xla_upcast"),
+        ("mxfp4", "rhs", jnp.bfloat16, "xla_upcast"),
+        ("nvfp4", "both", jnp.float32, "xla_upcast"),
+        ("mxfp8", "rhs", jnp.float32, "xla_dequantize"),
+        ("int4 groups zeros", "rhs", jnp.bfloat16, "xla_dequantize"),
+        ("nf4", "both", jnp.float32, "xla_dequantize"),
+    ],
+)
+def test_the_kernel_that_is_taken(cast, sides, dtype, expected):
+    lhs, rhs = operands("mk,kn->mn", {"m": 8, "k": 256, "n": 8}, cast, SIDES[sides], dtype)
+    lines = sd.explain(sd.matmul, lhs, rhs).splitlines()
+    taken = [line.split()[0] for line in lines if "TAKEN" in line]
+    assert taken == [expected]
+    assert [line.split()[0] for line in lines[1:]] == [row.name for row in table.DOT]
+
+
+def test_a_named_kernel_is_that_one_or_an_error_with_its_reason():
+    x, w = sd.quantize(jnp.ones((4, 256)), "mxfp8"), sd.quantize(jnp.ones((256, 4)), "mxfp8", axis=0)
+    np.testing.assert_array_equal(sd.matmul(x, w, kernel="xla_dequantize"), sd.matmul(x, w))
+    with pytest.raises(NotImplementedError, match=r"'xla_integer' cannot compute dot mk,kn->mn.*mxfp8.*not integer"):
+        sd.matmul(x, w, kernel="xla_integer")
+    if jax.default_backend() == "cpu":
+        with pytest.raises(NotImplementedError, match="needs a Blackwell GPU; the default backend is cpu"):
+            sd.matmul(x, w, kernel=HARDWARE)
+
+
+def test_a_function_may_choose_the_kernel():
+    seen = []
+
+    def choice(problem: Problem) -> str:
+        seen.append(problem)
+        return "xla_dequantize"
+
+    w = sd.quantize(jnp.ones((64, 4)), "int8", axis=0)
+    sd.matmul(jnp.ones((2, 64)), w, kernel=choice)
+    assert [p.op for p in seen] == ["dot"]
+    assert hash(seen[0]) == hash(seen[0])
+
+
+def test_explain_needs_no_data():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 4096), (4096, 512)))
+    w = jax.eval_shape(lambda w: sd.quantize(w, "int4", block=128, axis=0), w)
+    assert "32 tiles of 128 along 'k'" in sd.explain(sd.matmul, x, w)
+
+
+# -------------------------------------------------------------------------------------------- what is compiled
+
+
+def compiled(f, *operands):
+    return jax.jit(f).lower(*operands).compile()
+
+
+def shapes_in(text: str) -> set[tuple[int, ...]]:
+    return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|s32|bf16)\[([\d,]+)\]", text)}
+
+
+@pytest.mark.parametrize("cast", ["int8 tiles", "int8 tiles zeros", "fp8 1x128"])
+def test_no_array_of_all_partial_sums_is_made(cast):
+    sizes = {"m": 48, "k": 1024, "n": 40}
+    lhs, rhs = operands("mk,kn->mn", sizes, cast, (True, True))
+    found = shapes_in(compiled(sd.matmul, lhs, rhs).as_text())
+    assert (48, 40) in found
+    assert not [shape for shape in found if np.prod(shape) >= 2 * 48 * 40 and {48, 40} <= set(shape)]
+
+
+def test_a_large_tiled_product_needs_little_memory():
+    def quantized(shape, axis):
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jax.eval_shape(lambda x: sd.quantize(x, "int8", block=128, axis=axis), x)
+
+    memory = compiled(sd.matmul, quantized((2048, 4096), 1), quantized((4096, 2048), 0)).memory_analysis()
+    assert memory.temp_size_in_bytes <= 64 * 2**20
+
+
+def test_integer_products_stay_integers_and_zero_points_cost_no_second_product():
+    lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "int8 zeros", (True, True))
+    dots = [e for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
+    assert [(e.invars[0].aval.dtype, e.outvars[0].aval.dtype) for e in dots] == [(jnp.int8, jnp.int32)]
+
+
+def test_exact_upcasts_multiply_in_bfloat16_and_sum_in_float32():
+    lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "nvfp4", (True, True))
+    dots = [e for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
+    assert {(e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name) for e in dots} == {("bfloat16", "float32")}
+
+
+@pytest.mark.parametrize("cast", ["mxfp8", "mxfp8_e5m2", "nvfp4"])
+def test_a_program_for_another_platform_carries_the_block_scaled_product(cast):
+    lhs, rhs = operands("bmk,bkn->bmn", {"b": 2, "m": 8, "k": 64, "n": 8}, cast, (True, True))
+    names = {e.primitive.name for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr)}
+    assert "scaled_matmul_wrapper" in names
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def test_float32_products_are_full_ones_unless_asked_otherwise():
+    x, w = normal(0, (4, 64)), sd.quantize(normal(1, (64, 4)), "nf4", axis=0)
+
+    def precision(**options):
+        jaxpr = jax.make_jaxpr(lambda x: sd.matmul(x, w, **options))(x).jaxpr
+        return next(e.params["precision"] for e in _equations(jaxpr) if e.primitive.name == "dot_general")
+
+    highest, default = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
+    assert precision() == (highest, highest)
+    assert precision(precision="default") == (default, default)
+    assert precision(preferred_element_type=jnp.bfloat16) is None
+    with jax.default_matmul_precision("default"):
+        assert precision() != (highest, highest)
