@@ -6,13 +6,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-blackwell lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto
+
+# Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB.
+test-blackwell: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_blackwell.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,10 +7,34 @@ import scaledot as sd
 
 
 def exact(x):
-    """The values that an operand stands for, in float64."""
-    if isinstance(x, sd.ScaledArray):
-        x = sd.dequantize(x, jnp.float32)
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+    """The values that an operand stands for, in float64 and by numpy alone; a rotation is left in.
+
+    Along a summed axis the rotations of both sides cancel, so a contraction may compare rotated values.
+    """
+    if not isinstance(x, sd.ScaledArray):
+        return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+    values = _decoded(np.asarray(x.data), x.format)
+    if x.zero is not None:
+        values = values - _repeated(np.asarray(x.zero), x)
+    values = values * _repeated(np.asarray(x.scale), x)
+    if x.tensor_scale is not None:
+        level = np.asarray(x.tensor_scale, np.float64)
+        values = values * level.reshape(level.shape + (1,) * (values.ndim - level.ndim))
+    return values
+
+
+def _decoded(codes: np.ndarray, format: sd.Format) -> np.ndarray:
+    if format.codebook is not None:
+        return np.asarray(format.codebook, np.float32)[codes.astype(np.int64)].astype(np.float64)
+    return (codes.view(format.element_dtype) if format.is_float else codes).astype(np.float64)
+
+
+def _repeated(grid: np.ndarray, x: sd.ScaledArray) -> np.ndarray:
+    grid = grid.astype(np.float64)
+    block = (1,) * (x.ndim - len(x.block)) + x.block
+    for axis, (size, b) in enumerate(zip(x.shape, block, strict=True)):
+        grid = np.repeat(grid, b or size, axis=axis).take(range(size), axis=axis)
+    return grid
 
 
 def assert_one_rounding(y, expected, magnitude, products: int):

@@ -217,6 +217,25 @@ def test_explicit_mesh_axes():
     np.testing.assert_allclose(jax.device_get(y), dot(x, w, numbers), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "fp8_e4m3"])
+def test_inside_shard_map_and_vmap(mode):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode))
+    x, w = normal(0, (8, 32, 64)), normal(1, (64, 16))
+
+    def loss(x, w):
+        return jnp.sum(jax.vmap(lambda x: dot(x, w, MATRIX))(x) ** 2)
+
+    def local(x, w):
+        return jax.vmap(lambda x: dot(x, w, MATRIX))(x)
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    expected = jax.grad(loss, argnums=(0, 1))(x, w)
+    found = jax.jit(jax.grad(lambda x, w: jnp.sum(sharded(x, w) ** 2), argnums=(0, 1)))(x, w)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+
+
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

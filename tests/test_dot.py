@@ -1,5 +1,6 @@
 """dot_general and matmul: every format, plain or scaled on either side, to one rounding."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -51,6 +52,12 @@ def normal(key: int, shape, dtype=jnp.float32):
 
 def operands(text, sizes, cast, sides, dtype=jnp.float32):
     """Operands of an einsum, each scaled along the last summed label where asked."""
+    return _operands(text, tuple(sizes.items()), cast, sides, dtype)
+
+
+@functools.cache
+def _operands(text, sizes, cast, sides, dtype):
+    sizes = dict(sizes)
     format, options = CASTS[cast]
     inputs, out = text.split("->")
     lhs = inputs.split(",")[0]
@@ -145,7 +152,7 @@ def test_a_rotation_along_a_kept_axis_is_undone():
     w = sd.quantize(normal(1, (64, 32)), "nvfp4", rotation=sd.Hadamard())
     x = normal(0, (8, 64))
     assert "rotated along 'n'" in sd.explain(sd.matmul, x, w)
-    check_einsum(sd.matmul(x, w), "mk,kn->mn", x, w)
+    check_einsum(sd.matmul(x, w), "mk,kn->mn", x, sd.dequantize(w))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +209,8 @@ def test_vmap_and_scan_are_loops(cast):
     np.testing.assert_allclose(scanned, loop, rtol=1e-6, atol=1e-5)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), w, w, w)
     np.testing.assert_allclose(jax.vmap(sd.matmul)(x, stacked), loop, rtol=1e-6, atol=1e-5)
+    both = jax.vmap(lambda row, w: sd.matmul(sd.requantize(w, "mxfp8", axis=0).T, w), in_axes=(0, None))(x, w)
+    np.testing.assert_allclose(both[0], sd.matmul(sd.requantize(w, "mxfp8", axis=0).T, w), rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -279,6 +288,9 @@ def test_inside_shard_map():
         _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
         run = jax.jit(jax.shard_map(sd.matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))
         check_einsum(jax.device_get(run(x, w)), "mk,kn->mn", x, w)
+        lhs, _ = operands("mk,kn->mn", {"m": 8, "k": 256, "n": 8}, cast, (True, False))
+        if lhs.scale.shape[0] == 8 and lhs.tensor_scale is None:  # one spec serves both leaves
+            check_einsum(jax.device_get(run(lhs, w)), "mk,kn->mn", lhs, w)
 
 
 # ------------------------------------------------------------------------------------------------------ bad input

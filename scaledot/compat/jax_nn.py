@@ -19,6 +19,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import FORMATS, Format
+from scaledot.kernels.manual import summed_as
 from scaledot.kernels.spec import Contraction, promoted
 from scaledot.numerics import blocks
 from scaledot.ops.contraction import from_dimension_numbers, labels
@@ -211,7 +212,7 @@ def _backward(rule: _Rule, residuals, g: jax.Array):
             _within_range(d, x, row, s)
             for d, x, row, s in zip((dlhs, drhs), (lhs, rhs), rule.rows, global_scales, strict=False)
         )
-    return dlhs, drhs, jax.tree.map(jnp.zeros_like, global_scales)
+    return summed_as(dlhs, lhs), summed_as(drhs, rhs), jax.tree.map(jnp.zeros_like, global_scales)
 
 
 _scaled_dot.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
+from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import Factor, lay
 from scaledot.kernels.spec import Operand, Problem
 from scaledot.numerics import blocks
@@ -25,7 +26,7 @@ _KINDS = {  # (element, scale): elements that share one
 
 def layout_reason(problem: Problem) -> str | None:
     """Why the hardware call cannot take these operands, whatever the device."""
-    scales = set()
+    kinds = set()
     for name, operand in zip(("lhs", "rhs"), problem.operands, strict=True):
         if operand.format is None:
             return f"{name} is {operand}; both sides must be scaled"
@@ -35,9 +36,11 @@ def layout_reason(problem: Problem) -> str | None:
         reason = _operand_reason(problem, name, operand, expected)
         if reason:
             return reason
-        scales.add(operand.format.scale)
-    if len(scales) > 1:
+        kinds.add((operand.format.element, operand.format.scale))
+    if len({scale for _, scale in kinds}) > 1:
         return f"{problem.lhs.format} and {problem.rhs.format} do not mix"
+    if {element for element, _ in kinds} == {"float8_e5m2"}:
+        return "one side must be float8_e4m3fn"
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return "jax.nn.scaled_matmul cannot be partitioned along explicit mesh axes"
     return None
@@ -77,6 +80,7 @@ def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) 
         for name, q, o in zip(order, (lhs, rhs), problem.operands, strict=True)
     )
     total = jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)
+    total = vary_as(total, a, b, a_scale, b_scale)
     sizes = {**dict(zip(contraction.lhs, lhs.shape, strict=True)), **dict(zip(contraction.rhs, rhs.shape, strict=True))}
     total = total.reshape([sizes[c] for c in contraction.natural])
     total = total.transpose([contraction.natural.index(c) for c in contraction.out])
