@@ -26,6 +26,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --suite cpu
+	$(BIN)/python -m benchmarks.run --suite contractions
 
 # A change of interpreter, pins or dependencies rebuilds the environment.
 $(STAMP): pyproject.toml $(CONSTRAINTS)

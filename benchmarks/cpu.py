@@ -19,6 +19,7 @@ from benchmarks import checks, imports, peers, record, table
 from benchmarks.peers import QwixCast
 from benchmarks.timing import Times, interleaved
 
+SIZE = 4096
 TEMP_TARGET = 1.5  # working memory of quantize, in bytes of its input
 DEQUANTIZE_TARGET = 1.0
 IMPORT_TARGET = 0.1  # seconds

@@ -20,11 +20,12 @@ class QwixCast:
     tile: int | None = None
     per_tensor: bool = False
 
-    def quantizer(self) -> Callable[[Any], Any]:
+    def quantizer(self, row_axis: int = 0) -> Callable[[Any], Any]:
+        """The cast of a matrix whose scales belong to indices of `row_axis`."""
         import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
 
-        rows = () if self.per_tensor else (0,)
-        tiles = {} if self.tile is None else {1: self.tile}
+        rows = () if self.per_tensor else (row_axis,)
+        tiles = {} if self.tile is None else {1 - row_axis: self.tile}
         return lambda x: qwix.quantize(x, self.qtype, channelwise_axes=rows, tiled_axes=tiles)
 
     @staticmethod

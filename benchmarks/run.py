@@ -1,8 +1,8 @@
 """The door: which suite, how large, how often.
 
-A suite is a module with `run(size, repeats) -> dict`, the record that is written to `results/`. It is imported
-only when asked for, so that a suite for one machine does not need what another one needs. A row that misses
-its target is a finding and not a failure; a wrong result raises before anything is timed.
+A suite is a module with a SIZE and `run(size, repeats) -> dict`, the record that is written to `results/`. It is
+imported only when asked for, so that a suite for one machine does not need what another one needs. A row that
+misses its target is a finding and not a failure; a wrong result raises before anything is timed.
 """
 
 import argparse
@@ -10,23 +10,24 @@ import importlib
 
 from benchmarks import record
 
-SUITES = {"cpu": "benchmarks.cpu"}
-SIZE, REPEATS = 4096, 15
+SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
+REPEATS = 15
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     suite = importlib.import_module(SUITES[options.suite])
-    result = suite.run(options.size, options.repeats)
+    size = options.size or suite.SIZE
+    result = suite.run(size, options.repeats)
     # A quicker run never takes the place of the one that the docs quote.
-    name = options.suite if options.size == SIZE else f"{options.suite}-size{options.size}"
+    name = options.suite if size == suite.SIZE else f"{options.suite}-size{size}"
     print(f"wrote {record.write(name, result)}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Time scaledot beside its peers.")
     parser.add_argument("--suite", required=True, choices=SUITES, help="what to measure")
-    parser.add_argument("--size", type=_size, default=SIZE, help="rows and columns of the input (default %(default)s)")
+    parser.add_argument("--size", type=_size, help="rows and columns of the matrices (default: the suite's)")
     parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed calls of each (default %(default)s)")
     return parser
 

@@ -115,7 +115,8 @@ def test_operands_are_quantised_along_the_sum_and_multiplied_exactly():
 
 def test_mxfp8_gradients_are_quantised_along_their_own_sums():
     x, w, g = normal(0, (64, 96)), normal(1, (96, 32)), normal(2, (64, 32))
-    _, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8")), x, w)
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("mxfp8"), precision="highest")
+    _, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
     dx, dw = pull(g)
     check_einsum(dx, "mn,kn->mk", sd.quantize(g, "mxfp8", axis=1), sd.quantize(w, "mxfp8", axis=1))
     check_einsum(dw, "mk,mn->kn", sd.quantize(x, "mxfp8", axis=0), sd.quantize(g, "mxfp8", axis=0))
@@ -125,7 +126,8 @@ def test_nvfp4_gradients_are_plain_and_zero_where_the_operand_was_out_of_range()
     limit = 6 * 448 * 0.001
     x, w, g = normal(0, (8, 32)).at[0, 0].set(2 * limit), 0.1 * normal(1, (32, 4)), normal(2, (8, 4))
     scale = jnp.array([0.001], jnp.float32)
-    _, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("nvfp4", scale)), x, w)
+    dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("nvfp4", scale), precision="highest")
+    _, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
     dx, dw = pull(g)
     expected = np.where(np.abs(x) <= limit, np.asarray(g) @ np.asarray(w).T, 0)
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)

@@ -351,7 +351,7 @@ def test_convolution():
     numbers = ("NHWC", "HWIO", "NHWC")
     y = qwix.conv_general_dilated(qi, qk, (1, 1), "SAME", dimension_numbers=numbers)
     expected = lax.conv_general_dilated(
-        qwix.dequantize(qi), qwix.dequantize(qk), (1, 1), "SAME", dimension_numbers=numbers
+        qwix.dequantize(qi), qwix.dequantize(qk), (1, 1), "SAME", dimension_numbers=numbers, precision="highest"
     )
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
 

@@ -75,8 +75,10 @@ def test_each_pair_has_an_explanation():
 def test_gradients_flow_to_plain_operands():
     x, v = normal(0, (4, 64)), normal(2, (32, 8))
     q = sd.quantize(normal(1, (64, 32)), "nvfp4", axis=0)
-    ours = jax.grad(lambda x, v: jnp.sum(sd.einsum("mk,kn,nj->mj", x, q, v) ** 2), argnums=(0, 1))(x, v)
+    with jax.default_matmul_precision("highest"):  # a pair of plain operands follows the caller's default
+        ours = jax.grad(lambda x, v: jnp.sum(sd.einsum("mk,kn,nj->mj", x, q, v) ** 2), argnums=(0, 1))(x, v)
     w = sd.dequantize(q)
-    theirs = jax.grad(lambda x, v: jnp.sum(jnp.einsum("mk,kn,nj->mj", x, w, v) ** 2), argnums=(0, 1))(x, v)
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.grad(lambda x, v: jnp.sum(jnp.einsum("mk,kn,nj->mj", x, w, v) ** 2), argnums=(0, 1))(x, v)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))

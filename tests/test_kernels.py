@@ -134,6 +134,7 @@ def test_exact_upcasts_multiply_in_bfloat16_and_sum_in_float32():
     assert {(e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name) for e in dots} == {("bfloat16", "float32")}
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU knows itself which product it has")
 @pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
 def test_a_program_for_another_platform_carries_the_block_scaled_product(cast):
     lhs, rhs = operands("bmk,bkn->bmn", {"b": 2, "m": 8, "k": 64, "n": 8}, cast, (True, True))
@@ -161,6 +162,6 @@ def test_float32_products_are_full_ones_unless_asked_otherwise():
     highest, default = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
     assert precision() == (highest, highest)
     assert precision(precision="default") == (default, default)
-    assert precision(preferred_element_type=jnp.bfloat16) is None
+    assert precision(preferred_element_type=jnp.bfloat16) == (highest, highest)
     with jax.default_matmul_precision("default"):
         assert precision() != (highest, highest)

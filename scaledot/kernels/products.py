@@ -37,13 +37,15 @@ def steps_of(problem: Problem, group_sizes: jax.Array | None) -> Steps:
 
 
 def precision_of(problem: Problem, dtype) -> Any:
-    """The caller's precision; float32 products that end in float32 are full ones unless someone asked otherwise."""
+    """The caller's precision; float32 products are full ones, here and in gradients, unless someone asked otherwise."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    if problem.precision is not None or jax.config.jax_default_matmul_precision is not None:
+    asked = problem.precision is not None or jax.config.jax_default_matmul_precision is not None
+    if asked or problem.is_plain:
         return problem.precision
-    exact = dtype == np.float32 and problem.out_dtype == np.float32
-    return lax.Precision.HIGHEST if exact else None
+    # The transpose of a bfloat16 product multiplies float32 cotangents, under the precision given here.
+    differentiable = problem.lhs.format is None or problem.rhs.format is None
+    return lax.Precision.HIGHEST if dtype == np.float32 or differentiable else None
 
 
 def _dot_steps(problem: Problem) -> Steps:

@@ -91,6 +91,10 @@ def _sentence(problem: Problem, form: Form) -> str:
     if form.folded == (True, True) and form.carrier != forms.BFLOAT16:
         return f"values are multiplied out in {form.carrier} first, then one {form.carrier} product"
     parts = [f"{form.carrier} products, {form.accumulator} sums"]
+    if form.float8_on_cuda:
+        parts = ["float8 products on CUDA, bfloat16 elsewhere, float32 sums"]
+    elif form.is_integer and problem.op == "conv":
+        parts = ["int8 products and int32 sums, on CUDA bfloat16 and float32"]
     if any(form.folded):
         sides = " and ".join(n for n, f in zip(("lhs", "rhs"), form.folded, strict=True) if f)
         parts.append(f"block scales of {sides} folded in exactly")
@@ -125,7 +129,7 @@ _BLOCK_SCALED = Kernel(
     lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
     block_scaled.run,
 )
-_INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_form)
+_INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
 _CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
 _UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
 _DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)

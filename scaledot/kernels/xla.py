@@ -15,7 +15,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.forms import Form
+from scaledot.kernels.forms import Form, codes_form
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.products import Steps, steps_of
 from scaledot.kernels.spec import Operand, Problem
@@ -60,9 +60,23 @@ def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None
     return steps_of(problem, group_sizes).product(lhs, rhs, problem.preferred)
 
 
+def run_integers(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Integer codes; CUDA's integer convolutions take few shapes, and bfloat16 is as exact there."""
+    if problem.op != "conv":
+        return run_form(problem, form, lhs, rhs, group_sizes)
+    floats = codes_form(problem)
+    assert isinstance(floats, Form), floats
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cuda=functools.partial(run_form, problem, floats),
+        default=functools.partial(run_form, problem, form),
+    )
+
+
 def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """Bare codes; CUDA multiplies 8-bit floats as they are, elsewhere bfloat16 is exact and faster."""
-    if not _multiplies_float8(problem):
+    """Bare codes; CUDA may multiply 8-bit floats as they are."""
+    if not form.float8_on_cuda:
         return run_form(problem, form, lhs, rhs, group_sizes)
     native = dataclasses.replace(form, carrier=None)
     return lax.platform_dependent(
@@ -71,12 +85,6 @@ def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=
         cuda=functools.partial(run_form, problem, native),
         default=functools.partial(run_form, problem, form),
     )
-
-
-def _multiplies_float8(problem: Problem) -> bool:
-    """Whether both sides are 8-bit floats; tensor cores have no e5m2 x e5m2."""
-    elements = [o.dtype.name if o.format is None else o.format.element for o in problem.operands]
-    return problem.op == "dot" and set(elements) in ({"float8_e4m3fn"}, {"float8_e4m3fn", "float8_e5m2"})
 
 
 def _take_apart(operand: Operand, x: Array, form: Form, folded: bool) -> Side:
@@ -91,7 +99,7 @@ def _take_apart(operand: Operand, x: Array, form: Form, folded: bool) -> Side:
     on_result = [f for f in factors if not f.varies(tiles)]
     if form.is_integer:
         zero = operands.zero_factor(x, operand.labels, tiles)
-        return Side(x.data.astype(jnp.int8), on_result, on_tiles, zero)
+        return Side(operands.unpacked(x).data, on_result, on_tiles, zero)
     values = x.data if form.carrier is None else operands.code_values(x, form.carrier)
     return Side(values, on_result, on_tiles, None)
 

@@ -26,7 +26,8 @@ def dot_general(
     Args:
       lhs, rhs: ScaledArrays, jax or numpy arrays.
       dimension_numbers: ((lhs summed, rhs summed), (lhs batch, rhs batch)), paired in the order given.
-      precision: of a float product, as in jax.lax; integer products are exact.
+      precision: of a float product, as in jax.lax; integer products are exact. CUDA's tensor cores sum 8-bit floats
+        with fewer bits than float32 has; "highest" multiplies them as bfloat16, which is exact.
       kernel: the name of a kernel (`explain` lists them), or a function from the Problem to a name; None takes the
         first that supports the problem.
 

@@ -1,0 +1,208 @@
+"""Products on the CPU: matmul of scaled operands beside Qwix, jax.nn and plain float32; memory; time to compile.
+
+All sides of a case multiply the same two matrices, quantised by each library beforehand, as ahead-of-time compiled
+programs in one process, in turns. A ratio is the peer's median over ours, so larger is better for us. A time is taken
+only after our result was held to the float64 product of the values, and both errors stand beside it.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import scaledot as sd
+from benchmarks import peers, record
+from benchmarks.table import verdict
+from benchmarks.timing import Times, interleaved
+
+SIZE = 1024
+COMPILES = 5
+TILED = (2048, 4096, 2048)  # rows, sum, columns of the memory case
+TEMP_TARGET = 64 * 2**20
+DIMENSIONS = (((1,), (0,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product; `targets` are the least ratios to each peer, `compile_target` the most to a plain product."""
+
+    name: str
+    format: str
+    block: int | None
+    qwix: peers.QwixCast
+    targets: dict[str, float]
+    compile_target: float
+
+    def quantize(self, x: jax.Array, axis: int) -> sd.ScaledArray:
+        return sd.quantize(x, self.format, block=self.block, axis=axis)
+
+
+CASES = (
+    Case("int8 per channel", "int8", None, peers.QwixCast("int8"), {"qwix": 1}, 2),
+    Case("int8 tile 128", "int8", 128, peers.QwixCast("int8", tile=128), {"qwix": 5, "float32": 1}, 4),
+    Case("mxfp8", "mxfp8", None, peers.QwixCast("mxfp8", tile=32), {"qwix": 2, "jax.nn": 2}, 4),
+    Case("nvfp4", "nvfp4", None, peers.QwixCast("nvfp4", tile=16), {"qwix": 2, "jax.nn": 2}, 4),
+    Case("fp8_e4m3 per tensor", "fp8_e4m3", None, peers.QwixCast("float8_e4m3fn", per_tensor=True), {}, 2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled product and its operands."""
+
+    run: Any
+    operands: tuple
+    compile_s: float
+
+    def __call__(self) -> jax.Array:
+        return self.run(*self.operands)
+
+
+def run(size: int, repeats: int) -> dict:
+    jax.config.update("jax_platforms", "cpu")
+    x, w = (jax.random.normal(jax.random.key(key), (size, size), jnp.float32) for key in (0, 1))
+    notes = [*peers.notes()[:-1], *jax_nn_note()]
+    print(*notes, sep="\n")
+    plain = {"a plain product": jnp.matmul, "a product and a scale": lambda a, b: jnp.matmul(a, b) * np.float32(2)}
+    baselines = {name: compiled(f, x, w).compile_s for name, f in plain.items()}
+    rows = []
+    for case in tqdm(CASES, unit="case", leave=False):
+        rows.append(_row(case, x, w, baselines, repeats))
+        tqdm.write(_line(rows[-1]))
+    memory = _memory()
+    print(_memory_line(memory))
+    settings = {"suite": "contractions", "size": size, "repeats": repeats}
+    return {**settings, "environment": record.environment(), "notes": notes, "cases": rows, "memory": memory}
+
+
+def compiled(f: Callable, *operands) -> Program:
+    """The program, and the least of several times that tracing and compiling took."""
+    seconds = []
+    for _ in range(COMPILES):
+        jax.clear_caches()
+        start = time.perf_counter()
+        program = jax.jit(f).lower(*operands).compile()
+        seconds.append(time.perf_counter() - start)
+    return Program(program, operands, min(seconds))
+
+
+def _row(case: Case, x: jax.Array, w: jax.Array, baselines: dict[str, float], repeats: int) -> dict:
+    programs = {"ours": _ours(case, x, w), "float32": compiled(jnp.matmul, x, w)}
+    if peers.has_qwix():
+        programs["qwix"] = _qwix(case, x, w)
+    if case.format in ("mxfp8", "nvfp4") and not jax_nn_note():
+        programs["jax.nn"] = _jax_nn(case, x, w)
+    _check(case, programs["ours"])
+    errors = {name: _error(program(), x, w) for name, program in programs.items()}
+    times = interleaved(programs, repeats)
+    ours = times["ours"]
+    return {
+        "case": case.name,
+        "sides": {name: _numbers(programs[name], times[name], errors[name]) for name in programs},
+        "ratios": {name: _ratio(case, name, times[name], ours) for name in times if name != "ours"},
+        "compile": {
+            "ours_ms": 1e3 * programs["ours"].compile_s,
+            "target": case.compile_target,
+            "over": {name: programs["ours"].compile_s / seconds for name, seconds in baselines.items()},
+        },
+    }
+
+
+def _ours(case: Case, x: jax.Array, w: jax.Array) -> Program:
+    return compiled(sd.matmul, case.quantize(x, 1), case.quantize(w, 0))
+
+
+def _qwix(case: Case, x: jax.Array, w: jax.Array) -> Program:
+    import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+
+    dot = functools.partial(qwix.dot_general, dimension_numbers=DIMENSIONS)
+    return compiled(dot, case.qwix.quantizer(0)(x), case.qwix.quantizer(1)(w))
+
+
+def _jax_nn(case: Case, x: jax.Array, w: jax.Array) -> Program:
+    a, b = case.quantize(x, 1), case.quantize(w.T, 1)
+    return compiled(jax.nn.scaled_matmul, a.data[None], b.data[None], a.scale[None], b.scale[None])
+
+
+def jax_nn_note() -> list[str]:
+    """Why jax.nn is not timed, if it is not."""
+    one = jnp.ones((1, 32, 32), jnp.float8_e4m3fn), jnp.ones((1, 32, 1), jnp.float8_e8m0fnu)
+    try:
+        jax.jit(jax.nn.scaled_matmul).lower(one[0], one[0], one[1], one[1])
+    except NotImplementedError:
+        return ["jax.nn.scaled_matmul has no CPU lowering in this jax: it is not timed"]
+    return []
+
+
+def _check(case: Case, ours: Program) -> None:
+    """Raise unless our product is the float64 product of the values, up to float32 sums."""
+    a, b = (np.asarray(sd.dequantize(q, jnp.float32), np.float64) for q in ours.operands)
+    error = np.abs(np.asarray(ours(), np.float64) - a @ b)
+    worst = float(np.max(error / (np.abs(a) @ np.abs(b)))) * 2**24
+    if not worst <= a.shape[1]:
+        raise AssertionError(f"{case.name}: an error is {worst:.0f} units of 2^-24 of the sum of magnitudes")
+
+
+def _error(y: jax.Array, x: jax.Array, w: jax.Array) -> float:
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    return float(np.linalg.norm(np.asarray(y, np.float64).reshape(exact.shape) - exact) / np.linalg.norm(exact))
+
+
+def _numbers(program: Program, times: Times, error: float) -> dict:
+    return {
+        "median_ms": 1e3 * times.median,
+        "min_ms": 1e3 * times.min,
+        "relative_error": error,
+        "temp_bytes": program.run.memory_analysis().temp_size_in_bytes,
+        "compile_ms": 1e3 * program.compile_s,
+    }
+
+
+def _ratio(case: Case, name: str, peer: Times, ours: Times) -> dict:
+    target = case.targets.get(name)
+    ratio = peer.median / ours.median
+    met = None if target is None else ratio >= target
+    return {"ratio": ratio, "ratio_of_min": peer.min / ours.min, "target": target, "met": met}
+
+
+def _memory() -> dict:
+    """Working memory of an int8 product with tiles of 128, from the compiled programs alone."""
+    rows, summed, columns = TILED
+    shapes = jax.ShapeDtypeStruct((rows, summed), jnp.float32), jax.ShapeDtypeStruct((summed, columns), jnp.float32)
+    case = next(case for case in CASES if case.name == "int8 tile 128")
+    sides = {"ours": (sd.matmul, *(functools.partial(case.quantize, axis=axis) for axis in (1, 0)))}
+    if peers.has_qwix():
+        import qwix  # pyright: ignore[reportMissingImports]
+
+        dot = functools.partial(qwix.dot_general, dimension_numbers=DIMENSIONS)
+        sides["qwix"] = (dot, *(case.qwix.quantizer(row) for row in (0, 1)))
+    found = {}
+    for name, (dot, *casts) in sides.items():
+        operands = [jax.eval_shape(cast, shape) for cast, shape in zip(casts, shapes, strict=True)]
+        found[name] = jax.jit(dot).lower(*operands).compile().memory_analysis().temp_size_in_bytes
+    target = {"target_bytes": TEMP_TARGET, "met": found["ours"] <= TEMP_TARGET}
+    return {"case": f"int8 tile 128, {rows} x {summed} x {columns}", "temp_bytes": found, **target}
+
+
+def _line(row: dict) -> str:
+    sides = ", ".join(
+        f"{name} {side['median_ms']:.2f} ms (error {side['relative_error']:.1e})" for name, side in row["sides"].items()
+    )
+    ratios = ", ".join(
+        f"{name} {r['ratio']:.2f}" + ("" if r["target"] is None else f" (>= {r['target']:g}: {verdict(r['met'])})")
+        for name, r in row["ratios"].items()
+    )
+    over = ", ".join(f"{ratio:.1f} x {name}" for name, ratio in row["compile"]["over"].items())
+    compiling = f"compiles in {row['compile']['ours_ms']:.0f} ms, {over} (target {row['compile']['target']:g})"
+    return f"{row['case']}\n  {sides}\n  their time over ours: {ratios}\n  {compiling}"
+
+
+def _memory_line(memory: dict) -> str:
+    found = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory["temp_bytes"].items())
+    return f"{memory['case']}: working memory {found} (<= {TEMP_TARGET // 2**20} MiB: {verdict(memory['met'])})"
