@@ -1,10 +1,13 @@
-"""Interleaved timing: ours, peer, ours, peer, so that whatever else the machine does slows both alike.
+"""Interleaved timing: each round calls every program once, so that whatever else the machine does slows all alike.
+
+The order changes from round to round, because a program that always follows one which frees much memory pays for it.
 
 The ratio of two medians taken this way is steadier than either median; the minimum is what the code can do
 when nothing else runs.
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,7 +35,8 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[st
     """Times of each call, taken in turns after one warm-up each."""
     for call in calls.values():
         jax.block_until_ready(call())
-    rounds = [{name: _seconds(call) for name, call in calls.items()} for _ in range(repeats)]
+    order = random.Random(0)
+    rounds = [{name: _seconds(calls[name]) for name in order.sample(list(calls), len(calls))} for _ in range(repeats)]
     return {name: Times(tuple(turn[name] for turn in rounds)) for name in calls}
 
 

@@ -62,3 +62,14 @@ def check_einsum(y, text: str, *operands):
     magnitude = np.einsum(text, *map(np.abs, values))
     assert y.shape == expected.shape
     assert_one_rounding(y, expected, magnitude, int(np.prod([sizes[c] for c in summed], dtype=np.int64)))
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr, those of inner ones and of all branches included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from reference import assert_one_rounding, exact
+from reference import assert_one_rounding, equations, exact
 from test_dot import CASTS, SIDES, normal
 
 import scaledot as sd
@@ -84,7 +84,7 @@ def test_zero_points_of_an_image_are_no_second_convolution():
     assert "zero points corrected by sums of codes" in sd.explain(_kernel_first(run), image, kernel)
     sizes = [  # CUDA's branch subtracts zero points from bfloat16 codes instead
         eqn.invars[0].aval.shape
-        for eqn in _equations(jax.make_jaxpr(run)(image, kernel).jaxpr)
+        for eqn in equations(jax.make_jaxpr(run)(image, kernel).jaxpr)
         if eqn.primitive.name == "conv_general_dilated" and eqn.outvars[0].aval.dtype == jnp.int32
     ]
     assert sorted(sizes) == [(1, 8, 8, 1), (2, 8, 8, 32)]
@@ -95,15 +95,6 @@ def _kernel_first(run):
         return sd.conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=NHWC, kernel=kernel)
 
     return conv
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import equations
 from test_dot import CASES, CASTS, SIDES, normal, numbers_of, operands
 
 import scaledot as sd
@@ -124,13 +125,13 @@ def test_a_large_tiled_product_needs_little_memory():
 
 def test_integer_products_stay_integers_and_zero_points_cost_no_second_product():
     lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "int8 zeros", (True, True))
-    dots = [e for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
+    dots = [e for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
     assert [(e.invars[0].aval.dtype, e.outvars[0].aval.dtype) for e in dots] == [(jnp.int8, jnp.int32)]
 
 
 def test_exact_upcasts_multiply_in_bfloat16_and_sum_in_float32():
     lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "nvfp4", (True, True))
-    dots = [e for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
+    dots = [e for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
     assert {(e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name) for e in dots} == {("bfloat16", "float32")}
 
 
@@ -138,18 +139,8 @@ def test_exact_upcasts_multiply_in_bfloat16_and_sum_in_float32():
 @pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
 def test_a_program_for_another_platform_carries_the_block_scaled_product(cast):
     lhs, rhs = operands("bmk,bkn->bmn", {"b": 2, "m": 8, "k": 64, "n": 8}, cast, (True, True))
-    names = {e.primitive.name for e in _equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr)}
+    names = {e.primitive.name for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr)}
     assert "scaled_matmul_wrapper" in names
-
-
-def _equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
 
 
 def test_float32_products_are_full_ones_unless_asked_otherwise():
@@ -157,7 +148,7 @@ def test_float32_products_are_full_ones_unless_asked_otherwise():
 
     def precision(**options):
         jaxpr = jax.make_jaxpr(lambda x: sd.matmul(x, w, **options))(x).jaxpr
-        return next(e.params["precision"] for e in _equations(jaxpr) if e.primitive.name == "dot_general")
+        return next(e.params["precision"] for e in equations(jaxpr) if e.primitive.name == "dot_general")
 
     highest, default = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
     assert precision() == (highest, highest)

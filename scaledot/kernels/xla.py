@@ -16,6 +16,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.forms import Form, codes_form
+from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.products import Steps, steps_of
 from scaledot.kernels.spec import Operand, Problem
@@ -150,6 +151,7 @@ def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side,
         ]
         return _one_sum(form, steps, tuple(inner), problem)
 
-    # The first tile starts the sum, which gives it the type (sharding, varying axes) that the others have.
-    first, rest = (jax.tree.map(lambda x, at=at: x[at], cuts) for at in (0, slice(1, None)))
-    return lax.scan(lambda total, parts: (total + term(parts), None), term(first), rest)[0]
+    # The sum starts from zeros of the type (sharding, varying axes) that the terms have.
+    kind = jax.eval_shape(lambda parts: term(jax.tree.map(lambda x: x[0], parts)), cuts)
+    zeros = vary_as(lax.full(kind.shape, 0, kind.dtype, sharding=kind.sharding), *jax.tree.leaves(cuts))
+    return lax.scan(lambda total, parts: (total + term(parts), None), zeros, cuts)[0]
