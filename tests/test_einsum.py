@@ -66,6 +66,14 @@ def test_a_hidden_broadcast_is_an_error():
         sd.einsum("mk,kn->mn", jnp.ones((2, 8)), q)
 
 
+def test_plain_and_whole_numbers_beside_scaled_ones():
+    q = sd.quantize(normal(0, (8, 3)), "int8", axis=0)
+    a, b = (jax.random.randint(jax.random.key(key), shape, -5, 6) for key, shape in ((1, (2, 4)), (2, (4, 8))))
+    check_einsum(sd.einsum("ij,jk,kl->il", a, b, q), "ij,jk,kl->il", a, b, q)
+    np.testing.assert_array_equal(sd.einsum("ij,jk", a, b), np.einsum("ij,jk", a, b))
+    assert sd.matmul(jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 2))).dtype == jnp.float32
+
+
 def test_each_pair_has_an_explanation():
     q = sd.quantize(jnp.ones((64, 32)), "int8", axis=0)
     text = sd.explain(sd.einsum, "mk,kn,nj->mj", jnp.ones((4, 64), jnp.bfloat16), q, jnp.ones((32, 8)))

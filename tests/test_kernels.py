@@ -23,10 +23,9 @@ def rows():
 
 
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("case", ["matrix", "two axes, unsorted", "odd sizes"])
 @pytest.mark.parametrize("cast", CASTS)
-def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, case, sides):
-    text, sizes = CASES[case]
+def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, sides):
+    text, sizes = CASES["matrix"]
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])
     contraction = from_dimension_numbers(numbers_of(text)[0], lhs.ndim, rhs.ndim)
     problem = make_problem("dot", contraction, lhs, rhs)

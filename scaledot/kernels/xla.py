@@ -19,7 +19,7 @@ from scaledot.kernels.forms import Form, codes_form
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.products import Steps, steps_of
-from scaledot.kernels.spec import Operand, Problem
+from scaledot.kernels.spec import Operand, Problem, promoted
 
 Array = jax.Array | ScaledArray
 
@@ -58,6 +58,10 @@ def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_
 
 
 def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None) -> jax.Array:
+    """jax.lax's own product, of operands promoted to one dtype."""
+    if lhs.dtype != rhs.dtype:
+        common = promoted(lhs.dtype, rhs.dtype)
+        lhs, rhs = lhs.astype(common), rhs.astype(common)
     return steps_of(problem, group_sizes).product(lhs, rhs, problem.preferred)
 
 

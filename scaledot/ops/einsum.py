@@ -45,6 +45,15 @@ def einsum(
     (2, 3, 4, 8)
     """
     arrays = [as_operand(x, f"operand {at}") for at, x in enumerate(operands)]
+    if kernel is None and not any(isinstance(x, ScaledArray) for x in arrays):
+        return jnp.einsum(
+            subscripts,
+            *arrays,
+            optimize=optimize,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
     inputs, out, dots = parse_einsum(subscripts, [x.ndim for x in arrays])
     terms = [Term(labels, x) for labels, x in zip(inputs, arrays, strict=True)]
     dtype = element_type(preferred_element_type) or functools.reduce(promoted, (x.dtype for x in arrays))
@@ -57,8 +66,7 @@ def einsum(
         contraction = Contraction(lhs.labels, rhs.labels, kept if terms else out)
         result = contract(
             contraction,
-            lhs.array,
-            rhs.array,
+            *_floats(lhs.array, rhs.array, _between(dtype)),
             precision=precision,
             preferred_element_type=_between(dtype) if terms else dtype,
             out_sharding=None if terms else out_sharding,
@@ -70,6 +78,14 @@ def einsum(
 
 def _between(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def _floats(lhs: Array, rhs: Array, dtype: np.dtype) -> tuple[Array, Array]:
+    """Integers of a pair in which nothing is scaled, as floats, because what becomes of them is one."""
+    if isinstance(lhs, ScaledArray) or isinstance(rhs, ScaledArray):
+        return lhs, rhs
+    lhs, rhs = (x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype) for x in (lhs, rhs))
+    return lhs, rhs
 
 
 def _values(x: Array) -> jax.Array:

@@ -51,6 +51,8 @@ def make_problem(op: str, contraction: Contraction, lhs: Array, rhs: Array, **wa
     _check_blocks(contraction, left, right)
     _check_rotations(contraction, left, right)
     wanted["preferred"] = element_type(wanted.get("preferred"))
+    if isinstance(wanted.get("precision"), list):
+        wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
     problem = Problem(op, contraction, left, right, **wanted)
     if not problem.is_plain and not jnp.issubdtype(problem.out_dtype, jnp.floating):
         raise TypeError(f"`preferred_element_type` must be a float dtype for {left} x {right}, not {problem.out_dtype}")
