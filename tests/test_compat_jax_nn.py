@@ -251,6 +251,28 @@ def test_wrong_shapes_of_scaled_matmul_are_told(shapes, message):
         jax_nn.scaled_matmul(*(jnp.ones(shape) for shape in shapes))
 
 
+@pytest.mark.parametrize(
+    ("lhs", "given", "error", "message"),
+    [
+        (jnp.ones((4, 32)), ["mxfp8"] * 3, TypeError, "from get_scaled_dot_general_config"),
+        (jnp.ones((4, 32)), configs("mxfp8")[0], TypeError, "must be \\[lhs, rhs, gradient\\]"),
+        (jnp.ones((4, 32)), configs("nvfp4", jnp.ones(3)), ValueError, "must be one number"),
+        (jnp.ones((4, 32), jnp.int32), configs("mxfp8"), TypeError, "`lhs` must be a float array"),
+        (sd.quantize(jnp.ones((4, 32)), "mxfp8"), configs("mxfp8"), TypeError, "`lhs` is already quantised"),
+    ],
+)
+def test_wrong_arguments_are_told_what_is_wrong(lhs, given, error, message):
+    with pytest.raises(error, match=message):
+        jax_nn.scaled_dot_general(lhs, jnp.ones((32, 2)), MATRIX, configs=given)
+
+
+def test_configs_of_jax_itself_are_taken():
+    x, w = normal(0, (4, 32)), normal(1, (32, 8))
+    theirs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+    ours = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"))
+    np.testing.assert_array_equal(jax_nn.scaled_dot_general(x, w, MATRIX, configs=theirs), ours)
+
+
 def test_the_names_are_also_at_the_top():
     assert sd.scaled_matmul is jax_nn.scaled_matmul
     assert sd.scaled_dot_general is jax_nn.scaled_dot_general

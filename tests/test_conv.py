@@ -122,3 +122,17 @@ def test_batch_groups_and_other_layouts():
     y = sd.conv_general_dilated(*q, (1,), "SAME", batch_group_count=2)
     expected = lax.conv_general_dilated(sd.dequantize(q[0]), sd.dequantize(q[1]), (1,), "SAME", batch_group_count=2)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_long_integer_sums_never_wrap():
+    q = sd.quantize(jnp.ones((1, 1, 140000)), "int8", block=(0, 0, 0))
+    np.testing.assert_allclose(sd.conv_general_dilated(q, q, (1,), "VALID"), [[[140000.0]]], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("window", "message"), [((1, "SAME"), "`window_strides` must hold"), (((1,), 1), "`padding` must")]
+)
+def test_wrong_windows_are_told_what_is_wrong(window, message):
+    q = sd.quantize(jnp.ones((1, 1, 8)), "int8")
+    with pytest.raises(TypeError, match=message):
+        sd.conv_general_dilated(q, q, *window)

@@ -196,6 +196,41 @@ def test_integer_sums_are_exact_where_float32_sums_are_not():
     assert float(y[0, 0]) == np.float32(127**2 * 4095 + 126**2)
 
 
+@pytest.mark.parametrize("zeros", [(True, True), (True, False), (False, False)])
+def test_long_integer_sums_never_wrap(zeros):
+    a = np.ones((1, 140000), np.float32)
+    a[0, 0] = 0
+    lhs, rhs = (sd.quantize(a, "int8", calibration="minmax" if z else "absmax") for z in zeros)
+    np.testing.assert_allclose(sd.matmul(lhs, rhs.T), [[139999.0]], rtol=1e-3)
+
+
+@pytest.mark.parametrize("cast", ["fp8_e4m3", "fp8 1x128", "int8", "int8 tiles", "int8 tiles zeros", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize(("left", "right"), [(1e37, 1e-20), (1e-30, 1e28), (1e-14, 1e-15), (1e18, 1e17)])
+def test_large_and_small_scales_meet_without_overflow(cast, left, right):
+    format, options = CASTS[cast]
+    lhs = sd.quantize(left * normal(0, (4, 256)) / 64, format, **options)
+    rhs = sd.quantize(right * normal(1, (256, 4)) / 64, format, axis=0, **options)
+    check_einsum(sd.matmul(lhs, rhs), "mk,kn->mn", lhs, rhs)
+
+
+@pytest.mark.parametrize("cast", ["mxfp8", "nvfp4", "int8", "int8 tiles", "nf4"])
+def test_an_empty_sum_is_zero(cast):
+    format, options = CASTS[cast]
+    q = sd.quantize(jnp.ones((0, 4)), format, axis=0, pad=True, **options)
+    for lhs in (jnp.ones((3, 0)), q.T[:3]):
+        np.testing.assert_array_equal(sd.matmul(lhs, q), np.zeros((3, 4)))
+
+
+def test_float64_results_have_float64_sums():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)))
+        w = sd.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(64, 8)), jnp.float32), "int8", axis=0)
+        expected = np.asarray(x) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
+        np.testing.assert_allclose(sd.matmul(x, w), expected, rtol=1e-6, atol=1e-6)
+        y = sd.matmul(x.astype(jnp.float32), w, preferred_element_type=jnp.float64)
+        assert y.dtype == jnp.float64
+
+
 # ------------------------------------------------------------------------------------------------ transformations
 
 LEAN = ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", "nf4"]
@@ -211,8 +246,10 @@ def test_vmap_and_scan_are_loops(cast):
     np.testing.assert_allclose(scanned, loop, rtol=1e-6, atol=1e-5)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), w, w, w)
     np.testing.assert_allclose(jax.vmap(sd.matmul)(x, stacked), loop, rtol=1e-6, atol=1e-5)
-    both = jax.vmap(lambda row, w: sd.matmul(sd.requantize(w, "mxfp8", axis=0).T, w), in_axes=(0, None))(x, w)
-    np.testing.assert_allclose(both[0], sd.matmul(sd.requantize(w, "mxfp8", axis=0).T, w), rtol=1e-6, atol=1e-5)
+    format, options = CASTS[cast]
+    rows = jax.vmap(lambda row: sd.quantize(row, format, pad=True, **options))(x)
+    both = jnp.stack([sd.matmul(jax.tree.map(lambda leaf, at=at: leaf[at], rows), w) for at in range(3)])
+    np.testing.assert_allclose(jax.vmap(sd.matmul, in_axes=(0, None))(rows, w), both, rtol=1e-6, atol=1e-5)
 
 
 # A rotated operand needs a rotated partner, and then both are scaled.

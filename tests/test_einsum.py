@@ -60,6 +60,44 @@ def test_diagonals_and_lonely_labels_are_dequantised(text):
     check_einsum(sd.einsum(text, q, *rest), text, q, *rest)
 
 
+def test_axes_of_one_broadcast_as_in_numpy():
+    q = sd.quantize(normal(0, (4, 5)), "int8", axis=0)
+    np.testing.assert_allclose(
+        sd.einsum("ij,jk->ik", jnp.ones((3, 1)), q),
+        np.einsum("ij,jk->ik", np.ones((3, 1)), sd.dequantize(q)),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("text", ["ij->", "ij,jk->k", "ii->i"])
+def test_the_gradient_of_a_scaled_operand_is_refused_here_too(text):
+    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
+    rest = [jnp.ones((32, 3))] if "," in text else []
+    with pytest.raises(TypeError, match="a ScaledArray is a constant"):
+        jax.grad(lambda q: jnp.sum(sd.einsum(text, q, *rest)))(q)
+
+
+def test_one_operand_makes_no_product():
+    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
+    assert sd.explain(sd.einsum, "ij->j", q) == "nothing is multiplied"
+    with pytest.raises(ValueError, match="one operand makes no product"):
+        sd.einsum("ij->j", q, kernel="xla_codes")
+    with pytest.raises(TypeError, match="must be a float dtype"):
+        sd.einsum("ij->j", q, preferred_element_type=jnp.int32)
+
+
+def test_a_path_of_numpy_is_taken():
+    q = sd.quantize(normal(0, (4, 5)), "int8", axis=0)
+    path = ["einsum_path", (1, 2), (0, 1)]
+    check_einsum(
+        sd.einsum("ij,jk,kl->il", jnp.ones((3, 4)), q, jnp.ones((5, 2)), optimize=path),
+        "ij,jk,kl->il",
+        jnp.ones((3, 4)),
+        q,
+        jnp.ones((5, 2)),
+    )
+
+
 def test_a_hidden_broadcast_is_an_error():
     q = sd.quantize(jnp.ones((64, 4)), "int8", axis=0)
     with pytest.raises(ValueError, match=r"'k' of 'mk,kn->mn' is 8 and 64.*float32\[2,8\].*int8\[64,4\]"):

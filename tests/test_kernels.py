@@ -93,6 +93,11 @@ def test_explain_needs_no_data():
     assert "32 tiles of 128 along 'k'" in sd.explain(sd.matmul, x, w)
 
 
+def test_explain_is_for_products():
+    with pytest.raises(TypeError, match=r"such as scaledot.matmul"):
+        sd.explain(sd.quantize, jnp.ones((2, 2)), "int8")
+
+
 # -------------------------------------------------------------------------------------------- what is compiled
 
 

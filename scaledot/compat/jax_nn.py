@@ -146,9 +146,12 @@ def scaled_dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    if len(configs) != 3:
-        raise ValueError(f"`configs` must be [lhs, rhs, gradient], not {len(configs)} of them")
-    lhs, rhs = (jnp.asarray(as_operand(x, name)) for x, name in ((lhs, "lhs"), (rhs, "rhs")))
+    if not isinstance(configs, (list, tuple)) or [hasattr(c, "mode") for c in configs] != [True] * 3:
+        raise TypeError(
+            "`configs` must be [lhs, rhs, gradient], each from get_scaled_dot_general_config "
+            f"(or None for a plain product), not {configs!r}"
+        )
+    lhs, rhs = _float_operand(lhs, "lhs"), _float_operand(rhs, "rhs")
     preferred = promoted(lhs.dtype, rhs.dtype) if preferred_element_type is None else np.dtype(preferred_element_type)
     rule = _Rule(
         from_dimension_numbers(dimension_numbers, lhs.ndim, rhs.ndim),
@@ -158,6 +161,15 @@ def scaled_dot_general(
         out_sharding,
     )
     return _scaled_dot(rule, lhs, rhs, tuple(_global_scale(config) for config in configs[:2]))
+
+
+def _float_operand(x, name: str) -> jax.Array:
+    x = as_operand(x, name)
+    if isinstance(x, ScaledArray):
+        raise TypeError(f"`{name}` is already quantised ({x}); use scaledot.dot_general")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(f"`{name}` must be a float array of at least 16 bits, not {x.dtype}")
+    return x
 
 
 class _Rule(NamedTuple):
@@ -179,7 +191,11 @@ def _row(config: BlockScaleConfig) -> Format:
 
 
 def _global_scale(config: BlockScaleConfig) -> jax.Array | None:
-    return None if config.global_scale is None else jnp.asarray(config.global_scale, jnp.float32).reshape(())
+    if config.global_scale is None:
+        return None
+    if jnp.size(config.global_scale) != 1:
+        raise ValueError(f"`global_scale` must be one number, not of shape {jnp.shape(config.global_scale)}")
+    return jnp.asarray(config.global_scale, jnp.float32).reshape(())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

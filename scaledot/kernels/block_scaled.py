@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.manual import vary_as
-from scaledot.kernels.operands import Factor, lay
+from scaledot.kernels.operands import lay
 from scaledot.kernels.spec import Operand, Problem
 from scaledot.numerics import blocks
 
@@ -27,7 +27,7 @@ _KINDS = {  # (element, scale): elements that share one
 def layout_reason(problem: Problem) -> str | None:
     """Why the hardware call cannot take these operands, whatever the device."""
     kinds = set()
-    for name, operand in zip(("lhs", "rhs"), problem.operands, strict=True):
+    for name, operand in problem.named:
         if operand.format is None:
             return f"{name} is {operand}; both sides must be scaled"
         expected = _KINDS.get((operand.format.element, operand.format.scale))
@@ -74,20 +74,34 @@ def device_reason() -> str | None:
 
 def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) -> jax.Array:
     contraction = problem.contraction
-    order = {"lhs": contraction.lhs_free, "rhs": contraction.rhs_free}
-    (a, a_scale), (b, b_scale) = (
-        _as_matrices(q, o.labels, contraction.batch, order[name], contraction.contracted)
-        for name, q, o in zip(order, (lhs, rhs), problem.operands, strict=True)
-    )
-    total = jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)
+    batch, along = contraction.batch, contraction.contracted
+    a, a_scale = _as_matrices(lhs, contraction.lhs, batch, contraction.lhs_free, along)
+    b, b_scale = _as_matrices(rhs, contraction.rhs, batch, contraction.rhs_free, along)
+    total = _scaled_matmul(a, b, a_scale, b_scale)
     total = vary_as(total, a, b, a_scale, b_scale)
-    sizes = {**dict(zip(contraction.lhs, lhs.shape, strict=True)), **dict(zip(contraction.rhs, rhs.shape, strict=True))}
+    sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
     total = total.reshape([sizes[c] for c in contraction.natural])
     total = total.transpose([contraction.natural.index(c) for c in contraction.out])
-    for q, operand in zip((lhs, rhs), problem.operands, strict=True):
-        for factor in operands.level_factors(q, operand.labels):
-            total = total * lay(factor, contraction.out)
+    levels = (operands.level_factors(q, of) for q, of in ((lhs, contraction.lhs), (rhs, contraction.rhs)))
+    for factor in operands.in_turns(*levels):
+        total = total * lay(factor, contraction.out)
     return total.astype(problem.out_dtype)
+
+
+@jax.custom_batching.custom_vmap
+def _scaled_matmul(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    return jax.nn.scaled_matmul(a, b, a_scale, b_scale, preferred_element_type=jnp.float32)
+
+
+@_scaled_matmul.def_vmap
+def _batched_scaled_matmul(axis_size: int, in_batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+    """A mapped axis joins the batch axis; jax's own rule wants all operands mapped before 0.11."""
+    mapped = (
+        x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        for x, batched in zip(operands, in_batched, strict=True)
+    )
+    total = _scaled_matmul(*(x.reshape(axis_size * x.shape[1], *x.shape[2:]) for x in mapped))
+    return total.reshape(axis_size, total.shape[0] // axis_size, *total.shape[1:]), True
 
 
 def _as_matrices(q: ScaledArray, labels: str, batch: str, free: str, along: str) -> tuple[jax.Array, jax.Array]:
@@ -96,11 +110,11 @@ def _as_matrices(q: ScaledArray, labels: str, batch: str, free: str, along: str)
     per_row = tuple(1 if c == along else b for c, b in zip(labels, block, strict=True))
     shape = tuple(q.scale.shape[a] if c == along else q.shape[a] for a, c in enumerate(labels))
     scale = jnp.broadcast_to(blocks.spread(q.scale, shape, per_row), shape)
-    return tuple(_flattened(Factor(x, labels), batch, free, along) for x in (q.data, scale))  # type: ignore[return-value]
+    return _flattened(q.data, labels, batch, free, along), _flattened(scale, labels, batch, free, along)
 
 
-def _flattened(x: Factor, batch: str, free: str, along: str) -> jax.Array:
-    moved = x.values.transpose([x.labels.index(c) for c in batch + free + along])
+def _flattened(x: jax.Array, labels: str, batch: str, free: str, along: str) -> jax.Array:
+    moved = x.transpose([labels.index(c) for c in batch + free + along])
     sizes = iter(moved.shape)
     shape = [math.prod(next(sizes) for _ in part) for part in (batch, free, along)]
     return moved.reshape(shape)

@@ -18,8 +18,6 @@ from scaledot.kernels.spec import Operand, Problem
 
 # Below this many products per tile the partial sums cost more than one float32 product of everything.
 MIN_TILE = 128
-# Sums of this many products of int8 codes stay inside int32.
-MAX_INT32_PRODUCTS = (2**31 - 1) // 2**14
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -50,7 +48,7 @@ class Form:
 def carrier_of(problem: Problem) -> np.dtype:
     """The narrowest dtype in which plain operands and bare codes are exact."""
     plain = [o.dtype for o in problem.operands if o.format is None]
-    if FLOAT64 in plain:
+    if FLOAT64 in (*plain, problem.out_dtype):
         return FLOAT64
     if any(o.format is not None and o.format.codebook is not None for o in problem.operands):
         return FLOAT32
@@ -103,17 +101,27 @@ def _is_fast(precision) -> bool:
 
 def integer_form(problem: Problem) -> Form | str:
     """int8 products summed in int32, which is exact; zero points are corrected by sums of the other side's codes."""
-    for name, operand in zip(("lhs", "rhs"), problem.operands, strict=True):
+    for name, operand in problem.named:
         if operand.format is None or not operand.format.is_integer:
             return f"{name} is {operand}, not integer codes"
     tiles = tiles_of(problem, (False, False))
     reason = _stays_behind(problem, (False, False)) or _tiling_reason(problem, tiles, INT8)
     if reason:
         return reason
-    products = math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracted)
-    if products > MAX_INT32_PRODUCTS:
-        return f"sums of {products} products may pass 2^31"
-    return _zero_reason(problem, tiles) or Form(INT8, INT32, tiles=tiles)
+    if problem.out_dtype == FLOAT64:
+        return "float64 results need float64 scales"
+    return _overflow_reason(problem, tiles) or _zero_reason(problem, tiles) or Form(INT8, INT32, tiles=tiles)
+
+
+def _overflow_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> str | None:
+    """Sums wrap around, so only what they come to after zero points must fit."""
+    products = tile_products(problem, tiles)
+    if problem.op == "conv":
+        products = math.prod(problem.rhs.shape) // problem.rhs.size("o")
+    largest = math.prod(
+        2**o.format.bits - 1 if o.zero else 2 ** (o.format.bits - 1) for o in problem.operands if o.format
+    )
+    return f"{products} products of up to {largest} may pass 2^31" if products * largest >= 2**31 else None
 
 
 def upcast_form(problem: Problem) -> Form | str:
@@ -142,7 +150,8 @@ def tiles_of(problem: Problem, folded: tuple[bool, ...]) -> tuple[tuple[str, int
 
 
 def tile_products(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> int:
-    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.summed)
+    """How many products one tile sums."""
+    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracted)
 
 
 def _needs_fold(problem: Problem, operand: Operand) -> bool:
@@ -153,7 +162,9 @@ def _needs_fold(problem: Problem, operand: Operand) -> bool:
 
 def _stays_behind(problem: Problem, folded: tuple[bool, ...]) -> str | None:
     """Why a scale that is not folded cannot reach the result, even by tiles."""
-    for name, operand, fold in zip(("lhs", "rhs"), problem.operands, folded, strict=True):
+    if 0 in problem.lhs.shape + problem.rhs.shape:
+        return "an operand is empty"
+    for (name, operand), fold in zip(problem.named, folded, strict=True):
         reachable = problem.reaches_out + problem.summed
         lost = [c for c in operand.varies if c not in reachable and not fold]
         if lost:

@@ -1,6 +1,7 @@
 """Operands on their way into a product, and scales on their way onto its result."""
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import flush
+from scaledot.numerics.bits import balanced_factors, flush
 from scaledot.numerics.cast import Parts, dequantize_values
 from scaledot.numerics.encode import decode
 from scaledot.numerics.scale import beside, multipliers
@@ -66,13 +67,17 @@ def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
 
 
 def block_factors(q: ScaledArray, labels: str, tiles: Tiles) -> list[Factor]:
-    """The block scale, spread over its blocks; along tiled labels it has one entry per tile."""
-    return [Factor(_spread(f, q, labels, tiles), labels) for f in multipliers(q.scale, None, q.format)]
+    """The block scale in halves, spread over its blocks; along tiled labels it has one entry per tile."""
+    factors = multipliers(q.scale, None, q.format)
+    halves = factors if len(factors) == 2 else balanced_factors(*factors)
+    return [Factor(_spread(f, q, labels, tiles), labels) for f in halves]
 
 
 def level_factors(q: ScaledArray, labels: str) -> list[Factor]:
-    """The tensor scale."""
-    return [] if q.tensor_scale is None else [Factor(beside(q.tensor_scale, q.ndim), labels)]
+    """The tensor scale in halves."""
+    if q.tensor_scale is None:
+        return []
+    return [Factor(half, labels) for half in balanced_factors(beside(q.tensor_scale, q.ndim))]
 
 
 def zero_factor(q: ScaledArray, labels: str, tiles: Tiles) -> Factor | None:
@@ -88,6 +93,12 @@ def _spread(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.A
         shape.append(-(-size // tile))
         block.append(b // tile)
     return blocks.spread(grid, tuple(shape), tuple(block))
+
+
+def in_turns(lhs: list[Factor], rhs: list[Factor]) -> list[Factor]:
+    """Factors of both sides alternately, so that halves of large scales meet halves of small ones."""
+    pairs = itertools.zip_longest(lhs, rhs)
+    return [factor for pair in pairs for factor in pair if factor is not None]
 
 
 def lay(factor: Factor, out: str) -> jax.Array:

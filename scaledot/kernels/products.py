@@ -4,7 +4,6 @@
 and sums of codes for the correction of zero points.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,14 +62,16 @@ def _dot_steps(problem: Problem) -> Steps:
         )
         return y if order == tuple(range(y.ndim)) else y.transpose(order)
 
-    return Steps(product, lambda f: lay(f, contraction.out), functools.partial(_sum_codes, problem))
+    def code_sums(side: int, codes: jax.Array) -> jax.Array:
+        return lay(_sum_codes(problem, side, codes), contraction.out)
+
+    return Steps(product, lambda f: lay(f, contraction.out), code_sums)
 
 
-def _sum_codes(problem: Problem, side: int, codes: jax.Array) -> jax.Array:
+def _sum_codes(problem: Problem, side: int, codes: jax.Array) -> Factor:
     labels = problem.operands[side].labels
     summed = tuple(a for a, c in enumerate(labels) if c in problem.contraction.contracted)
-    sums = jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True)
-    return lay(Factor(sums, labels), problem.contraction.out)
+    return Factor(jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True), labels)
 
 
 def reordered(sharding: Any, labels: str, order: str) -> Any:
@@ -106,9 +107,7 @@ def _ragged_steps(problem: Problem, group_sizes) -> Steps:
         return lay(_per_row(problem, factor, group_sizes), contraction.out)
 
     def code_sums(side: int, codes: jax.Array) -> jax.Array:
-        labels = problem.operands[side].labels
-        summed = tuple(a for a, c in enumerate(labels) if c in contraction.contracted)
-        return lay_by_group(Factor(jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True), labels))
+        return lay_by_group(_sum_codes(problem, side, codes))
 
     def clear(x: jax.Array) -> jax.Array:
         if not problem.gathers:

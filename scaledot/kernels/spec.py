@@ -182,6 +182,10 @@ class Problem:
         return self.lhs, self.rhs
 
     @property
+    def named(self) -> tuple[tuple[str, Operand], ...]:
+        return ("lhs", self.lhs), ("rhs", self.rhs)
+
+    @property
     def is_plain(self) -> bool:
         return self.lhs.format is None and self.rhs.format is None
 
@@ -213,6 +217,8 @@ def promoted(a: np.dtype, b: np.dtype) -> np.dtype:
 
 
 def _promotable(dtype: np.dtype) -> np.dtype:
-    """8-bit and narrower floats have no place in the lattice; they count as bfloat16."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits <= 8
-    return np.dtype(jnp.bfloat16) if narrow else np.dtype(dtype)
+    """What narrow numbers count as: floats of at most 8 bits and integers of fewer have no place in the lattice."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.dtype(jnp.bfloat16 if jnp.finfo(dtype).bits <= 8 else dtype)
+    narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
+    return np.dtype(np.int8 if narrow else dtype)

@@ -37,6 +37,8 @@ def choose(problem: Problem, kernel: str | None = None) -> Kernel:
     rows = kernels_for(problem)
     if kernel is None:
         return next(row for row in rows if row.supports(problem) is None)
+    if not isinstance(kernel, str):
+        raise TypeError(f"`kernel` must be a name, a function that gives one, or None, not {kernel!r}")
     named = {row.name: row for row in rows}
     if kernel not in named:
         near = difflib.get_close_matches(str(kernel), named, n=1) or list(named)

@@ -40,9 +40,14 @@ def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=N
         _take_apart(o, x, form, folded) for o, x, folded in zip(problem.operands, (lhs, rhs), form.folded, strict=True)
     )
     total = _sum_of_tiles(problem, form, steps, sides) if form.tiles else _one_sum(form, steps, sides, problem)
-    for factor in (*sides[0].on_result, *sides[1].on_result):
-        total = total * steps.lay(factor)
+    total = _scaled(total, steps, sides[0].on_result, sides[1].on_result)
     return steps.clear(total).astype(problem.out_dtype)
+
+
+def _scaled(total: jax.Array, steps: Steps, lhs: list[Factor], rhs: list[Factor]) -> jax.Array:
+    for factor in operands.in_turns(lhs, rhs):
+        total = total * steps.lay(factor).astype(total.dtype)
+    return total
 
 
 def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
@@ -114,9 +119,7 @@ def _one_sum(form: Form, steps: Steps, sides: tuple[Side, ...], problem: Problem
     total = steps.product(a.values, b.values, form.accumulator)
     if form.is_integer:
         total = _less_zeros(problem, steps, total, a.values, b.values, a.zero, b.zero).astype(jnp.float32)
-    for factor in (*a.on_tiles, *b.on_tiles):
-        total = total * steps.lay(factor)
-    return total
+    return _scaled(total, steps, a.on_tiles, b.on_tiles)
 
 
 def _less_zeros(problem: Problem, steps: Steps, total, a, b, a_zero, b_zero) -> jax.Array:

@@ -53,7 +53,9 @@ def _checked_numbers(numbers, lhs_ndim: int, rhs_ndim: int):
         raise ValueError(f"`dimension_numbers` {numbers} must pair each axis of lhs with one of rhs")
     for name, ndim, used in (("lhs", lhs_ndim, lhs_batch + lhs_sum), ("rhs", rhs_ndim, rhs_batch + rhs_sum)):
         if any(not 0 <= a < ndim for a in used):
-            raise ValueError(f"`dimension_numbers` name axes {used} of {name}, which has axes 0 to {ndim - 1}")
+            raise ValueError(
+                f"`dimension_numbers` name axes {used} of {name}, which has axes 0 to {ndim - 1} (none from the end)"
+            )
         if len(set(used)) != len(used):
             raise ValueError(f"`dimension_numbers` name an axis of {name} twice: {used}")
     return (lhs_sum, rhs_sum), (lhs_batch, rhs_batch)
@@ -76,13 +78,13 @@ def for_matmul(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Contra
     return Contraction(lhs_batch + row + "k", rhs_batch + "k" + column, batch + row + column)
 
 
-def parse_einsum(text: str, ndims: Sequence[int]) -> tuple[list[str], str, str]:
-    """The labels of each operand and of the result, explicit, and the labels that `...` stands for.
+def parse_einsum(text: str, ndims: Sequence[int]) -> tuple[list[str], str]:
+    """The labels of each operand and of the result, with `...` spelt out and an implicit result made explicit.
 
     >>> parse_einsum("...k,kn->...n", (3, 2))
-    (['abk', 'kn'], 'abn', 'ab')
+    (['abk', 'kn'], 'abn')
     >>> parse_einsum("ij,jk", (2, 2))
-    (['ij', 'jk'], 'ik', '')
+    (['ij', 'jk'], 'ik')
     """
     if not isinstance(text, str):
         raise TypeError(f"`subscripts` must be text such as 'bmk,kn->bmn', not {type(text).__name__}")
@@ -102,7 +104,7 @@ def parse_einsum(text: str, ndims: Sequence[int]) -> tuple[list[str], str, str]:
         every = "".join(inputs)
         out = spelt + "".join(sorted(c for c in set(every) - set(spelt) if every.count(c) == 1))
     _check_result(text, "".join(inputs), out)
-    return inputs, out, spelt
+    return inputs, out
 
 
 def _dots(text: str, part: str, ndim: int) -> int | None:

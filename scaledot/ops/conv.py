@@ -38,10 +38,12 @@ def conv_general_dilated(
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     window = {
-        "window_strides": tuple(window_strides),
-        "padding": padding if isinstance(padding, str) else tuple(tuple(pair) for pair in padding),
-        "lhs_dilation": None if lhs_dilation is None else tuple(lhs_dilation),
-        "rhs_dilation": None if rhs_dilation is None else tuple(rhs_dilation),
+        "window_strides": _sequence("window_strides", window_strides),
+        "padding": padding
+        if isinstance(padding, str)
+        else tuple(_sequence("padding", p) for p in _sequence("padding", padding)),
+        "lhs_dilation": None if lhs_dilation is None else _sequence("lhs_dilation", lhs_dilation),
+        "rhs_dilation": None if rhs_dilation is None else _sequence("rhs_dilation", rhs_dilation),
         "dimension_numbers": numbers,
         "feature_group_count": feature_group_count,
         "batch_group_count": batch_group_count,
@@ -57,6 +59,14 @@ def conv_general_dilated(
         window=tuple(window.items()),
     )
     return solve(problem, kernel, lhs, rhs)
+
+
+def _sequence(name: str, value) -> tuple:
+    try:
+        return tuple(value)
+    except TypeError:
+        what = "a pair" if name == "padding" else "one number"
+        raise TypeError(f"`{name}` must hold {what} for each spatial axis, not {value!r}") from None
 
 
 def _labelled(numbers: lax.ConvDimensionNumbers, keeps_images: bool) -> Contraction:

@@ -10,7 +10,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.kernels.spec import Contraction, operand_of, promoted
 from scaledot.ops.contraction import parse_einsum
-from scaledot.ops.operands import Array, Choice, as_operand, contract, element_type
+from scaledot.ops.operands import Array, Choice, as_operand, constant, contract, element_type
 from scaledot.ops.quantize import dequantize
 
 
@@ -54,10 +54,16 @@ def einsum(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    inputs, out, dots = parse_einsum(subscripts, [x.ndim for x in arrays])
+    inputs, out = parse_einsum(subscripts, [x.ndim for x in arrays])
     terms = [Term(labels, x) for labels, x in zip(inputs, arrays, strict=True)]
     dtype = element_type(preferred_element_type) or functools.reduce(promoted, (x.dtype for x in arrays))
-    terms = _without_broadcast(terms, _sizes(subscripts, terms, dots), dots)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"`preferred_element_type` must be a float dtype for {' and '.join(map(str, terms))}, not {dtype}"
+        )
+    if len(terms) == 1 and isinstance(kernel, str):
+        raise ValueError(f"`kernel` {kernel!r} is given, but one operand makes no product")
+    terms = _without_broadcast(terms, _sizes(subscripts, terms))
     terms = [_reduced_alone(term, out + "".join(t.labels for t in terms if t is not term)) for term in terms]
     for pair in _path(terms, out, optimize):
         rhs, lhs = (terms.pop(at) for at in sorted(pair, reverse=True))
@@ -89,27 +95,27 @@ def _floats(lhs: Array, rhs: Array, dtype: np.dtype) -> tuple[Array, Array]:
 
 
 def _values(x: Array) -> jax.Array:
-    return dequantize(x, jnp.float32) if isinstance(x, ScaledArray) else x
+    return dequantize(constant(x), jnp.float32) if isinstance(x, ScaledArray) else x
 
 
-def _sizes(subscripts: str, terms: list[Term], dots: str) -> dict[str, int]:
-    """The size that each label means; an axis of 1 under `...` broadcasts."""
+def _sizes(subscripts: str, terms: list[Term]) -> dict[str, int]:
+    """The size that each label means; an axis of 1 broadcasts, as in numpy."""
     sizes: dict[str, int] = {}
     for term in terms:
         for label, size in zip(term.labels, term.array.shape, strict=True):
-            if label in dots and 1 in (size, sizes.get(label, 1)):
-                sizes[label] = max(size, sizes.get(label, 1))
-            elif sizes.setdefault(label, size) != size:
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+            elif size not in (1, sizes[label]):
                 every = " and ".join(map(str, terms))
                 raise ValueError(f"{label!r} of {subscripts!r} is {sizes[label]} and {size}: cannot contract {every}")
     return sizes
 
 
-def _without_broadcast(terms: list[Term], sizes: dict[str, int], dots: str) -> list[Term]:
+def _without_broadcast(terms: list[Term], sizes: dict[str, int]) -> list[Term]:
     """Axes of 1 that broadcast against more are dropped."""
 
     def drop(term: Term) -> Term:
-        gone = [c in dots and size != sizes[c] for c, size in zip(term.labels, term.array.shape, strict=True)]
+        gone = [size != sizes[c] for c, size in zip(term.labels, term.array.shape, strict=True)]
         if not any(gone):
             return term
         array = term.array[tuple(0 if g else slice(None) for g in gone)]
@@ -134,12 +140,10 @@ def _path(terms: list[Term], out: str, optimize) -> list[tuple[int, ...]]:
         return [(0, 1)] * (len(terms) - 1)
     shapes = [np.broadcast_to(np.float32(0), term.array.shape) for term in terms]
     text = f"{','.join(term.labels for term in terms)}->{out}"
+    if isinstance(optimize, (list, tuple)):
+        optimize = [step for step in optimize if step != "einsum_path"]  # numpy's paths start with that word
     path, _ = jnp.einsum_path(text, *shapes, optimize=optimize)
-    return [pair for step in path for pair in _pairwise(step)]
-
-
-def _pairwise(step: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """A step over more than two operands as steps over two; the last result is always the last in the list."""
-    if len(step) <= 2:
-        return [tuple(step)] if len(step) == 2 else []
-    raise ValueError(f"`optimize` leads to a step over {len(step)} operands; use 'auto' or 'optimal'")
+    steps = [tuple(step) for step in path if len(step) != 1]  # a step over one operand was made already
+    if any(len(step) > 2 for step in steps):
+        raise ValueError(f"`optimize` {optimize!r} takes more than two operands at a time; use 'auto' or 'optimal'")
+    return steps

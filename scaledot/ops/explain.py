@@ -1,5 +1,6 @@
 """explain: which kernel a contraction would take, and why not the others."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ def explain(verb: Callable[..., jax.Array], *args, **kwargs) -> str:
     >>> print(sd.explain(sd.matmul, w.T, w).splitlines()[0])
     dot mk,kn->mn: int8[64,256] in blocks of (0,) x int8[256,64] in blocks of (0, 1) -> float32
     """
+    if not callable(verb) or "kernel" not in inspect.signature(verb).parameters:
+        raise TypeError(f"`verb` must be a product such as scaledot.matmul, which takes `kernel`, not {verb!r}")
+    kwargs.pop("kernel", None)
     leaves, tree = jax.tree.flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     problems: list[Problem] = []
@@ -32,4 +36,4 @@ def explain(verb: Callable[..., jax.Array], *args, **kwargs) -> str:
         return verb(*args, kernel=record, **kwargs)
 
     jax.eval_shape(call, [leaves[i] for i in at])
-    return "\n".join(table.explain(problem) for problem in problems)
+    return "\n".join(table.explain(problem) for problem in problems) or "nothing is multiplied"

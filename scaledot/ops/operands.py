@@ -142,8 +142,8 @@ def _refuse_gradient(primals: tuple[Any], tangents: tuple[Any]):
     zeros = jax.tree.leaves(dq, is_leaf=_is_zero)
     if not all(_is_zero(leaf) for leaf in zeros):
         raise TypeError(
-            f"a ScaledArray is a constant: asked for the gradient of {q}. Differentiate with respect to the plain "
-            "operand, or to the array that was quantised before it was"
+            f"a ScaledArray is a constant: asked for the gradient of {q}. "
+            "Differentiate with respect to the plain operand"
         )
     return q, dq
 

@@ -106,6 +106,8 @@ def row_of(qtype) -> Format:
 
 def as_scaled(q: QArray) -> ScaledArray:
     """The same leaves as a ScaledArray."""
+    if q.scale.ndim != q.qvalue.ndim:
+        raise ValueError(f"scale {q.scale.shape} must have the rank of qvalue {q.shape}")
     block = tuple(
         0 if count == 1 else size // max(count, 1) for size, count in zip(q.shape, q.scale.shape, strict=True)
     )
