@@ -39,7 +39,8 @@ def precision_of(problem: Problem, dtype) -> Any:
     """The caller's precision; float32 products are full ones, here and in gradients, unless someone asked otherwise."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    asked = problem.precision is not None or jax.config.jax_default_matmul_precision is not None
+    default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    asked = problem.precision is not None or default is not None
     if asked or problem.is_plain:
         return problem.precision
     # The transpose of a bfloat16 product multiplies float32 cotangents, under the precision given here.
