@@ -79,6 +79,8 @@ def test_groups_may_be_summed_over(cast):
 @pytest.mark.parametrize("cast", ["int8", "mxfp8", "int8 zeros", "nf4"])
 @pytest.mark.parametrize("numbers", [KEPT, BATCH], ids=["kept", "batch"])
 def test_batch_axes(numbers, cast):
+    if numbers is KEPT and jax.default_backend() == "gpu":
+        pytest.skip("jax.lax's own ragged_dot_general of these axes does not compile for CUDA (jax 0.11.2)")
     lhs = normal(0, (2, 12, 64))
     rhs = normal(1, (3, 64, 2, 5)) if numbers is KEPT else normal(1, (2, 64, 5))
     ql, qr = scaled(lhs, cast, 2), scaled(rhs, cast, 1)
