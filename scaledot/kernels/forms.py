@@ -83,7 +83,7 @@ def codes_form(problem: Problem) -> Form | str:
         return reason
     carrier = carrier_of(problem)
     tiles = tiles_of(problem, (False, False))
-    native = _multiplies_float8(problem) and _is_fast(problem.precision)
+    native = carrier == BFLOAT16 and _multiplies_float8(problem) and _is_fast(problem.precision)
     reason = _tiling_reason(problem, tiles, carrier)
     return reason or Form(carrier, accumulator_of(carrier), tiles=tiles, float8_on_cuda=native)
 
