@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python: each builds its own environment on first use.
-# PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs.
+# PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs. TESTS=... are words for pytest.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c "import venv" 2>/dev/null && echo ok),$(p))))
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto $(TESTS)
 
 # Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB.
 test-blackwell: $(STAMP)

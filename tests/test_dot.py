@@ -30,6 +30,15 @@ CASTS = {  # name: (format, options of quantize)
     "nvfp4 rotated": ("nvfp4", {"rotation": sd.Hadamard()}),
     "int8 tiles rotated": ("int8", {"block": (128,), "rotation": sd.Hadamard()}),
 }
+# Rows that share every path with another one; `pytest -m "not exhaustive"` leaves them out where time counts.
+RELATED = [
+    *("fp8_e5m2", "mxfp8_e5m2", "mxfp6_e3m2", "int7", "int6", "int5", "int3", "int2"),
+    "fp8 per channel",
+    "int8 per tensor",
+    "int8 in its dtype",
+    "nvfp4 of torchao",
+]
+EACH_CAST = [pytest.param(c, marks=[pytest.mark.exhaustive] if c in RELATED else []) for c in CASTS]
 # Tensor cores of GPUs sum 8-bit floats with fewer bits unless they are asked not to.
 PRECISION = "highest" if jax.default_backend() == "gpu" else None
 SIDES = {"both": (True, True), "lhs": (True, False), "rhs": (False, True)}
@@ -89,7 +98,7 @@ def numbers_of(text):
 
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", EACH_CAST)
 def test_a_dot_is_the_float64_dot_of_values_to_one_rounding(cast, case, sides):
     text, sizes = CASES[case]
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])
@@ -100,7 +109,7 @@ def test_a_dot_is_the_float64_dot_of_values_to_one_rounding(cast, case, sides):
 
 
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", EACH_CAST)
 def test_a_bfloat16_dot_is_rounded_once(cast, sides):
     lhs, rhs = operands("mk,kn->mn", {"m": 16, "k": 256, "n": 8}, cast, SIDES[sides], jnp.bfloat16)
     y = jax.jit(lambda a, b: sd.matmul(a, b, precision=PRECISION))(lhs, rhs)
@@ -108,7 +117,7 @@ def test_a_bfloat16_dot_is_rounded_once(cast, sides):
     check_einsum(y, "mk,kn->mn", lhs, rhs)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", EACH_CAST)
 def test_operands_of_different_dtypes_promote(cast):
     lhs, rhs = operands("mk,kn->mn", {"m": 4, "k": 128, "n": 8}, cast, (False, True))
     assert sd.matmul(lhs.astype(jnp.bfloat16), rhs).dtype == jnp.float32

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import check_einsum
-from test_dot import CASTS, SIDES, normal, operands
+from test_dot import EACH_CAST, SIDES, normal, operands
 
 import scaledot as sd
 
 
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", EACH_CAST)
 def test_every_format_on_either_side(cast, sides):
     text, sizes = "bmk,hkd->bhmd", {"b": 2, "m": 3, "k": 128, "h": 4, "d": 5}
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import equations
-from test_dot import CASES, CASTS, SIDES, normal, numbers_of, operands
+from test_dot import CASES, EACH_CAST, SIDES, normal, numbers_of, operands
 
 import scaledot as sd
 from scaledot.kernels import table
@@ -23,7 +23,7 @@ def rows():
 
 
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", EACH_CAST)
 def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, sides):
     text, sizes = CASES["matrix"]
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])

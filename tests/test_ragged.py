@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from reference import assert_one_rounding, exact
-from test_dot import CASTS, SIDES, normal
+from test_dot import CASTS, EACH_CAST, SIDES, normal
 
 import scaledot as sd
 
@@ -40,7 +40,7 @@ def by_group(lhs, rhs, sizes):
 
 
 @pytest.mark.parametrize("sides", SIDES)
-@pytest.mark.parametrize("cast", [name for name in CASTS if "rotated" not in name])
+@pytest.mark.parametrize("cast", [each for each in EACH_CAST if "rotated" not in each.values[0]])
 def test_every_format_on_either_side(cast, sides):
     # Experts of very different magnitude: a scale of the wrong group would show.
     lhs, rhs = normal(0, (24, 128)), normal(1, (4, 128, 6)) * jnp.array([1.0, 1e-3, 1e3, 7.0])[:, None, None]
