@@ -82,10 +82,11 @@ def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) 
     sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
     total = total.reshape([sizes[c] for c in contraction.natural])
     total = total.transpose([contraction.natural.index(c) for c in contraction.out])
-    levels = (operands.level_factors(q, of) for q, of in ((lhs, contraction.lhs), (rhs, contraction.rhs)))
-    for factor in operands.in_turns(*levels):
-        total = total * lay(factor, contraction.out)
-    return total.astype(problem.out_dtype)
+    left, right = (
+        [lay(f, contraction.out) for f in operands.level_factors(q, of)]
+        for q, of in ((lhs, contraction.lhs), (rhs, contraction.rhs))
+    )
+    return operands.scaled(total, left, right).astype(problem.out_dtype)
 
 
 @jax.custom_batching.custom_vmap

@@ -1,7 +1,6 @@
 """Operands on their way into a product, and scales on their way onto its result."""
 
 import dataclasses
-import itertools
 import math
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import balanced_factors, flush
+from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import Parts, dequantize_values
 from scaledot.numerics.encode import decode
 from scaledot.numerics.scale import beside, multipliers
@@ -67,17 +66,13 @@ def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
 
 
 def block_factors(q: ScaledArray, labels: str, tiles: Tiles) -> list[Factor]:
-    """The block scale in halves, spread over its blocks; along tiled labels it has one entry per tile."""
-    factors = multipliers(q.scale, None, q.format)
-    halves = factors if len(factors) == 2 else balanced_factors(*factors)
-    return [Factor(_spread(f, q, labels, tiles), labels) for f in halves]
+    """The block scale, spread over its blocks; along tiled labels it has one entry per tile."""
+    return [Factor(_spread(f, q, labels, tiles), labels) for f in multipliers(q.scale, None, q.format)]
 
 
 def level_factors(q: ScaledArray, labels: str) -> list[Factor]:
-    """The tensor scale in halves."""
-    if q.tensor_scale is None:
-        return []
-    return [Factor(half, labels) for half in balanced_factors(beside(q.tensor_scale, q.ndim))]
+    """The tensor scale."""
+    return [] if q.tensor_scale is None else [Factor(beside(q.tensor_scale, q.ndim), labels)]
 
 
 def zero_factor(q: ScaledArray, labels: str, tiles: Tiles) -> Factor | None:
@@ -95,10 +90,18 @@ def _spread(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.A
     return blocks.spread(grid, tuple(shape), tuple(block))
 
 
-def in_turns(lhs: list[Factor], rhs: list[Factor]) -> list[Factor]:
-    """Factors of both sides alternately, so that halves of large scales meet halves of small ones."""
-    pairs = itertools.zip_longest(lhs, rhs)
-    return [factor for pair in pairs for factor in pair if factor is not None]
+def scaled(total: jax.Array, lhs: list[jax.Array], rhs: list[jax.Array]) -> jax.Array:
+    """A result times the factors of both sides, which are laid on it.
+
+    A result of ordinary size can have one operand near 1e37 and the other near 1e-20: the smaller scale goes first, or
+    the product would pass through infinity on the way.
+    """
+    factors = [*lhs[:-1], *rhs[:-1], *lhs[-1:], *rhs[-1:]]
+    if lhs and rhs:
+        factors[-2:] = jnp.minimum(lhs[-1], rhs[-1]), jnp.maximum(lhs[-1], rhs[-1])
+    for factor in factors:
+        total = total * factor.astype(total.dtype)
+    return total
 
 
 def lay(factor: Factor, out: str) -> jax.Array:

@@ -103,7 +103,7 @@ def _sentence(problem: Problem, form: Form) -> str:
     if form.tiles:
         cuts = " and ".join(f"{-(-problem.lhs.size(c) // size)} tiles of {size} along {c!r}" for c, size in form.tiles)
         parts.append(f"scales applied to each of {cuts}")
-    elif not all(form.folded):
+    elif any(o.format is not None and not folded for o, folded in zip(problem.operands, form.folded, strict=True)):
         parts.append("scales applied to the result")
     if form.is_integer and any(o.zero for o in problem.operands):
         parts.append("zero points corrected by sums of codes")

@@ -6,6 +6,7 @@ Sums are float32 (or exact in int32), scales are applied in float32, and there i
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -25,29 +26,35 @@ Array = jax.Array | ScaledArray
 
 
 class Side(NamedTuple):
-    """An operand taken apart: what is multiplied, what the result and each tile are multiplied by, the zero point."""
+    """An operand taken apart: what is multiplied, what the result is multiplied by, and the zero point."""
 
     values: jax.Array
-    on_result: list[Factor]
-    on_tiles: list[Factor]
-    zero: Factor | None
+    factors: list[Factor]
+    zero: Factor | None = None
 
 
 def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
     """The contraction in that form."""
     steps = steps_of(problem, group_sizes)
-    sides = tuple(
+    a, b = (
         _take_apart(o, x, form, folded) for o, x, folded in zip(problem.operands, (lhs, rhs), form.folded, strict=True)
     )
-    total = _sum_of_tiles(problem, form, steps, sides) if form.tiles else _one_sum(form, steps, sides, problem)
-    total = _scaled(total, steps, sides[0].on_result, sides[1].on_result)
+    if form.tiles:
+        (a, left), (b, right) = (_without_tiles(side, dict(form.tiles)) for side in (a, b))
+        total = _scaled(steps, _sum_of_tiles(problem, form, steps, (a, b)), left, right)
+    else:
+        total = _one_sum(problem, form, steps, (a, b))
     return steps.clear(total).astype(problem.out_dtype)
 
 
-def _scaled(total: jax.Array, steps: Steps, lhs: list[Factor], rhs: list[Factor]) -> jax.Array:
-    for factor in operands.in_turns(lhs, rhs):
-        total = total * steps.lay(factor).astype(total.dtype)
-    return total
+def _without_tiles(side: Side, tiles: operands.Tiles) -> tuple[Side, list[Factor]]:
+    """The side with the factors of its tiles, and those that can wait for the result."""
+    waiting = [f for f in side.factors if not f.varies(tiles)]
+    return side._replace(factors=[f for f in side.factors if f.varies(tiles)]), waiting
+
+
+def _scaled(steps: Steps, total: jax.Array, lhs: list[Factor], rhs: list[Factor]) -> jax.Array:
+    return operands.scaled(total, [steps.lay(f) for f in lhs], [steps.lay(f) for f in rhs])
 
 
 def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
@@ -99,64 +106,59 @@ def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=
 
 def _take_apart(operand: Operand, x: Array, form: Form, folded: bool) -> Side:
     if not isinstance(x, ScaledArray):
-        return Side(x if form.carrier is None else x.astype(form.carrier), [], [], None)
+        return Side(x if form.carrier is None else x.astype(form.carrier), [])
     tiles = dict(form.tiles)
     factors = operands.level_factors(x, operand.labels)
     if folded:
-        return Side(operands.block_values(x, form.carrier), factors, [], None)
+        return Side(operands.block_values(x, form.carrier), factors)
     factors = operands.block_factors(x, operand.labels, tiles) + factors
-    on_tiles = [f for f in factors if f.varies(tiles)]
-    on_result = [f for f in factors if not f.varies(tiles)]
     if form.is_integer:
-        zero = operands.zero_factor(x, operand.labels, tiles)
-        return Side(operands.unpacked(x).data, on_result, on_tiles, zero)
-    values = x.data if form.carrier is None else operands.code_values(x, form.carrier)
-    return Side(values, on_result, on_tiles, None)
+        return Side(operands.unpacked(x).data, factors, operands.zero_factor(x, operand.labels, tiles))
+    return Side(x.data if form.carrier is None else operands.code_values(x, form.carrier), factors)
 
 
-def _one_sum(form: Form, steps: Steps, sides: tuple[Side, ...], problem: Problem) -> jax.Array:
+def _one_sum(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, Side]) -> jax.Array:
+    """One product, and the factors that belong to it alone."""
     a, b = sides
     total = steps.product(a.values, b.values, form.accumulator)
     if form.is_integer:
-        total = _less_zeros(problem, steps, total, a.values, b.values, a.zero, b.zero).astype(jnp.float32)
-    return _scaled(total, steps, a.on_tiles, b.on_tiles)
+        total = _less_zeros(problem, steps, total, a, b).astype(jnp.float32)
+    return _scaled(steps, total, a.factors, b.factors)
 
 
-def _less_zeros(problem: Problem, steps: Steps, total, a, b, a_zero, b_zero) -> jax.Array:
+def _less_zeros(problem: Problem, steps: Steps, total: jax.Array, a: Side, b: Side) -> jax.Array:
     """The sum of (a - za)(b - zb) from the sum of ab: sums of codes, not further products."""
-    if a_zero is None and b_zero is None:
-        return total
-    if a_zero is not None:
-        total = total - steps.lay(a_zero) * steps.code_sums(1, b)
-    if b_zero is not None:
-        total = total - steps.lay(b_zero) * steps.code_sums(0, a)
-    if a_zero is not None and b_zero is not None:
-        labels = problem.lhs.labels
-        products = [a.shape[axis] for axis, c in enumerate(labels) if c in problem.contraction.contracted]
-        total = total + steps.lay(a_zero) * steps.lay(b_zero) * np.int32(np.prod(products, dtype=np.int64))
+    if a.zero is not None:
+        total = total - steps.lay(a.zero) * steps.code_sums(1, b.values)
+    if b.zero is not None:
+        total = total - steps.lay(b.zero) * steps.code_sums(0, a.values)
+    if a.zero is not None and b.zero is not None:
+        summed = (axis for axis, c in enumerate(problem.lhs.labels) if c in problem.contraction.contracted)
+        products = math.prod(a.values.shape[axis] for axis in summed)
+        total = total + steps.lay(a.zero) * steps.lay(b.zero) * np.int32(products)
     return total
 
 
-def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, ...]) -> jax.Array:
+def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, Side]) -> jax.Array:
     """One tile after the other, so that no array of all partial sums is ever made."""
     tiles = dict(form.tiles)
     counts = {c: -(-problem.lhs.size(c) // size) for c, size in form.tiles}
-    labels = [o.labels for o in problem.operands]
+    labels = problem.lhs.labels, problem.rhs.labels
 
     def cut(factor: Factor | None) -> jax.Array | None:
         return None if factor is None else operands.cut_factor(factor, tiles, counts)
 
     cuts = [
-        (operands.cut(s.values, of, tiles), [cut(f) for f in s.on_tiles], cut(s.zero))
-        for s, of in zip(sides, labels, strict=True)
+        (operands.cut(side.values, of, tiles), [cut(f) for f in side.factors], cut(side.zero))
+        for side, of in zip(sides, labels, strict=True)
     ]
 
     def term(parts) -> jax.Array:
-        inner = [
-            Side(values, [], [Factor(f, of) for f in factors], None if zero is None else Factor(zero, of))
+        a, b = (
+            Side(values, [Factor(f, of) for f in factors], None if zero is None else Factor(zero, of))
             for (values, factors, zero), of in zip(parts, labels, strict=True)
-        ]
-        return _one_sum(form, steps, tuple(inner), problem)
+        )
+        return _one_sum(problem, form, steps, (a, b))
 
     # The sum starts from zeros of the type (sharding, varying axes) that the terms have.
     kind = jax.eval_shape(lambda parts: term(jax.tree.map(lambda x: x[0], parts)), cuts)

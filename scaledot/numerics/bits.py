@@ -56,15 +56,6 @@ def power_of_two_factors(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return power_of_two(half), power_of_two(exponent - half)
 
 
-def balanced_factors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two numbers whose product is x, both near the root of its magnitude; the first is a power of two.
-
-    Applied in turns with another number's, they pass through nothing larger or smaller than operands and result.
-    """
-    half = ((bits_of(x) & INFINITY) >> 23).astype(jnp.int32) - 127 >> 1
-    return power_of_two(half), x * power_of_two(-half)
-
-
 def floor_power_of_two(x: jax.Array) -> jax.Array:
     return float_of(bits_of(x) & INFINITY)
 
