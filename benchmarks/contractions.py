@@ -127,7 +127,12 @@ def _qwix(case: Case, x: jax.Array, w: jax.Array) -> Program:
 
 def _jax_nn(case: Case, x: jax.Array, w: jax.Array) -> Program:
     a, b = case.quantize(x, 1), case.quantize(w.T, 1)
-    return compiled(jax.nn.scaled_matmul, a.data[None], b.data[None], a.scale[None], b.scale[None])
+    operands = a.data[None], b.data[None], a.scale[None], b.scale[None]
+    if a.tensor_scale is None or b.tensor_scale is None:
+        return compiled(jax.nn.scaled_matmul, *operands)
+    # It knows one level of scales; the other is the caller's to apply.
+    levels = a.tensor_scale * b.tensor_scale
+    return compiled(lambda a, b, s, t, level: jax.nn.scaled_matmul(a, b, s, t) * level, *operands, levels)
 
 
 def jax_nn_note() -> list[str]:
