@@ -1,8 +1,7 @@
 """The block-scaled product of Blackwell's tensor cores, through XLA.
 
 `jax.nn.scaled_matmul` becomes one hardware call when both operands are MX (8-bit floats, E8M0 per 32) or NVFP4
-(E2M1, E4M3 per 16) with blocks along the summed axis; on other devices XLA would emulate it more slowly than
-`xla_upcast` does.
+(E2M1, E4M3 per 16) with blocks along the summed axis; on other devices XLA emulates it, and `xla_upcast` is taken.
 """
 
 import math

@@ -31,7 +31,7 @@ class Form:
     """How operands meet: the dtype they are multiplied in, whose scales are folded, and the tiles of the sum.
 
     carrier None keeps codes as they are. tiles: (label, elements) pairs. float8_on_cuda: CUDA multiplies the codes as
-    they are, which is twice as fast there and sums with fewer bits than float32 has.
+    they are, on tensor cores that sum with fewer bits than float32 has.
     """
 
     carrier: np.dtype | None
