@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scaledot import flavours, recipes, state, train
     from scaledot.array import ScaledArray
     from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
@@ -30,14 +31,23 @@ if TYPE_CHECKING:
         requantize,
     )
     from scaledot.ops.ragged import ragged_dot, ragged_dot_general
+    from scaledot.recipes import RECIPES, Cast, Delayed, Gemm, Recipe
+    from scaledot.state import init_state
 
 __version__ = "0.1.0"
 
+_ROOMS = ("flavours", "linen", "nnx", "recipes", "state", "train")
+
 _HOMES = {
+    "Cast": "recipes",
+    "Delayed": "recipes",
     "FORMATS": "formats",
     "Format": "formats",
+    "Gemm": "recipes",
     "Hadamard": "numerics.hadamard",
     "Quirks": "formats",
+    "RECIPES": "recipes",
+    "Recipe": "recipes",
     "ScaledArray": "array",
     "amax": "ops.quantize",
     "conv_general_dilated": "ops.conv",
@@ -47,6 +57,7 @@ _HOMES = {
     "explain": "ops.explain",
     "find_format": "formats",
     "get_scaled_dot_general_config": "compat.jax_nn",
+    "init_state": "state",
     "matmul": "ops.dot",
     "quantize": "ops.quantize",
     "quantize_both": "ops.quantize",
@@ -61,9 +72,14 @@ _HOMES = {
 
 __all__ = [
     "FORMATS",
+    "RECIPES",
+    "Cast",
+    "Delayed",
     "Format",
+    "Gemm",
     "Hadamard",
     "Quirks",
+    "Recipe",
     "ScaledArray",
     "amax",
     "conv_general_dilated",
@@ -72,7 +88,9 @@ __all__ = [
     "einsum",
     "explain",
     "find_format",
+    "flavours",
     "get_scaled_dot_general_config",
+    "init_state",
     "matmul",
     "quantize",
     "quantize_both",
@@ -80,13 +98,18 @@ __all__ = [
     "quantize_grouped",
     "ragged_dot",
     "ragged_dot_general",
+    "recipes",
     "requantize",
     "scaled_dot_general",
     "scaled_matmul",
+    "state",
+    "train",
 ]
 
 
 def __getattr__(name: str):
+    if name in _ROOMS:
+        return importlib.import_module(f"scaledot.{name}")
     if name in _HOMES:
         value = getattr(importlib.import_module(f"scaledot.{_HOMES[name]}"), name)
         globals()[name] = value
@@ -95,4 +118,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -228,7 +228,11 @@ def _backward(rule: _Rule, residuals, g: jax.Array):
             _within_range(d, x, row, s)
             for d, x, row, s in zip((dlhs, drhs), (lhs, rhs), rule.rows, global_scales, strict=False)
         )
-    return summed_as(dlhs, lhs), summed_as(drhs, rhs), jax.tree.map(jnp.zeros_like, global_scales)
+    return (
+        summed_as(dlhs, jax.typeof(lhs)),
+        summed_as(drhs, jax.typeof(rhs)),
+        jax.tree.map(jnp.zeros_like, global_scales),
+    )
 
 
 _scaled_dot.defvjp(_forward, _backward)

@@ -3,13 +3,20 @@
 JAX tracks them in types. What JAX cannot type itself (a primitive without a rule, a custom_vjp) is mended here.
 """
 
+from typing import Any
+
 import jax
 from jax import lax
 
 
 def varying(x: jax.Array) -> frozenset:
     """The manual mesh axes along which x differs."""
-    return jax.typeof(x).manual_axis_type.varying
+    return varying_of(jax.typeof(x))
+
+
+def varying_of(type: Any) -> frozenset:
+    """The same for an array of that type, as jax.typeof gives it."""
+    return type.manual_axis_type.varying
 
 
 def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
@@ -18,7 +25,7 @@ def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
-def summed_as(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """A cotangent summed over the axes along which its primal is the same everywhere."""
-    axes = varying(cotangent) - varying(primal)
+def summed_as(cotangent: jax.Array, primal_type: Any) -> jax.Array:
+    """A cotangent summed over the axes along which its primal, of that type, is the same everywhere."""
+    axes = varying(cotangent) - varying_of(primal_type)
     return lax.psum(cotangent, tuple(axes)) if axes else cotangent

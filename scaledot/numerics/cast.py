@@ -19,7 +19,7 @@ from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
 from scaledot.numerics.rounding import round_to, uniform_of
-from scaledot.numerics.scale import Levels, levels_from_scale, levels_of, multipliers, zero_point
+from scaledot.numerics.scale import Levels, levels_from_factor, levels_from_scale, levels_of, multipliers, zero_point
 
 # Clipping factors that `mse` tries, largest first so that a tie clips least.
 _MSE_GRID = np.linspace(1.0, 0.2, 41, dtype=np.float32)
@@ -47,7 +47,9 @@ class Parts(NamedTuple):
     zero: jax.Array | None
 
 
-def quantize_parts(plan: Plan, x: jax.Array, scale=None, tensor_scale=None, zero=None, uniform=None, key=None) -> Parts:
+def quantize_parts(
+    plan: Plan, x: jax.Array, scale=None, tensor_scale=None, zero=None, factor=None, uniform=None, key=None
+) -> Parts:
     """Codes and scales of x; scales that are given are used as they are."""
     x = prepare(x, plan.rotation)
     if key is not None:
@@ -59,8 +61,10 @@ def quantize_parts(plan: Plan, x: jax.Array, scale=None, tensor_scale=None, zero
         levels = levels_from_scale(scale, plan.format, tensor_scale)
         if zero is not None:
             return _cast_affine(plan, x, levels, zero.astype(jnp.float32), uniform)
+    elif factor is not None:
+        levels = levels_from_factor(factor)
     else:
-        levels = _calibrated_levels(plan, x, tensor_scale)
+        levels = calibrated_levels(plan, x, tensor_scale)
     return cast(plan, x, levels, uniform)
 
 
@@ -89,9 +93,14 @@ def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotatio
     return values if format.is_integer else flush(values)
 
 
-def _calibrated_levels(plan: Plan, x: jax.Array, tensor_scale) -> Levels:
+def _largest(amax: jax.Array) -> jax.Array:
+    return jnp.max(amax, initial=0)
+
+
+def calibrated_levels(plan: Plan, x: jax.Array, tensor_scale=None, largest=_largest) -> Levels:
+    """Scales of a prepared array; `largest` gives the tensor's magnitude from those of blocks."""
     amax = calibrate.magnitude(x, plan.calibration, plan.block)
-    tensor_amax = jnp.max(amax, initial=0) if plan.format.two_level and tensor_scale is None else None
+    tensor_amax = largest(amax) if plan.format.two_level and tensor_scale is None else None
 
     def levels(magnitude: jax.Array) -> Levels:
         return levels_of(magnitude, plan.format, plan.input_dtype, tensor_scale, tensor_amax)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import Parts, Plan, cast, prepare
+from scaledot.numerics.cast import Parts, Plan, calibrated_levels, cast, prepare
 from scaledot.numerics.rounding import uniform_of
 from scaledot.numerics.scale import levels_of
 
@@ -20,12 +20,27 @@ def quantize_grouped_parts(plan: Plan, x: jax.Array, group_sizes: jax.Array, row
     inside = (group < group_sizes.shape[0])[:, None]
     x = jnp.where(inside, prepare(x, plan.rotation), np.float32(0))
     uniform = None if key is None else uniform_of(key, x.shape)
+
+    def largest(amax: jax.Array) -> jax.Array:
+        return _segment_amax(jnp.max(amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
+
+    if row_block == 1:
+        return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
     row_amax = calibrate.block_amax(x, plan.block)
     amax = _segment_amax(row_amax, segment, count)
-    tensor_amax = None
-    if plan.format.two_level:
-        tensor_amax = _segment_amax(jnp.max(row_amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
+    tensor_amax = largest(row_amax) if plan.format.two_level else None
     return cast(plan, x, levels_of(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
+
+
+def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int, key=None) -> Parts:
+    """An array (tiles, rows, features) whose tiles belong to groups; the tensor scale has one entry per tile."""
+    x = prepare(x, plan.rotation)
+    uniform = None if key is None else uniform_of(key, x.shape)
+
+    def largest(amax: jax.Array) -> jax.Array:
+        return _segment_amax(jnp.max(amax, axis=(1, 2), initial=0), group, groups)
+
+    return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
 
 
 def group_rows(group_sizes: jax.Array, rows: int, row_block: int) -> tuple[jax.Array, jax.Array, int]:

@@ -62,6 +62,11 @@ def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Le
     return Levels(scale, tensor_scale, tuple(jnp.where(empty, np.float32(0), f) for f in _reciprocal(value, 0)))
 
 
+def levels_from_factor(factor: jax.Array) -> Levels:
+    """The same for float32 factors that the caller brings, as delayed scaling does; what is stored is 1 / factor."""
+    return Levels(divide(ONE, factor), None, (factor,))
+
+
 def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
     """What codes are multiplied by, in turn, to give values."""
     if format.scale == "float8_e8m0fnu":

@@ -82,6 +82,14 @@ def einsum(
     return _values(terms[0].array).transpose([terms[0].labels.index(c) for c in out]).astype(dtype)
 
 
+def two_terms(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> tuple[Term, Term, str]:
+    """The operands of an einsum of two, left with the labels that they share or that the result has; and its labels."""
+    inputs, out = parse_einsum(subscripts, [lhs.ndim, rhs.ndim])
+    terms = [Term(labels, x) for labels, x in zip(inputs, (lhs, rhs), strict=True)]
+    left, right = _without_broadcast(terms, _sizes(subscripts, terms))
+    return _reduced_alone(left, out + right.labels), _reduced_alone(right, out + left.labels), out
+
+
 def _between(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 

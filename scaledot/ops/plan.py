@@ -229,6 +229,23 @@ def _scale_as_stored(plan: Plan, x: jax.Array, scale) -> jax.Array:
     return scale
 
 
+def given_factor(plan: Plan, x: jax.Array, scale, factor) -> jax.Array | None:
+    if factor is None:
+        return None
+    if scale is not None or plan.calibration != calibrate.Calibration("absmax"):
+        raise ValueError("`factor` decides the scale; drop `scale` and `calibration`")
+    if plan.format.scale != "float32" or plan.format.codebook is not None:
+        raise ValueError(f"`factor` is for formats with float32 scales; {plan.format.name} has {plan.format.scale}")
+    factor, grid = _array("factor", factor), blocks.grid(x.shape, plan.block)
+    if factor.dtype != np.float32:
+        raise TypeError(f"`factor` must be float32, not {factor.dtype}")
+    if factor.size == 1:
+        factor = jnp.broadcast_to(factor.reshape((1,) * x.ndim), grid)
+    if factor.shape != grid:
+        raise ValueError(f"`factor` has shape {factor.shape}; blocks of {plan.block} cut {x.shape} into {grid}")
+    return factor
+
+
 def given_zero(plan: Plan, x: jax.Array, scale, zero) -> jax.Array | None:
     if zero is None:
         return None

@@ -26,6 +26,7 @@ from scaledot.ops.plan import (
     checked_groups,
     float_array,
     float_dtype,
+    given_factor,
     given_scales,
     given_uniform,
     given_zero,
@@ -50,6 +51,7 @@ def quantize(
     scale=None,
     tensor_scale=None,
     zero=None,
+    factor=None,
     pad: bool = False,
     dtype=None,
     nan: str = "keep",
@@ -73,6 +75,7 @@ def quantize(
         broadcast against x.
       rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
       scale, tensor_scale, zero: used as they are instead of being computed; a `zero` point needs its `scale`.
+      factor: float32, what x is multiplied by, as delayed scaling keeps it; the stored scale is its reciprocal.
       pad: let the last block of an axis be short instead of raising.
       dtype: what the result stands for, the dtype of x by default.
       nan: "raise" refuses NaN; it needs a concrete array.
@@ -91,8 +94,9 @@ def quantize(
     key = None if uniform is not None else key_for(rounding, key)
     check_nan(x, nan)
     scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
+    factor = given_factor(plan, x, scale, factor)
     zero = given_zero(plan, x, scale, zero)
-    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, zero, uniform, key))
+    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, zero, factor, uniform, key))
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -189,9 +193,11 @@ def quantize_grouped(
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
     plan = make_plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
-    if plan.format.search is not None:
-        raise ValueError(f"`search` {plan.format.search!r} of {plan.format.name} is not offered for groups")
     row_block, inner = blocks.expand(plan.block, 2)
+    if plan.format.search is not None and row_block != 1:
+        raise ValueError(
+            f"`search` {plan.format.search!r} of {plan.format.name} is not offered for blocks of rows in groups"
+        )
     if not pad:
         blocks.check_divides(x.shape[1:], (inner,))
     if plan.rotation is not None and plan.rotation.axis != -1:

@@ -1,0 +1,155 @@
+"""The state of delayed scaling: a history of largest magnitudes and the factor made from it, for each tensor.
+
+A state is a plain pytree, `{"x": AmaxHistory, "w": AmaxHistory, "g": AmaxHistory}`, that goes through a product like
+this: the product returns it unchanged beside its result, and **the gradient of a state is the next state**. The largest
+magnitude of a gradient is only known in the backward pass, and a gradient is the only thing that comes out of one.
+
+    y, state = train.dense(x, w, recipe=FP8_DELAYED, state=state)      # inside the loss
+    dw, state = jax.grad(loss, argnums=(0, 1))(w, state)               # the step
+
+JAX adds up the gradients of a value that is used twice, which would ruin a history. A product therefore hands on the
+state that it was given, and its backward pass merges what comes back from later uses by max: a layer used twice, a
+scan over micro-batches and a rematerialised block give the largest magnitude of all uses, exactly, as long as each
+use takes the state that the last one returned. `merge` does the same for states of separate gradient calls.
+
+Where a sum slipped through all the same (a state used twice instead of handed on, gradients averaged by hand), the
+pair no longer fits together: no factor of a true state is larger than its own history allows. Then the smaller factor
+is used, which can saturate nothing that a true state would not have, and the history is begun afresh.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.numerics.bits import LARGEST_FACTOR, divide
+from scaledot.recipes import Cast, Recipe, find_recipe
+
+
+class AmaxHistory(NamedTuple):
+    """float32 `history` of largest magnitudes, newest last (slot 0 is for the coming step), and the `factor` to use."""
+
+    history: Any
+    factor: Any
+
+
+State = dict[str, AmaxHistory]
+
+
+def init_state(recipe: str | Recipe) -> State:
+    """The state of one product before its first step; {} for a recipe that keeps none.
+
+    >>> state = init_state("fp8_delayed")
+    >>> sorted(state), state["x"].history.shape, float(state["x"].factor)
+    (['g', 'w', 'x'], (1024,), 1.0)
+    """
+    return {tensor: _empty(cast) for tensor, cast in find_recipe(recipe).delayed.items()}
+
+
+def _empty(cast: Cast) -> AmaxHistory:
+    assert cast.delayed is not None
+    return AmaxHistory(jnp.zeros(cast.delayed.length, jnp.float32), jnp.ones((), jnp.float32))
+
+
+def merge(recipe: str | Recipe, *states: State) -> State:
+    """One state of several that came from the same one, as if their steps had been one step.
+
+    Micro-batches whose gradients are taken one by one each give a next state; merged, they are the one that all of them
+    in a single batch would have given.
+
+    >>> from scaledot.recipes import FP8_DELAYED
+    >>> start = init_state(FP8_DELAYED)
+    >>> a, b = (step(FP8_DELAYED, start, {t: jnp.float32(amax) for t in "xwg"}) for amax in (2.0, 8.0))
+    >>> float(merge(FP8_DELAYED, a, b)["x"].factor)
+    56.0
+    """
+    recipe = find_recipe(recipe)
+    if not states:
+        raise ValueError("merge needs at least one state")
+    for state in states:
+        check_state(recipe, state)
+    return {t: merged(cast, *(state[t] for state in states)) for t, cast in recipe.delayed.items()}
+
+
+def merged(cast: Cast, *states: AmaxHistory) -> AmaxHistory:
+    """Histories by max, and the factor of the largest magnitude: the smallest of those that stem from any magnitude."""
+    histories = jnp.stack([s.history for s in states])
+    factors = jnp.stack([s.factor for s in states])
+    live = jnp.stack([jnp.broadcast_to(_limit(cast, s.history) > 0, s.factor.shape) for s in states])
+    smallest = jnp.min(jnp.where(live, factors, np.float32(np.inf)), axis=0)
+    return AmaxHistory(jnp.max(histories, axis=0), jnp.where(jnp.any(live, axis=0), smallest, factors[0]))
+
+
+def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
+    """Raise unless the state is one of this recipe; names the first path that differs."""
+    expected = {path: f"float32[{size}]" for path, size in _leaves(recipe)}
+    if not isinstance(state, dict) and expected:
+        raise TypeError(f"`{name}` must be what init_state({recipe.name!r}) gives, not {type(state).__name__}")
+    check_tree(state, expected, name, recipe.name)
+
+
+def _leaves(recipe: Recipe):
+    for tensor, cast in recipe.delayed.items():
+        assert cast.delayed is not None
+        yield f"{tensor}/history", str(cast.delayed.length)
+        yield f"{tensor}/factor", ""
+
+
+def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
+    """Raise unless the leaves of a tree are those expected, as {path: dtype[shape]}."""
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): _described(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    for path in [*expected, *found]:
+        if found.get(path) != expected.get(path):
+            here, there = found.get(path, "nothing"), expected.get(path, "nothing")
+            raise ValueError(f"`{name}` is not one of {owner}: at {path!r} it has {here} and should have {there}")
+
+
+def _described(leaf) -> str:
+    """dtype[shape]; a factor may be written with an axis of 1."""
+    shape = jnp.shape(leaf)
+    return f"{jnp.result_type(leaf)}[{','.join(map(str, shape if shape != (1,) else ()))}]"
+
+
+def factor_of(cast: Cast, state: AmaxHistory) -> jax.Array:
+    """The factor to cast with: the stored one, which in a true state is never above what the history allows."""
+    factor = state.factor.reshape(())
+    limit = _limit(cast, state.history)
+    return jnp.where(limit > 0, jnp.minimum(factor, limit), jnp.clip(factor, 0, LARGEST_FACTOR))
+
+
+def _limit(cast: Cast, history: jax.Array) -> jax.Array:
+    """The largest factor that a history allows, 0 where it is empty."""
+    assert cast.delayed is not None
+    remembered = jnp.max(history) if cast.delayed.algorithm == "max" else history[-1]
+    return _factor(cast, remembered)
+
+
+def _factor(cast: Cast, amax: jax.Array) -> jax.Array:
+    """(F / amax) / 2^margin, at most 2^126; 0 where amax is 0."""
+    assert cast.delayed is not None
+    unit = np.float32(2.0**-cast.delayed.margin)
+    factor = jnp.minimum(divide(np.float32(cast.format.max), amax) * unit, LARGEST_FACTOR)
+    return jnp.where(amax > 0, factor, np.float32(0))
+
+
+def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
+    """The next state, from the largest finite magnitude of each tensor in this step."""
+    return {tensor: advance(cast, state[tensor], amax[tensor]) for tensor, cast in recipe.delayed.items()}
+
+
+def advance(cast: Cast, state: AmaxHistory, amax: jax.Array) -> AmaxHistory:
+    """One step of one history: record, derive the next factor, make room for the next step."""
+    delayed = cast.delayed
+    assert delayed is not None
+    used = factor_of(cast, state)
+    intact = used == state.factor.reshape(())
+    history = jnp.where(intact, state.history, np.float32(0)).at[0].set(amax)
+    largest = jnp.max(history) if delayed.algorithm == "max" else amax
+    factor = jnp.where(largest > 0, _factor(cast, largest), used)
+    if delayed.length > 1:  # a single slot is overwritten by the next step anyway
+        history = jnp.roll(history, -1).at[0].set(np.float32(0))
+    return AmaxHistory(history, factor.reshape(state.factor.shape))

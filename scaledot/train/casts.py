@@ -1,0 +1,102 @@
+"""Casts of a recipe laid on arrays.
+
+A Cast speaks of a kept and a summed axis; an array has labels. `Sides` says which labels of a tensor a product keeps
+and which it sums over, and from there on a cast is a call of `quantize`.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.array import ScaledArray
+from scaledot.numerics import blocks, calibrate
+from scaledot.numerics.bits import flush
+from scaledot.numerics.scale import multipliers
+from scaledot.ops.quantize import quantize
+from scaledot.recipes import Cast
+
+
+class Sides(NamedTuple):
+    """The labels of one tensor in one product; others are batch axes. Blocks run along the first of each."""
+
+    labels: str
+    kept: str
+    summed: str
+
+    def tile(self, cast: Cast) -> blocks.Block:
+        """Elements along each axis that share a scale."""
+        if cast.is_per_tensor:
+            return (0,) * len(self.labels)
+        entries = dict.fromkeys(self.labels, 1)
+        for group, size in zip((self.kept, self.summed), cast.tile, strict=True):
+            entries.update(dict.fromkeys(group, min(size, 1)))
+            entries.update(dict.fromkeys(group[:1], size))
+        return tuple(entries[c] for c in self.labels)
+
+    @property
+    def axis(self) -> int:
+        """The axis that blocks and rotations run along."""
+        return self.labels.index(self.summed[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A cast laid on an array: equal ones give equal codes, so one serves both."""
+
+    cast: Cast
+    tile: blocks.Block
+    rotated_axis: int | None
+
+    @classmethod
+    def on(cls, cast: Cast, sides: Sides) -> "Laid":
+        return cls(cast, sides.tile(cast), None if cast.rotation is None else sides.axis)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """All axes, the rotated one last, as `quantize` takes them."""
+        every = range(len(self.tile))
+        return tuple(sorted(every, key=lambda a: (a == self.rotated_axis, a)))
+
+    def quantize(self, x: jax.Array, factor: jax.Array | None = None, key: jax.Array | None = None) -> ScaledArray:
+        cast = self.cast
+        return quantize(
+            padded(x, self.rotated_axis, cast),
+            cast.format,
+            axis=self.axes,
+            block=tuple(self.tile[a] for a in self.axes),
+            calibration=cast.calibration,
+            rounding=cast.rounding,
+            key=key if cast.rounding == "stochastic" else None,
+            rotation=cast.rotation,
+            factor=factor,
+            pad=True,
+        )
+
+    def inside(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
+        """Where the calibration did not clip x; None if it never clips."""
+        if not self.cast.clips:
+            return None
+        parsed, block = calibrate.parse(self.cast.calibration), self.tile
+        x = flush(x.astype(jnp.float32))
+        if parsed.is_range:
+            low, high = calibrate.extremes(x, parsed, block)
+            return (x >= blocks.spread(low, x.shape, block)) & (x <= blocks.spread(high, x.shape, block))
+        if parsed.method == "mse":
+            # The magnitude that the search settled on, which the scale gives back to an ulp or two.
+            reach = np.float32(self.cast.format.max * (1 + 2.0**-21))
+            limit = math.prod(multipliers(q.scale, q.tensor_scale, q.format), start=jnp.asarray(reach))
+        else:
+            limit = calibrate.magnitude(x, parsed, block)
+        return jnp.abs(x) <= blocks.spread(limit, x.shape, block)
+
+
+def padded(x: jax.Array, axis: int | None, cast: Cast) -> jax.Array:
+    """Zeros at the end of an axis, up to whole groups of its rotation; zeros add nothing to what is summed."""
+    if cast.rotation is None or axis is None or not x.shape[axis] % cast.rotation.size:
+        return x
+    short = -x.shape[axis] % cast.rotation.size
+    return jnp.pad(x, [(0, short if a == axis else 0) for a in range(x.ndim)])

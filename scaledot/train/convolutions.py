@@ -1,0 +1,224 @@
+"""conv_general_dilated under a recipe.
+
+Blocks and rotations run along features in fwd and dgrad and along images in wgrad: these are the axes that each product
+sums over and that no window moves across. A cast over a whole axis takes in the positions as well, so "per token" is
+one scale per image. The gradients of a convolution are convolutions with other windows, and take the same kernels.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.ops.contraction import labels
+from scaledot.ops.conv import conv_general_dilated as scaled_conv
+from scaledot.ops.operands import Choice
+from scaledot.ops.quantize import amax, dequantize
+from scaledot.recipes import Cast, Recipe, find_recipe
+from scaledot.state import State
+from scaledot.train.casts import Laid, Sides
+from scaledot.train.dots import checked_state, float_operand, result_dtype, returned
+from scaledot.train.product import Operands, Rule, product
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def conv_general_dilated(
+    x,
+    w,
+    window_strides,
+    padding,
+    lhs_dilation=None,
+    rhs_dilation=None,
+    dimension_numbers=None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key=None,
+    out_sharding=None,
+    kernel: Choice = None,
+):
+    """`jax.lax.conv_general_dilated` of image x and kernel w under a recipe; other arguments as in `dot_general`.
+
+    >>> image, kernel = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
+    >>> conv_general_dilated(image, kernel, (1,), "VALID", recipe="fp8_current").shape
+    (1, 1, 3)
+    """
+    x, w = float_operand(x, "x"), float_operand(w, "w")
+    if batch_group_count != 1:
+        raise ValueError(f"`batch_group_count` {batch_group_count} is not offered in training; use feature groups")
+    recipe = find_recipe(recipe)
+    numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
+    spatial = len(numbers.lhs_spec) - 2
+    ones = (1,) * spatial
+    strides, before, within = (tuple(map(int, given or ones)) for given in (window_strides, lhs_dilation, rhs_dilation))
+    window = Window(numbers, x.shape, w.shape, strides, (), before, within, feature_group_count)
+    window = dataclasses.replace(window, padding=window.pairs(padding))
+    for _, tensor, cast in recipe.casts():
+        window.check_groups(cast, tensor)
+    dtype = result_dtype(preferred_element_type, x, w)
+    rule = Rule(Convolution(window), recipe, dtype, precision, out_sharding, kernel)
+    return returned(recipe, *product(rule, Operands(x, w, None, None), checked_state(recipe, state), key))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A convolution before data, and the windows of its gradients."""
+
+    numbers: lax.ConvDimensionNumbers
+    x_shape: tuple[int, ...]
+    w_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Pairs
+    lhs_dilation: tuple[int, ...]
+    rhs_dilation: tuple[int, ...]
+    groups: int
+
+    def pairs(self, padding) -> Pairs:
+        """Padding as a pair for each spatial axis."""
+        if isinstance(padding, str):
+            if any(d != 1 for d in self.lhs_dilation):
+                raise ValueError(f"`padding` {padding!r} must be spelt out where the image is dilated")
+            sizes = [self.x_shape[a] for a in self.numbers.lhs_spec[2:]]
+            padding = lax.padtype_to_pads(
+                sizes, self._reach(self.w_shape, self.numbers.rhs_spec, self.rhs_dilation), self.strides, padding
+            )
+        found = tuple((int(low), int(high)) for low, high in padding)
+        if len(found) != len(self.strides):
+            raise ValueError(f"`padding` {padding} must hold a pair for each of {len(self.strides)} spatial axes")
+        return found
+
+    @staticmethod
+    def _reach(shape: tuple[int, ...], spec: Sequence[int], dilation: tuple[int, ...]) -> list[int]:
+        """Spatial sizes of a dilated array."""
+        return [(shape[a] - 1) * d + 1 for a, d in zip(spec[2:], dilation, strict=True)]
+
+    def _reaches(self, g_shape: tuple[int, ...]):
+        """For each spatial axis the reach of image, kernel and result, and the padding in front."""
+        return zip(
+            self._reach(self.x_shape, self.numbers.lhs_spec, self.lhs_dilation),
+            self._reach(self.w_shape, self.numbers.rhs_spec, self.rhs_dilation),
+            self._reach(g_shape, self.numbers.out_spec, self.strides),
+            (low for low, _ in self.padding),
+            strict=True,
+        )
+
+    def check_groups(self, cast: Cast, tensor: str) -> None:
+        """Blocks and rotations along features must stay within a group of features."""
+        if self.groups == 1 or not cast.cuts:
+            return
+        sizes = {
+            "x": self.w_shape[self.numbers.rhs_spec[1]],
+            "g": self.w_shape[self.numbers.rhs_spec[0]] // self.groups,
+        }
+        needed = max(*cast.tile, cast.rotation.size if cast.rotation else 1)
+        for name in sizes if tensor == "w" else (tensor,):
+            if sizes[name] % needed:
+                raise ValueError(
+                    f"{cast} of {tensor} runs along features, and each of {self.groups} groups has {sizes[name]}, that "
+                    f"cannot be padded to {needed} within its group; use a recipe with a scale per tensor"
+                )
+
+    def fwd(self, x, w, **wanted) -> jax.Array:
+        return scaled_conv(
+            x, w, self.strides, self.padding, self.lhs_dilation, self.rhs_dilation, self.numbers, self.groups, **wanted
+        )
+
+    def dgrad(self, g, w, **wanted) -> jax.Array:
+        """The image's gradient: the kernel turned round slides over the result's."""
+        lhs, rhs, out = self.numbers
+        padding = []
+        for image, kernel, result, low in self._reaches(g.shape):
+            padding.append((kernel - 1 - low, image - result + low))
+        swapped = lax.ConvDimensionNumbers(out, (rhs[1], rhs[0], *rhs[2:]), lhs)
+        turned = _reversed(_groups_to_inputs(w, rhs, self.groups), rhs[2:])
+        return scaled_conv(
+            g, turned, self.lhs_dilation, padding, self.strides, self.rhs_dilation, swapped, self.groups, **wanted
+        )
+
+    def wgrad(self, x, g, **wanted) -> jax.Array:
+        """The kernel's gradient: the result's slides over the image, and images are summed over."""
+        (n, c, *image_axes), (o, i, *kernel_axes), (m, f, *result_axes) = self.numbers
+        padding = []
+        for image, kernel, result, low in self._reaches(g.shape):
+            padding.append((low, kernel - 1 - low + result - image))
+        swapped = lax.ConvDimensionNumbers((c, n, *image_axes), (f, m, *result_axes), (i, o, *kernel_axes))
+        return scaled_conv(
+            x,
+            g,
+            self.rhs_dilation,
+            padding,
+            self.lhs_dilation,
+            self.strides,
+            swapped,
+            batch_group_count=self.groups,
+            **wanted,
+        )
+
+
+def _groups_to_inputs(w, spec: Sequence[int], groups: int):
+    """A kernel (groups x out, in) as (out, groups x in); scales that span groups are multiplied out."""
+    if groups == 1:
+        return w
+    if isinstance(w, ScaledArray) and w.scale.size > 1:
+        w = dequantize(w, jnp.float32)
+    o, i = spec[:2]
+    shape = list(w.shape)
+    split = w.reshape(*shape[:o], groups, shape[o] // groups, *shape[o + 1 :])
+    order = [a for a in range(len(shape) + 1) if a != o]
+    at = order.index(i + 1 if i > o else i)
+    moved = split.transpose([*order[:at], o, *order[at:]])
+    shape[o], shape[i] = shape[o] // groups, groups * shape[i]
+    return moved.reshape(*shape)
+
+
+def _reversed(w, axes):
+    """The kernel turned round in space; blocks do not run there, so scales turn with their codes."""
+    if not isinstance(w, ScaledArray):
+        return lax.rev(w, axes)
+    data, scale, zero = (None if leaf is None else lax.rev(leaf, axes) for leaf in (w.data, w.scale, w.zero))
+    return dataclasses.replace(w, data=data, scale=scale, zero=zero)
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """x is images of features, w kernels from features to features."""
+
+    window: Window
+
+    def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
+        first = {"x": "nc", "w": "oi", "g": "no"}[tensor]
+        spec = self.window.numbers["xwg".index(tensor)]
+        letters = first + labels(len(spec) - 2, "nocix")
+        of = "".join(letters[spec.index(axis)] for axis in range(len(spec)))
+        summed = {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[product]
+        kept = "".join(c for c in first if c not in summed)
+        return Laid.on(cast, Sides(of, kept, "".join(c for c in letters if c not in kept)))
+
+    def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
+        return laid.quantize(x, factor, key)
+
+    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return x
+
+    def inside(self, laid: Laid, x: jax.Array, q: ScaledArray) -> jax.Array | None:
+        return laid.inside(x, q)
+
+    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return amax(x)
+
+    def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
+        return getattr(self.window, product)(lhs, rhs, **wanted)
+
+    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
+        raise NotImplementedError("a convolution has no bias of its own")
+
+    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
+        raise NotImplementedError("a convolution has no bias of its own")

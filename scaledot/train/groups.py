@@ -1,0 +1,254 @@
+"""ragged_dot under a recipe: rows in groups, each with its own matrix, as in a mixture of experts.
+
+Every group is quantised as if it were alone. Along features that needs nothing new. Down the rows, which wgrad sums
+over within each group, blocks and rotations must not straddle groups whose sizes are known only at run time: rows are
+first moved so that every group starts at a whole block, with zeros between. What is one number for a whole group (a
+scale per tensor or per channel, the tensor scale of a two-level format) is kept per group, beside the codes, and meets
+the result of wgrad, which has one matrix per group.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.kernels import operands
+from scaledot.numerics import blocks
+from scaledot.numerics.grouped import group_rows, quantize_tiles_parts
+from scaledot.ops.operands import Choice
+from scaledot.ops.plan import checked_groups, make_plan
+from scaledot.ops.quantize import amax, quantize, quantize_grouped
+from scaledot.ops.ragged import ragged_dot_general
+from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
+from scaledot.state import State
+from scaledot.train.casts import Laid, Sides, padded
+from scaledot.train.dots import checked_state, float_operand, result_dtype, returned
+from scaledot.train.product import Operands, Rule, product
+
+
+def ragged_dot(
+    x,
+    w,
+    group_sizes,
+    b=None,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key=None,
+    kernel: Choice = None,
+):
+    """`jax.lax.ragged_dot` under a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
+
+    Rows come in consecutive groups, which may be empty; rows past the last one give zeros and take no part in scales
+    or gradients. Every group is quantised as if it were alone, except that delayed scaling has one factor for all.
+    Other arguments as in `dot_general`.
+
+    >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
+    >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
+    Array([32., 96., 96.,  0.], dtype=float32)
+    """
+    x, w = float_operand(x, "x"), float_operand(w, "w")
+    b = None if b is None else float_operand(b, "b")
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"`x` (rows, k) and `w` (groups, k, n) must share k, not be of shapes {x.shape} and {w.shape}")
+    groups = checked_groups(group_sizes, x.shape[0])
+    if groups.shape[0] != w.shape[0]:
+        raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {w.shape[0]} matrices")
+    if b is not None and b.shape != (w.shape[0], w.shape[2]):
+        raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
+    recipe = find_recipe(recipe)
+    kind = Groups(_rows_together(recipe.wgrad))
+    rule = Rule(kind, recipe, result_dtype(preferred_element_type, x, w), precision, kernel=kernel)
+    return returned(recipe, *product(rule, Operands(x, w, b, groups), checked_state(recipe, state), key))
+
+
+def _rows_together(wgrad: Gemm | None) -> int:
+    """How many rows of one group a block or a rotation of wgrad needs."""
+    sizes = [1]
+    for cast in (wgrad.lhs, wgrad.rhs) if wgrad else ():
+        if cast is not None:
+            sizes += [max(cast.tile[1], 1), cast.rotation.size if cast.rotation else 1]
+    return math.lcm(*sizes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerGroup:
+    """Codes of rows, and the scales that each group has for itself: (groups, 1) or (groups, features)."""
+
+    codes: ScaledArray
+    scale: jax.Array
+
+
+class LaidRows(NamedTuple):
+    """A cast of rows in groups. tile: (rows, features) that share a scale. together: rows that groups come in."""
+
+    cast: Cast
+    tile: tuple[int, int]
+    axis: int  # that blocks and rotations run along
+    together: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
+
+    together: int
+
+    def lay(self, cast: Cast, product: str, tensor: str) -> Laid | LaidRows:
+        if tensor == "w":
+            return Laid.on(cast, Sides("kn", "n", "k") if product == "fwd" else Sides("kn", "k", "n"))
+        if cast.calibration != "absmax":
+            raise ValueError(f"`calibration` {cast.calibration!r} of {cast} is not offered for rows in groups")
+        kept, summed = cast.tile
+        if product != "wgrad":
+            return LaidRows(cast, (kept, summed), 1, 1)
+        tile, axis = ((0, 0), 1) if cast.is_per_tensor else ((summed, kept), 0)
+        return LaidRows(cast, tile, axis, self.together)
+
+    def quantize(self, laid, x: jax.Array, groups, factor, key) -> Any:
+        if isinstance(laid, Laid):
+            return _each_matrix(laid, x, factor, key)
+        x, groups = spaced(x, groups, laid.together), _whole(groups, laid.together)
+        if factor is not None:
+            return quantize(_members(x, groups), laid.cast.format, factor=factor)
+        if laid.tile[0] == 0:
+            return _per_group(laid, x, groups, key)
+        if laid.axis == 1:
+            return _along_features(laid, padded(x, 1, laid.cast), groups, key)
+        return _down_the_rows(laid, x, groups, key)
+
+    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return spaced(x, groups, self.together) if product == "wgrad" else x
+
+    def inside(self, laid, x: jax.Array, q) -> jax.Array | None:
+        return jax.vmap(laid.inside)(x, q) if isinstance(laid, Laid) else None
+
+    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return amax(x if tensor == "w" else _members(x, groups))
+
+    def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
+        wanted.pop("out_sharding")
+        if product != "wgrad":
+            lhs = _by_row(lhs, groups) if isinstance(lhs, PerGroup) else lhs
+            summed = 1 if product == "fwd" else 2
+            numbers = lax.RaggedDotDimensionNumbers((((1,), (summed,)), ((), ())), [0], [0])
+            return ragged_dot_general(lhs, rhs, groups, numbers, **wanted)
+        dtype = wanted.pop("preferred_element_type")
+        (lhs, left), (rhs, right) = (
+            (x.codes, [x.scale[:, :, None].swapaxes(1, axis)]) if isinstance(x, PerGroup) else (x, [])
+            for x, axis in ((lhs, 1), (rhs, 2))
+        )
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        sizes = _whole(groups, self.together)
+        total = ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=wide, **wanted)
+        return operands.scaled(total, left, right).astype(dtype)
+
+    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
+        group = _group_of(groups, y.shape[0])
+        return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
+
+    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
+        count = groups.shape[0]
+        return jax.ops.segment_sum(g.astype(jnp.float32), _group_of(groups, g.shape[0]), count + 1)[:count]
+
+
+def _each_matrix(laid: Laid, w: jax.Array, factor, key) -> ScaledArray:
+    keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(w.shape[0]))
+    return jax.vmap(lambda matrix, k: laid.quantize(matrix, factor, k))(w, keys)
+
+
+def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> PerGroup:
+    """One scale, or one per feature, for all rows of a group."""
+    q = quantize_grouped(
+        x, groups, laid.cast.format, axis=(0, 1), block=laid.tile, rounding=laid.cast.rounding, key=key, pad=True
+    )
+    return PerGroup(_unscaled(q), q.scale[_first_rows(groups, x.shape[0])])
+
+
+def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> ScaledArray:
+    cast = laid.cast
+    how = {"rounding": cast.rounding, "key": key, "rotation": cast.rotation}
+    return quantize_grouped(x, groups, cast.format, axis=(0, 1), block=laid.tile, pad=True, **how)
+
+
+def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> PerGroup | ScaledArray:
+    """Blocks that run down rows which come in whole blocks of one group."""
+    tiles = x.reshape(-1, laid.together, x.shape[1])
+    rows, features = laid.tile
+    plan = make_plan(
+        tiles, laid.cast.format, (0, 2, 1), (1, features, rows), "absmax", None, laid.cast.rotation, None, pad=True
+    )
+    group = _group_of(groups // laid.together, tiles.shape[0])
+    parts = _quantize_tiles(plan, tiles, group, groups.shape[0] + 1, key)
+    rotation = plan.rotation and dataclasses.replace(plan.rotation, axis=-2)
+    flat = ScaledArray(
+        parts.data.reshape(x.shape),
+        parts.scale.reshape(-1, parts.scale.shape[-1]),
+        format=plan.format,
+        block=blocks.trim((rows, features)),
+        dtype=plan.dtype,
+        rotation=rotation,
+    )
+    if parts.tensor_scale is None:
+        return flat
+    scale = parts.tensor_scale[_first_rows(groups // laid.together, tiles.shape[0])][:, None]
+    return PerGroup(dataclasses.replace(flat, tensor_scale=jnp.ones((), jnp.float32)), scale)
+
+
+_quantize_tiles = jax.jit(quantize_tiles_parts, static_argnums=(0, 3))
+
+
+def _unscaled(q: ScaledArray) -> ScaledArray:
+    return dataclasses.replace(q, scale=jnp.ones((1, 1), q.scale.dtype), block=(0, 0))
+
+
+def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:
+    """An ordinary array whose scale is repeated for every row."""
+    group = jnp.minimum(_group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
+    return dataclasses.replace(x.codes, scale=x.scale[group], block=(0,))
+
+
+def _group_of(groups: jax.Array, rows: int) -> jax.Array:
+    """The group of each row; as many as there are groups for rows past the last."""
+    return group_rows(groups, rows, 0)[0]
+
+
+def _first_rows(groups: jax.Array, rows: int) -> jax.Array:
+    return jnp.minimum(jnp.cumsum(groups) - groups, rows - 1)
+
+
+def _members(x: jax.Array, groups: jax.Array) -> jax.Array:
+    """x with zeros in rows of no group."""
+    inside = jnp.arange(x.shape[0]) < jnp.sum(groups)
+    return jnp.where(inside[:, None], x, jnp.zeros_like(x))
+
+
+def _whole(groups: Any, together: int) -> Any:
+    """Sizes rounded up to multiples."""
+    return -(-groups // together) * together
+
+
+def spaced(x: jax.Array, groups: jax.Array, together: int) -> jax.Array:
+    """Rows moved so that every group starts at a multiple of `together`, with zeros between.
+
+    How many rows there will be is not known before the data; the result has room for the worst case.
+    """
+    if together == 1:
+        return x
+    rows, count = x.shape[0], groups.shape[0]
+    room = _whole(rows + min(count, rows) * (together - 1), together)
+    whole = _whole(groups, together)
+    group = _group_of(whole, room)
+    starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (groups, whole))
+    within = jnp.arange(room) - targets[group]
+    valid = (group < count) & (within < jnp.append(groups, 0)[group])
+    return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))

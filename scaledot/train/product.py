@@ -1,0 +1,246 @@
+"""The one differentiated product: any contraction under a Recipe, with state and key threaded through.
+
+Forward casts x and w and multiplies. Differentiated, it also casts them for the products of the backward pass, from
+full precision, and keeps those codes instead of the arrays. Backward casts the gradient once for each of dgrad and
+wgrad, and multiplies. A cast that gives the same codes in both of a tensor's products is made once.
+
+How operands are laid out, cast and multiplied is the business of a Kind: `dots`, `groups` or `convolutions`.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from scaledot import state as states
+from scaledot.kernels.manual import summed_as, varying
+from scaledot.ops.operands import Choice
+from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
+from scaledot.state import AmaxHistory, State
+
+# The names under which jax.checkpoint finds the results of products and what they keep for the backward pass.
+GEMM_NAME = "scaledot_gemm"
+RESIDUAL_NAME = "scaledot_residual"
+
+
+class Kind(Protocol):
+    """A kind of product. `groups` are the sizes of ragged groups, None elsewhere."""
+
+    def lay(self, cast: Cast, product: str, tensor: str) -> Hashable:
+        """The cast laid on a tensor; equal ones give equal codes."""
+        ...
+
+    def quantize(self, laid, x: jax.Array, groups, factor: jax.Array | None, key: jax.Array | None) -> Any:
+        """Codes of x, in the form that `multiply` takes."""
+        ...
+
+    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> Any:
+        """An unquantised operand in the form that `multiply` takes."""
+        ...
+
+    def inside(self, laid, x: jax.Array, q) -> jax.Array | None:
+        """Where a cast did not clip."""
+        ...
+
+    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
+        """The largest finite magnitude that takes part."""
+        ...
+
+    def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array: ...
+
+    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array: ...
+
+    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
+        """float32 sums of g over everything that shares a bias."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Everything about a product that is known before data."""
+
+    kind: Kind
+    recipe: Recipe
+    dtype: np.dtype
+    precision: Any = None
+    out_sharding: Any = None
+    kernel: Choice = None
+
+
+class Operands(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    bias: jax.Array | None
+    groups: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """What is remembered of a primal: its type and nothing else."""
+
+    type: Any = dataclasses.field(metadata={"static": True})
+
+
+class Residuals(NamedTuple):
+    """What the backward pass needs. x and w are codes; `like` are the types of x, w and bias."""
+
+    x: Any
+    w: Any
+    inside_x: jax.Array | None
+    inside_w: jax.Array | None
+    state: State
+    amax: dict[str, jax.Array]
+    groups: jax.Array | None
+    key: jax.Array | None
+    like: tuple[Like, Like, Like | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(rule: Rule, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
+    """The forward product alone, as it is computed when nobody differentiates."""
+    casts = Casts(rule, operands.groups, state, key)
+    x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
+    return _forward_product(rule, operands, x, w), state
+
+
+def _forward_product(rule: Rule, operands: Operands, x, w) -> jax.Array:
+    wanted = {"precision": rule.precision, "out_sharding": rule.out_sharding, "kernel": rule.kernel}
+    if operands.bias is None:
+        return rule.kind.multiply("fwd", x, w, operands.groups, preferred_element_type=rule.dtype, **wanted)
+    wide = np.dtype(np.float64 if rule.dtype == np.float64 else np.float32)
+    y = rule.kind.multiply("fwd", x, w, operands.groups, preferred_element_type=wide, **wanted)
+    return rule.kind.add_bias(y, operands.bias.astype(wide), operands.groups).astype(rule.dtype)
+
+
+def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None):
+    _check_key(rule.recipe, key, rule.recipe.stochastic)
+    casts = Casts(rule, operands.groups, state, key)
+    x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
+    kept_x, inside_w = casts.kept("wgrad", "x", operands.x, straight=x), casts.inside("wgrad", "w", operands.w, w)
+    kept_w, inside_x = casts.kept("dgrad", "w", operands.w, straight=w), casts.inside("dgrad", "x", operands.x, x)
+    y = checkpoint_name(_forward_product(rule, operands, x, w), GEMM_NAME)
+    x_like, w_like = Like(jax.typeof(operands.x)), Like(jax.typeof(operands.w))
+    like = x_like, w_like, None if operands.bias is None else Like(jax.typeof(operands.bias))
+    amaxes = {t: rule.kind.amax(t, a, operands.groups) for t, a in (("x", operands.x), ("w", operands.w)) if t in state}
+    kept = Residuals(kept_x, kept_w, inside_x, inside_w, state, amaxes, operands.groups, key, like)
+    return (y, state), kept
+
+
+def _backward(rule: Rule, kept: Residuals, cotangents: tuple[jax.Array, State]):
+    g, later = cotangents
+    x_like, w_like, bias_like = kept.like
+    casts = Casts(rule, kept.groups, kept.state, kept.key)
+    dx = casts.gradient("dgrad", casts.kept("dgrad", "g", g, straight=g), kept.w, x_like, kept.inside_x)
+    dw = casts.gradient("wgrad", kept.x, casts.kept("wgrad", "g", g, straight=g), w_like, kept.inside_w)
+    db = None if bias_like is None else _as_primal(rule.kind.bias_gradient(g, kept.groups), bias_like)
+    amaxes = kept.amax | ({"g": rule.kind.amax("g", g, kept.groups)} if "g" in kept.state else {})
+    return Operands(dx, dw, db, _no_tangent(kept.groups)), _next(rule, kept.state, amaxes, later), _no_tangent(kept.key)
+
+
+_product.defvjp(_forward, _backward)
+
+
+def product(rule: Rule, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
+    """The result, and the state to give to the next use."""
+    return typing.cast(tuple[jax.Array, State], _product(rule, operands, state, key))
+
+
+def _next(rule: Rule, state: State, amaxes: dict[str, jax.Array], later: State) -> State:
+    """The next state, merged with what later uses of the same state have seen."""
+    advanced = {}
+    for tensor, cast in rule.recipe.delayed.items():
+        mine = states.advance(cast, state[tensor], _largest_anywhere(amaxes[tensor], state[tensor]))
+        advanced[tensor] = states.merged(cast, mine, later[tensor])
+    return advanced
+
+
+def _largest_anywhere(amax: jax.Array, state: AmaxHistory) -> jax.Array:
+    """The largest magnitude over the devices of a shard_map that share the state."""
+    axes = varying(amax) - varying(state.history)
+    return lax.pmax(amax, tuple(axes)) if axes else amax
+
+
+class Casts:
+    """The casts of one pass, each made once."""
+
+    def __init__(self, rule: Rule, groups, state: State, key: jax.Array | None):
+        self.rule, self.groups, self.state, self.key = rule, groups, state, key
+        self.seen: dict[tuple[str, Hashable], Any] = {}
+
+    def made(self, product: str, tensor: str, x: jax.Array) -> Any:
+        """x as one product takes it: cast, or as it is."""
+        kind, cast = self.rule.kind, cast_of(self.rule.recipe, product, tensor)
+        if cast is None:
+            return kind.plain(product, tensor, x, self.groups)
+        laid = kind.lay(cast, product, tensor)
+        if (tensor, laid) not in self.seen:
+            q = kind.quantize(laid, x, self.groups, self._factor(cast, tensor), self._key(cast, product, tensor))
+            self.seen[tensor, laid] = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), q)
+        return self.seen[tensor, laid]
+
+    def kept(self, product: str, tensor: str, x: jax.Array, straight: Any) -> Any:
+        """x as a product of the backward pass takes it; straight-through it is what forward multiplied."""
+        return straight if getattr(self.rule.recipe, product) is None else self.made(product, tensor, x)
+
+    def inside(self, product: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
+        """Where a straight-through gradient passes; None for everywhere."""
+        cast = cast_of(self.rule.recipe, "fwd", tensor)
+        if cast is None or not cast.clips or getattr(self.rule.recipe, product) is not None:
+            return None
+        return self.rule.kind.inside(self.rule.kind.lay(cast, "fwd", tensor), x, q)
+
+    def gradient(self, product: str, lhs, rhs, like: Like, inside: jax.Array | None) -> jax.Array:
+        """One product of the backward pass, typed as its primal."""
+        sharding = like.type.sharding
+        result = self.rule.kind.multiply(
+            product,
+            lhs,
+            rhs,
+            self.groups,
+            preferred_element_type=like.type.dtype,
+            precision=self.rule.precision,
+            out_sharding=None if sharding.mesh.empty else sharding,
+            kernel=self.rule.kernel,
+        )
+        if inside is not None:
+            result = jnp.where(inside, result, jnp.zeros_like(result))
+        return _as_primal(result, like)
+
+    def _factor(self, cast: Cast, tensor: str) -> jax.Array | None:
+        return None if cast.delayed is None else states.factor_of(cast, self.state[tensor])
+
+    def _key(self, cast: Cast, product: str, tensor: str) -> jax.Array | None:
+        """Independent bits for each cast of a step."""
+        if cast.rounding != "stochastic":
+            return None
+        _check_key(self.rule.recipe, self.key, (f"{tensor} of {product}",))
+        assert self.key is not None
+        every = [(p, t) for p, tensors in PRODUCTS.items() for t in tensors]
+        return jax.random.fold_in(self.key, every.index((product, tensor)))
+
+
+def cast_of(recipe: Recipe, product: str, tensor: str) -> Cast | None:
+    gemm: Gemm | None = getattr(recipe, product)
+    return None if gemm is None else (gemm.lhs, gemm.rhs)[PRODUCTS[product].index(tensor)]
+
+
+def _check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
+    if stochastic and key is None:
+        raise ValueError(f"{recipe.name} rounds {', '.join(stochastic)} by chance; give a `key`, new in each step")
+
+
+def _as_primal(gradient: jax.Array, like: Like) -> jax.Array:
+    """A gradient in the dtype of its primal, summed over the mesh axes along which the primal is one."""
+    return summed_as(gradient, like.type).astype(like.type.dtype)
+
+
+def _no_tangent(x: jax.Array | None) -> Any:
+    return None if x is None else np.zeros(jnp.shape(x), jax.dtypes.float0)

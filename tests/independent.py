@@ -1,0 +1,258 @@
+"""A second implementation of sections 1 to 6 of numerics.md, in numpy alone, that tests hold the library to.
+
+It shares nothing with the library. Every operation that decides a code or a scale is one correctly rounded float32
+operation, in the order of the specification; only decoded values (and the error that four_over_six compares) are
+float64. Where the specification leaves a choice open, a comment starting with "Choice:" says which one is taken.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+f32 = np.float32
+SMALLEST_NORMAL = f32(2.0**-126)
+LARGEST_FACTOR = f32(2.0**126)
+LARGEST_FLOAT32 = np.finfo(np.float32).max
+
+
+class Element(NamedTuple):
+    """A float element type: its largest value, the exponent of its smallest normal and its mantissa width."""
+
+    largest: float
+    smallest_exponent: int
+    mantissa_bits: int
+    has_nan: bool
+
+
+E4M3 = Element(448.0, -6, 3, True)
+E5M2 = Element(57344.0, -14, 2, True)
+E2M3 = Element(7.5, 0, 3, False)
+E2M1 = Element(6.0, 0, 1, False)
+
+# format: (element, or the bound B of an integer format; kind of scale; block along the contracted axis, 0 = all of it)
+FORMATS = {
+    "fp8_e4m3": (E4M3, "float32", 0),
+    "fp8_e5m2": (E5M2, "float32", 0),
+    "mxfp8": (E4M3, "ceil", 32),
+    "mxfp8_e5m2": (E5M2, "ceil", 32),
+    "mxfp6_e2m3": (E2M3, "ceil", 32),
+    "mxfp4": (E2M1, "even", 32),
+    "nvfp4": (E2M1, "nvfp4", 16),
+    "int8": (127, "integer", 0),
+    "int4": (7, "integer", 0),
+}
+
+
+class Quantized(NamedTuple):
+    """Decoded codes, the scale of every element and the tensor scale, all float64."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+    tensor_scale: np.float64
+
+    @property
+    def values(self):
+        """The values that the codes stand for (of the rotated tensor where there was a rotation)."""
+        return self.codes * self.scale * self.tensor_scale
+
+
+# Section 1 and 4: elements and rounding.
+
+
+def flush(x):
+    """Replace float32 subnormals by zeros of the same sign."""
+    return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(f32(0), x), x)
+
+
+def round_float(x, element, uniform=None):
+    """Clip float32 values and round them to a float element: nearest even, or stochastically on magnitudes."""
+    magnitude = np.minimum(np.abs(x), f32(element.largest))  # a NaN stays NaN
+    exponent = np.frexp(np.where(np.isnan(magnitude), f32(0), magnitude))[1] - 1
+    exponent = np.maximum(exponent, element.smallest_exponent)
+    step = np.ldexp(f32(1), exponent - element.mantissa_bits)
+    count = magnitude / step  # exact: step is a power of two
+    if uniform is None:
+        count = np.rint(count)
+    else:
+        lower = np.floor(count)
+        count = lower + (count - lower > uniform).astype(f32)
+    return np.copysign(count * step, x)
+
+
+def round_integer(x, bound, uniform=None):
+    """Clip float32 values and round them to integers: nearest even, or stochastically upwards from the floor."""
+    x = np.clip(x, f32(-bound), f32(bound))
+    if uniform is None:
+        return np.rint(x) + f32(0)
+    lower = np.floor(x)
+    return lower + (x - lower > uniform).astype(f32)
+
+
+def bfloat16(x):
+    """Round float32 values to bfloat16 and return them as float32."""
+    return x.astype(ml_dtypes.bfloat16).astype(f32)
+
+
+# Blocks.
+
+
+def in_blocks(x, block):
+    """Pad with zeros to whole blocks and reshape to (block rows, rows, block columns, columns)."""
+    rows, columns = block
+    x = np.pad(x, ((0, -x.shape[0] % rows), (0, -x.shape[1] % columns)))
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def spread(per_block, block, shape):
+    """Repeat one number per block over the elements of an array of the given shape."""
+    whole = per_block.repeat(block[0], axis=0).repeat(block[1], axis=1)
+    return whole[: shape[0], : shape[1]]
+
+
+def block_amax(x, block):
+    """The largest finite magnitude of every block."""
+    magnitude = np.where(np.isfinite(x), np.abs(x), f32(0))
+    return in_blocks(magnitude, block).max(axis=(1, 3))
+
+
+# Section 2: scales.
+
+
+def float32_factor(amax, largest):
+    """The factor that a per tensor, per channel or block fp8 cast multiplies by."""
+    factor = np.minimum(f32(largest) / amax, LARGEST_FACTOR)
+    return np.where(amax == 0, f32(1), factor)
+
+
+def e8m0_ceil(amax, element):
+    """The E8M0 code by the rule `ceil`, with the subnormal products that IEEE arithmetic gives."""
+    bits = (amax * f32(1 / element.largest)).view(np.uint32).astype(np.int64)
+    field, mantissa = bits >> 23, bits & 0x7FFFFF
+    bump = np.where(field == 0, mantissa > 0x400000, (mantissa != 0) & (field != 254))
+    return field + bump
+
+
+def e8m0_even(amax, element):
+    """The E8M0 code by the rule `even`."""
+    bits = amax.view(np.uint32).astype(np.int64)
+    half = 1 << (22 - element.mantissa_bits)
+    largest_exponent = int(np.frexp(element.largest)[1]) - 1
+    return np.clip(((bits + half) >> 23) - largest_exponent, 0, 254)
+
+
+def nvfp4_cast(x, block, target, tensor_factor, uniform):
+    """Codes and e4m3 block scales, given S as `tensor_factor`, that map the maximum of every block to `target`."""
+    # Choice: another target than 6 replaces the constant float32(1/6) by float32(1/target); S and t do not change.
+    d = block_amax(x, block) * (tensor_factor * f32(1 / target))
+    d8 = spread(round_float(d, E4M3), block, x.shape)
+    # Choice: a subnormal product d8 * (1/S), possible only for A < 2688 * 2^-117, is kept as IEEE gives it.
+    factor = np.minimum(f32(1) / (d8 * (f32(1) / tensor_factor)), LARGEST_FLOAT32)
+    codes = round_float(x * factor, E2M1, uniform)
+    # Choice: the zero codes of a block with d8 = 0 keep the sign of the element.
+    return np.where(d8 == 0, np.copysign(f32(0), x), codes), d8
+
+
+def quantize_nvfp4(x, block, uniform, search, guard):
+    """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale."""
+    amax = block_amax(x, x.shape)[0, 0]
+    tensor_factor = np.minimum(f32(2688) / amax, LARGEST_FACTOR) if amax > 0 else f32(1)
+    t = np.maximum(amax / f32(2688), SMALLEST_NORMAL) if amax > 0 else f32(1)
+    shrink = 16 / 17 if guard else 1
+    first = quantized(*nvfp4_cast(x, block, 6 * shrink, tensor_factor, uniform), t)
+    if search is None:
+        return first
+    assert search == "four_over_six"
+    assert uniform is None, "the specification does not say which codes the search compares under stochastic rounding"
+    second = quantized(*nvfp4_cast(x, block, 4 * shrink, tensor_factor, uniform), t)
+    # Choice: the squared error is that of the final values, summed in float64; a tie keeps 6; infinities do not count.
+    finite, exact = np.isfinite(x), np.where(np.isfinite(x), x, 0).astype(np.float64)
+    errors = [in_blocks(np.where(finite, q.values - exact, 0) ** 2, block).sum(axis=(1, 3)) for q in (first, second)]
+    four = spread(errors[1] < errors[0], block, x.shape)
+    return quantized(np.where(four, second.codes, first.codes), np.where(four, second.scale, first.scale), t)
+
+
+def quantized(codes, scale, tensor_scale=1.0):
+    """Put a result together in float64."""
+    return Quantized(codes.astype(np.float64), scale.astype(np.float64), np.float64(tensor_scale))
+
+
+@np.errstate(all="ignore")
+def quantize(
+    x, format, axis, *, block=None, uniform=None, rotation=None, factor=None, search=None, guard=False
+) -> Quantized:
+    """Quantise a 2-D float32 array whose contracted axis is `axis`, as numerics.md defines it."""
+    element, kind, length = FORMATS[format]
+    assert factor is None or kind == "float32", "a given factor is for per tensor fp8"
+    assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
+    x = flush(np.asarray(x, f32))
+    if rotation is not None:
+        x = flush(hadamard(x, axis, *rotation))
+    if uniform is not None:
+        uniform = np.asarray(uniform, f32)
+        # Choice: where a rotation padded the axis, the caller gives numbers for the padded shape.
+        assert uniform.shape == x.shape
+    if block is None:
+        other = 0 if kind == "float32" else 1
+        block = (length, other) if axis == 0 else (other, length)
+    block = tuple(size or whole for size, whole in zip(block, x.shape, strict=True))
+    if kind == "integer" or not element.has_nan:
+        x = np.where(np.isnan(x), f32(0), x)
+
+    if kind == "nvfp4":
+        return quantize_nvfp4(x, block, uniform, search, guard)
+    amax = block_amax(x, block)
+    if kind == "float32":
+        per_block = float32_factor(amax, element.largest) if factor is None else np.full_like(amax, f32(factor))
+        scale = spread(f32(1) / per_block, block, x.shape)
+        return quantized(round_float(x * spread(per_block, block, x.shape), element, uniform), scale)
+    if kind == "integer":
+        # Choice: only amax = 0 gives scale 1; a quotient that would be subnormal becomes 2^-126.
+        scale = np.where(amax == 0, f32(1), np.maximum(amax / f32(element), SMALLEST_NORMAL))
+        inv = spread(f32(1) / scale, block, x.shape)
+        return quantized(round_integer(x * inv, element, uniform), spread(scale, block, x.shape))
+    e = spread((e8m0_ceil if kind == "ceil" else e8m0_even)(amax, element), block, x.shape)
+    codes = round_float(np.ldexp(x, (127 - e).astype(np.int32)), element, uniform)
+    return quantized(codes, np.ldexp(1.0, (e - 127).astype(np.int32)))
+
+
+# Section 3: the random Hadamard transform.
+
+
+def hadamard(x, axis, size, mask):
+    """Rotate groups of `size` elements along `axis`, padded with zeros to whole groups; bit i of `mask` is a minus."""
+    x = np.moveaxis(flush(np.asarray(x, f32)), axis, -1)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    signs = np.array([-1 if mask >> i & 1 else 1 for i in range(size)], f32)
+    groups = bfloat16(x).reshape(*x.shape[:-1], -1, size) * signs
+    stride = 1
+    while stride < size:
+        pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        groups = np.stack([low + high, low - high], axis=-2).reshape(groups.shape)
+        stride *= 2
+    assert stride == size, "the size is a power of two"
+    rotated = bfloat16(groups * f32(size**-0.5))
+    return np.moveaxis(rotated.reshape(x.shape), -1, axis)
+
+
+# Section 6: delayed scaling.
+
+
+class Delayed:
+    """The state of one cast with delayed scaling; `factor` is what the next cast multiplies by."""
+
+    def __init__(self, length, largest, margin=0, most_recent=False):
+        self.largest, self.margin, self.most_recent = f32(largest), margin, most_recent
+        self.history = np.zeros(length, f32)
+        self.factor = f32(1)
+
+    @np.errstate(all="ignore")
+    def step(self, amax):
+        """Record the amax of a step whose cast used the present factor, and derive the next factor."""
+        self.history[0] = amax
+        present = self.history[0] if self.most_recent else self.history.max()
+        if present > 0:
+            self.factor = np.minimum((self.largest / present) / f32(2.0**self.margin), LARGEST_FACTOR)
+        self.history = np.roll(self.history, -1)
+        self.history[0] = 0
