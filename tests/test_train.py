@@ -1,0 +1,645 @@
+"""Products under every recipe, held to float64 products of operands that a second implementation quantised."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from independent import quantize as reference_quantize
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import assert_one_rounding, equations
+
+import scaledot as sd
+from scaledot import recipes, train
+from scaledot.numerics.rounding import uniform_of
+from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
+
+KEY = jax.random.key(7)
+HADAMARD = (16, 0xD7E8)
+
+# What each recipe quantises, written out: the arguments of the reference cast of (tensor, product); axis 0 or 1 is
+# the one that the product sums over. x is (m, k), w is (k, n), g is (m, n).
+ROLES = {"fwd": (("x", 1), ("w", 0)), "dgrad": (("g", 1), ("w", 1)), "wgrad": (("x", 0), ("g", 0))}
+
+
+def per_tensor(x, g):
+    return {"fwd": (x, x), "dgrad": (g, x), "wgrad": (x, g)}
+
+
+def along(name, size, **more):
+    """A block of that many elements along the summed axis."""
+    return lambda axis: {"format": name, "block": (1, size) if axis else (size, 1), **more}
+
+
+def whole(name, **more):
+    return lambda axis: {"format": name, **more}
+
+
+def stochastic(cast):
+    return lambda axis: {**cast(axis), "stochastic": True}
+
+
+def square(name, size, **more):
+    return lambda axis: {"format": name, "block": (size, size), **more}
+
+
+E4M3, E5M2, MX = whole("fp8_e4m3"), whole("fp8_e5m2"), whole("mxfp8")
+LINE, SQUARE = along("fp8_e4m3", 128), square("fp8_e4m3", 128)
+NV, NV_ROTATED = whole("nvfp4"), whole("nvfp4", rotation=HADAMARD)
+INT8, INT8_LINE, INT4_LINE = whole("int8"), along("int8", 128), along("int4", 128)
+INT8_ROTATED = along("int8", 128, rotation=HADAMARD)
+EXPECTED = {
+    "fp8_current": per_tensor(E4M3, E5M2),
+    "fp8_delayed": per_tensor(E4M3, E5M2),
+    "fp8_block": {"fwd": (LINE, SQUARE), "dgrad": (LINE, SQUARE), "wgrad": (LINE, LINE)},
+    "mxfp8": per_tensor(MX, MX),
+    "nvfp4": {
+        "fwd": (NV, square("nvfp4", 16)),
+        "dgrad": (stochastic(NV), square("nvfp4", 16)),
+        "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
+    },
+    "nvfp4_four_over_six": {
+        "fwd": (whole("nvfp4", search="four_over_six"), square("nvfp4", 16, search="four_over_six")),
+        "dgrad": (stochastic(NV), square("nvfp4", 16, search="four_over_six")),
+        "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
+    },
+    "int8": {"fwd": (INT8, INT8), "dgrad": (stochastic(INT8), INT8), "wgrad": (INT8, stochastic(INT8))},
+    "int8_block": {
+        "fwd": (INT8_ROTATED, INT8_ROTATED),
+        "dgrad": (stochastic(INT8_LINE), INT8_LINE),
+        "wgrad": (INT8_LINE, stochastic(INT8_LINE)),
+    },
+    "int8_qat": {"fwd": (INT8, INT8)},
+    "fp8_qat": {"fwd": (E4M3, E4M3)},
+    "w8a16_qat": {"fwd": (None, INT8)},
+    "w4a16_qat": {"fwd": (None, INT4_LINE)},
+    "w4a8_qat": {"fwd": (INT8, INT4_LINE)},
+}
+# How often x, w and g are cast in a step.
+CASTS_PER_STEP = {
+    "fp8_current": (1, 1, 1),
+    "fp8_delayed": (1, 1, 1),
+    "fp8_block": (2, 1, 2),
+    "mxfp8": (2, 2, 2),
+    "nvfp4": (2, 1, 2),
+    "nvfp4_four_over_six": (2, 1, 2),
+    "int8": (2, 2, 2),
+    "int8_block": (2, 2, 2),
+    "int8_qat": (1, 1, 0),
+    "fp8_qat": (1, 1, 0),
+    "w8a16_qat": (0, 1, 0),
+    "w4a16_qat": (0, 1, 0),
+    "w4a8_qat": (1, 1, 0),
+}
+
+
+def test_the_tables_of_these_tests_are_complete():
+    assert set(EXPECTED) == set(CASTS_PER_STEP) == set(RECIPES)
+
+
+def normal(seed, shape, dtype=jnp.float32, spread=1.0):
+    return (spread * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def assert_same(a, b):
+    """Equal up to the order of float32 sums of some hundred products."""
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * float(np.max(np.abs(b), initial=1e-30)))
+
+
+def exact(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def values(tensors, recipe, product, side, factors=None):
+    """The float64 values that one operand of one product stands for, and whether it was rotated."""
+    tensor, axis = ROLES[product][side]
+    x = tensors[tensor]
+    if product not in EXPECTED[recipe]:
+        # Straight-through: g as it is, the other operand as forward multiplied it, turned back if it was rotated.
+        return exact(x) if tensor == "g" else values(tensors, recipe, "fwd", "xw".index(tensor))
+    make = EXPECTED[recipe][product][side]
+    if make is None:
+        return exact(x)
+    cast = make(axis)
+    if cast.pop("stochastic", False):
+        order = ["fwd x", "fwd w", "dgrad g", "dgrad w", "wgrad x", "wgrad g"]
+        shape = list(x.shape)
+        shape[axis] += -shape[axis] % 16 if "rotation" in cast else 0
+        key = jax.random.fold_in(KEY, order.index(f"{product} {tensor}"))
+        cast["uniform"] = np.asarray(uniform_of(key, tuple(shape)))
+    if factors:
+        cast["factor"] = factors[tensor]
+    q = reference_quantize(np.asarray(x.astype(jnp.float32)), cast.pop("format"), axis, **cast)
+    return q.values
+
+
+def check_step(recipe, got, x, w, b, g, factors=None):
+    """y, dx, dw and db of matrices are those of the reference to one rounding."""
+    y, dx, dw, db = got
+    tensors = {"x": x, "w": w, "g": g}
+    for result, product, text, extra in (
+        (y, "fwd", "mk,kn->mn", exact(b)),
+        (dx, "dgrad", "mn,kn->mk", 0.0),
+        (dw, "wgrad", "mk,mn->kn", 0.0),
+    ):
+        lhs, rhs = (values(tensors, recipe, product, side, factors) for side in (0, 1))
+        summed = lhs.shape[0 if product == "wgrad" else 1]
+        expected = np.einsum(text, lhs, rhs) + extra
+        magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs)) + np.abs(extra)
+        assert_one_rounding(result, expected, magnitude, summed + 1)
+    assert_one_rounding(db, exact(g).sum(0), np.abs(exact(g)).sum(0), g.shape[0])
+
+
+def step(recipe, x, w, b, g, **how):
+    """(y, dx, dw, db, dstate) of dense under a recipe."""
+    recipe = RECIPES.get(recipe, recipe)
+    state = sd.init_state(recipe) if recipe.delayed else None
+    if recipe.delayed:
+        (y, _), vjp = jax.vjp(lambda x, w, b, s: train.dense(x, w, b, recipe=recipe, state=s, **how), x, w, b, state)
+        return y, *vjp((g, jax.tree.map(jnp.zeros_like, state)))
+    y, vjp = jax.vjp(lambda x, w, b: train.dense(x, w, b, recipe=recipe, key=KEY, **how), x, w, b)
+    return y, *vjp(g), {}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_is_the_product_of_independently_quantised_operands(recipe, dtype):
+    """35 tokens, 150 and 44 features: nothing divides by any block or rotation."""
+    x, w, b = normal(0, (5, 7, 150), dtype), normal(1, (150, 44), dtype, 0.1), normal(2, (44,), dtype)
+    g = normal(3, (5, 7, 44), dtype, 1e-3)
+    y, dx, dw, db, _ = jax.jit(functools.partial(step, recipe))(x, w, b, g)
+    assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype,) * 4
+    factors = dict.fromkeys("xwg", np.float32(1)) if recipe == "fp8_delayed" else None
+    flat = [a.reshape(35, -1) for a in (y, dx)]
+    check_step(recipe, (*flat, dw, db), x.reshape(35, 150), w, b, g.reshape(35, 44), factors)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_tensor_is_cast_as_often_as_its_recipe_needs(recipe):
+    x, w, b, g = normal(0, (64, 256)), normal(1, (256, 128)), normal(2, (128,)), normal(3, (64, 128))
+    jaxpr = jax.make_jaxpr(functools.partial(step, recipe))(x, w, b, g)
+    casts = [e for e in equations(jaxpr.jaxpr) if e.params.get("name") == "quantize_parts"]
+    shapes = [e.invars[0].aval.shape for e in casts]
+    assert tuple(shapes.count(a.shape) for a in (x, w, g)) == CASTS_PER_STEP[recipe]
+
+
+def kept_by(f, *args):
+    """What the backward pass of f keeps: arrays of floats or of codes."""
+    _, vjp = jax.vjp(f, *args)
+    return [r for r in jax.tree.leaves(vjp) if not jnp.issubdtype(r.dtype, jax.dtypes.prng_key)]
+
+
+def reference_bytes(recipe, tensor, product, shape):
+    """Packed bytes of codes and scales of a cast, from the table above."""
+    side = [t for t, _ in ROLES[product]].index(tensor)
+    make = EXPECTED[recipe][product][side]
+    if make is None:
+        return 4 * shape[0] * shape[1]
+    axis = ROLES[product][side][1]
+    cast = make(axis)
+    bits, scale_bytes, size = {
+        "fp8_e4m3": (8, 4, None),
+        "mxfp8": (8, 1, 32),
+        "nvfp4": (4, 1, 16),
+        "int8": (8, 4, 0),
+        "int4": (4, 4, 0),
+    }[cast["format"]]
+    block = cast.get("block") or ((0, 0) if size is None else (1, size) if axis else (size, 1))
+    scales = np.prod([-(-n // (b or n)) for n, b in zip(shape, block, strict=True)])
+    return shape[0] * shape[1] * bits // 8 + scales * scale_bytes + (4 if cast["format"] == "nvfp4" else 0)
+
+
+def packed_bytes(r):
+    """4-bit arrays take a byte per element in numpy, half of one on a device."""
+    four = r.dtype.name in ("float4_e2m1fn", "int4", "uint4")
+    return r.size // 2 if four else r.nbytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
+    x, w1, w2 = normal(0, (128, 256)), normal(1, (256, 512)), normal(2, (512, 128))
+    state = sd.init_state(recipe)
+
+    def layer(x, w):
+        if state:
+            return train.dense(x, w, recipe=recipe, state=state)[0]
+        return train.dense(x, w, recipe=recipe, key=KEY)
+
+    kept = kept_by(lambda x, w1, w2: layer(layer(x, w1), w2), x, w1, w2)
+    through = "dgrad" not in EXPECTED[recipe]
+    expected = 0
+    for rows, w in (((128, 256), w1), ((128, 512), w2)):
+        expected += reference_bytes(recipe, "x", "fwd" if through else "wgrad", rows)
+        expected += reference_bytes(recipe, "w", "fwd" if through else "dgrad", w.shape)
+    if state:  # histories are the same arrays in both layers; each layer has two magnitudes of its own
+        expected += sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + 4 * 4
+    unique = {id(r): r for r in kept}.values()
+    assert sum(map(packed_bytes, unique)) == expected
+
+
+def test_dtypes_are_honoured():
+    """A bfloat16 activation meets a float32 master weight; gradients are typed as their primals."""
+    x, w = normal(0, (8, 64), jnp.bfloat16), normal(1, (64, 32))
+    y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe="mxfp8"), x, w)
+    dx, dw = vjp(jnp.ones_like(y))
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    numbers = (((1,), (0,)), ((), ()))
+    assert train.dot_general(x, w, numbers, recipe="mxfp8").dtype == jnp.float32
+    wide = train.dot_general(x, w.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32, recipe="mxfp8")
+    assert wide.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8"])
+@pytest.mark.parametrize(
+    ("text", "x_shape", "w_shape", "matrices"),
+    [
+        ("bsd,dhk->bshk", (2, 19, 64), (64, 4, 8), (True, True)),
+        ("bshk,hkd->bsd", (2, 19, 4, 8), (4, 8, 48), (True, True)),
+        ("mk,nk->mn", (20, 48), (24, 48), (True, False)),
+        ("km,kn->nm", (48, 20), (48, 24), (False, True)),
+    ],
+)
+def test_other_layouts_are_the_same_matrices(recipe, text, x_shape, w_shape, matrices):
+    """Axes are flattened row-major in the order of the labels; a transposed operand is the same operand."""
+    x, w = normal(0, x_shape), normal(1, w_shape)
+    inputs, out = text.split("->")
+    x_labels, w_labels = inputs.split(",")
+    rows, summed = [c for c in x_labels if c not in w_labels], [c for c in x_labels if c in w_labels]
+    columns = [c for c in w_labels if c not in x_labels]
+    sizes = dict(zip(x_labels + w_labels, x_shape + w_shape, strict=True))
+
+    def matrix(a, labels, first, second):
+        moved = a.transpose([labels.index(c) for c in first + second])
+        return moved.reshape(np.prod([sizes[c] for c in first]), np.prod([sizes[c] for c in second]))
+
+    def by_matrices(x, w):
+        y = train.dense(matrix(x, x_labels, rows, summed), matrix(w, w_labels, summed, columns), recipe=recipe, key=KEY)
+        y = y.reshape([sizes[c] for c in rows + columns])
+        return y.transpose([(rows + columns).index(c) for c in out])
+
+    y, vjp = jax.vjp(lambda x, w: train.einsum(text, x, w, recipe=recipe, key=KEY), x, w)
+    expected, expected_vjp = jax.vjp(by_matrices, x, w)
+    g = normal(2, y.shape)
+    same = recipe not in ("nvfp4", "int8") or (matrices == (True, True))
+    for a, b in zip((y, *vjp(g)), (expected, *expected_vjp(g)), strict=True):
+        if same:
+            assert_same(a, b)
+        assert a.shape == b.shape  # bits of stochastic rounding follow the layout
+
+
+def test_einsum_sums_what_only_one_operand_has():
+    x, w = normal(0, (8, 3, 64)), normal(1, (64, 32))
+    y = train.einsum("mak,kn->mn", x, w, recipe="mxfp8")
+    np.testing.assert_array_equal(y, train.dense(x.sum(1), w, recipe="mxfp8"))
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
+def test_batch_axes_are_products_side_by_side(recipe):
+    """Per-tensor scales span the batch, so those are compared where every matrix has the same largest magnitude."""
+    x, w = normal(0, (3, 16, 64)), normal(1, (3, 64, 32))
+    x, w, g = (a.at[:, 0, 0].set(8.0) for a in (x, w, normal(2, (3, 16, 32))))
+    numbers = (((2,), (1,)), ((0,), (0,)))
+    y, vjp = jax.vjp(lambda x, w: train.dot_general(x, w, numbers, recipe=recipe, key=KEY), x, w)
+    got = y, *vjp(g)
+    one = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x[0], w[0])
+    expected = one[0], *one[1](g[0])
+    for a, b in zip(got, expected, strict=True):
+        if recipe != "nvfp4" and recipe != "nvfp4_four_over_six":  # after a rotation the largest magnitudes differ
+            assert_same(a[0], b)
+        assert a.shape[1:] == b.shape
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "nvfp4", "int8_block", "w4a16_qat"])
+def test_vmap_is_a_loop(recipe):
+    x, w, g = normal(0, (3, 20, 64)), normal(1, (64, 32)), normal(2, (3, 20, 32))
+
+    def grads(x, w, g):
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x, w)
+        return y, *vjp(g)
+
+    got = jax.jit(jax.vmap(grads, (0, None, 0)))(x, w, g)
+    for i in range(3):
+        for a, b in zip(got, jax.jit(grads)(x[i], w, g[i]), strict=True):
+            assert_same(a[i], b)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_scan_over_layers_is_a_loop(recipe):
+    x, stack = normal(0, (20, 64)), normal(1, (3, 64, 64), spread=0.1)
+    keys = jax.random.split(KEY, 3)
+
+    def layer(x, w, key):
+        return jnp.maximum(train.dense(x, w, recipe=recipe, key=key), 0)
+
+    def scanned(x, stack):
+        return jax.lax.scan(lambda x, wk: (layer(x, *wk), None), x, (stack, keys))[0].sum()
+
+    def looped(x, stack):
+        for i in range(3):
+            x = layer(x, stack[i], keys[i])
+        return x.sum()
+
+    got, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(x, stack) for f in (scanned, looped))
+    for a, b in zip(got, expected, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_data_parallel_shards_in_shard_map(recipe):
+    """Typed by check_vma: the gradient of a replicated weight is summed over shards."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = normal(0, (64, 64)), normal(1, (64, 32))
+
+    def loss(x, w):
+        return jax.lax.psum(jnp.sum(train.dense(x, w, recipe=recipe, key=KEY) ** 2), "data")
+
+    def grads(x, w):
+        return jax.grad(loss, argnums=(0, 1))(x, w)
+
+    dx, dw = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())))(x, w)
+    each = [
+        jax.grad(lambda x, w: jnp.sum(train.dense(x, w, recipe=recipe, key=KEY) ** 2), (0, 1))(s, w)
+        for s in np.split(x, 4)
+    ]
+    assert_same(dx, np.concatenate([a for a, _ in each]))
+    assert_same(dw, sum(b for _, b in each))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("fp8_current", AxisType.Auto),
+        ("mxfp8", AxisType.Auto),
+        ("nvfp4", AxisType.Auto),
+        ("fp8_current", AxisType.Explicit),
+        ("mxfp8", AxisType.Explicit),
+    ],
+)
+def test_a_step_on_a_mesh_is_the_step_on_one_device(recipe, kind):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    x, w, g = normal(0, (64, 64)), normal(1, (64, 64)), normal(2, (64, 64))
+
+    def grads(x, w, g):
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x, w)
+        return y, *vjp(g)
+
+    expected = jax.jit(grads)(x, w, g)
+    with jax.set_mesh(mesh):
+        sharded = [
+            jax.device_put(a, NamedSharding(mesh, s))
+            for a, s in ((x, P("data")), (w, P(None, "model")), (g, P("data", "model")))
+        ]
+        got = jax.jit(grads)(*sharded)
+    for a, b in zip(got, expected, strict=True):
+        assert_same(a, b)
+
+
+def test_stochastic_gradients_are_unbiased_and_repeat_with_their_key():
+    """The mean of wgrad over many keys approaches that of exact operands' as 1/sqrt(keys); nearest does not.
+
+    int8 cannot clip, so only chance is left: with T keys the error of the mean is one draw's over sqrt(T). Of 1.5 times
+    that a biased cast, whose error does not fall at all, is far away.
+    """
+    x, w, g = normal(0, (32, 64)), normal(1, (64, 16)), normal(2, (32, 16))
+    exact_x = dataclasses.replace(recipes.INT8, name="exact_x", wgrad=dataclasses.replace(recipes.INT8.wgrad, lhs=None))
+
+    def wgrad(recipe, key):
+        return jax.vjp(lambda w: train.dense(x, w, recipe=recipe, key=key), w)[1](g)[0]
+
+    keys = jax.random.split(KEY, 400)
+    draws = np.asarray(jax.jit(jax.vmap(functools.partial(wgrad, exact_x)))(keys), np.float64)
+    truth = np.asarray(x, np.float64).T @ np.asarray(g, np.float64)
+    one = np.sqrt(np.mean((draws - truth) ** 2))
+    mean = np.sqrt(np.mean((draws.mean(0) - truth) ** 2))
+    assert mean < 1.5 * one / np.sqrt(len(keys))
+    np.testing.assert_array_equal(wgrad(exact_x, keys[3]), wgrad(exact_x, keys[3]))
+    assert np.any(wgrad(exact_x, keys[3]) != wgrad(exact_x, keys[4]))
+
+
+def test_the_two_casts_of_a_gradient_use_independent_bits():
+    """With g symmetric the codes along both axes would be each other's transpose if their bits were."""
+    g = normal(2, (32, 32))
+    g = g + g.T
+    eye = jnp.eye(32)
+    _, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipes.INT8, key=KEY), eye, eye)
+    dx, dw = vjp(g)
+    assert np.mean(np.asarray(dx) != np.asarray(dw).T) > 0.2
+
+
+@pytest.mark.parametrize("calibration", ["absmax,0.5", "rms,1.5", "percentile,90", "fixed,1.0", "mse", "absmax"])
+def test_straight_through_gradients_stop_where_the_calibration_clips(calibration):
+    cast = Cast("int8", (0, 0), calibration=calibration)
+    recipe = Recipe("mine", Gemm(cast, cast))
+    x, w, g = normal(0, (16, 64)), normal(1, (64, 32)), normal(2, (16, 32))
+    _, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)
+    dx, dw = vjp(g)
+    for gradient, array in ((dx, x), (dw, w)):
+        q = sd.quantize(array, "int8", block=(0, 0), calibration=calibration)
+        reach = 127 * float(q.scale[0, 0])
+        clear = np.abs(np.abs(array) - reach) > 1e-5
+        np.testing.assert_array_equal(
+            (np.asarray(gradient) != 0)[clear], (np.abs(array) < reach)[clear] | (calibration == "absmax")
+        )
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
+def test_groups_of_rows_are_products_one_by_one(recipe):
+    """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
+    recipe = nearest(RECIPES[recipe])
+    sizes = np.array([20, 0, 33, 5])
+    x, w, b = normal(0, (64, 96)), normal(1, (4, 96, 48)), normal(2, (4, 48))
+    g = normal(3, (64, 48))
+
+    @jax.jit
+    def grouped(x, w, b, g, sizes):
+        y, vjp = jax.vjp(lambda x, w, b: train.ragged_dot(x, w, sizes, b, recipe=recipe), x, w, b)
+        return y, *vjp(g)
+
+    y, dx, dw, db = grouped(x, w, b, g, jnp.asarray(sizes))
+    for i, (start, stop) in enumerate(itertools.pairwise([0, *np.cumsum(sizes)])):
+        rows = slice(int(start), int(stop))
+        one, vjp = jax.vjp(lambda x, w, b: train.dense(x, w, b, recipe=recipe), x[rows], w[i], b[i])
+        for a, e in zip((y[rows], dx[rows], dw[i], db[i]), (one, *vjp(g[rows])), strict=True):
+            assert_same(a, e)
+    assert not np.any(y[58:])
+    assert not np.any(dx[58:])
+
+
+def nearest(recipe):
+    def plain(gemm):
+        if gemm is None:
+            return None
+        casts = (None if c is None else dataclasses.replace(c, rounding="nearest") for c in (gemm.lhs, gemm.rhs))
+        return Gemm(*casts)
+
+    return Recipe(recipe.name, plain(recipe.fwd), plain(recipe.dgrad), plain(recipe.wgrad))
+
+
+def test_groups_round_by_chance_and_keep_codes():
+    sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
+    kept = kept_by(lambda x, w: train.ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
+    large = [r for r in kept if r.size >= x.size]
+    assert {r.dtype.name for r in large} == {"float4_e2m1fn"}
+    with pytest.raises(ValueError, match="by chance"):
+        jax.grad(lambda w: train.ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
+
+
+CONVOLUTIONS = {
+    "strided": ((3, 9, 8, 32), (3, 2, 32, 16), {"window_strides": (2, 1), "padding": "SAME"}),
+    "dilated": (
+        (2, 7, 9, 8),
+        (3, 2, 8, 4),
+        {"window_strides": (1, 2), "padding": ((1, 2), (0, -1)), "lhs_dilation": (2, 1), "rhs_dilation": (1, 2)},
+    ),
+    "grouped": ((2, 7, 9, 6), (3, 2, 3, 4), {"window_strides": (1, 2), "padding": "VALID", "feature_group_count": 2}),
+    "depthwise": ((2, 7, 9, 6), (3, 2, 1, 12), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 6}),
+}
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_gradients_of_convolutions_are_those_of_jax(case):
+    """Under a recipe that casts nothing, so that windows, paddings and groups are all there is to get wrong."""
+    x_shape, w_shape, window = CONVOLUTIONS[case]
+    x, w = normal(0, x_shape), normal(1, w_shape)
+    plain = Recipe("plain", Gemm(), Gemm(), Gemm())
+    y, vjp = jax.vjp(
+        lambda x, w: train.conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=plain, **window), x, w
+    )
+    expected, expected_vjp = jax.vjp(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, **window), x, w
+    )
+    g = normal(2, y.shape)
+    for a, b in zip((y, *vjp(g)), (expected, *expected_vjp(g)), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
+def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
+    """A kernel of one position is a matrix, and images of one position are rows: the products are those of dense.
+
+    Where a block is a whole axis the scale per image is then the scale per row, too.
+    """
+    recipe = nearest(RECIPES[recipe])
+    x, w, g = normal(0, (40, 64)), normal(1, (64, 48)), normal(2, (40, 48))
+    y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)
+    expected = y, *vjp(g)
+
+    def conv(x, w):
+        y = train.conv_general_dilated(
+            x[:, None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), recipe=recipe
+        )
+        return y[:, 0]
+
+    y, vjp = jax.vjp(conv, x, w)
+    for a, b in zip((y, *vjp(g)), expected, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "int8"])
+def test_a_convolution_multiplies_the_values_of_its_codes(recipe):
+    recipe = nearest(RECIPES[recipe])
+    x_shape, w_shape, window = CONVOLUTIONS["strided"]
+    x, w = normal(0, x_shape), normal(1, w_shape)
+    name = recipe.fwd.lhs.format
+    whole_image, whole_kernel = {"fp8_current": ((0, 0, 0, 0), (0, 0, 0, 0)), "int8": ((1, 0, 0, 0), (0, 0, 0, 1))}.get(
+        recipe.name, ((1, 1, 1, 32), (1, 1, 32, 1))
+    )
+    values = [
+        sd.dequantize(sd.quantize(a, name, axis=(0, 1, 2, 3), block=block))
+        for a, block in ((x, whole_image), (w, whole_kernel))
+    ]
+    y = train.conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
+    assert_same(y, jax.lax.conv_general_dilated(*values, dimension_numbers=NHWC, precision="highest", **window))
+
+
+NUMBERS = (((1,), (0,)), ((), ()))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x, w: train.dense(x, w, recipe="fp8_delayed"), ValueError, "give a `state`, at first init_state"),
+        (lambda x, w: train.dense(x, w, recipe="mxfp8", state=sd.init_state("fp8_delayed")), ValueError, "keeps none"),
+        (
+            lambda x, w: jax.grad(lambda x: train.dense(x, w, recipe="nvfp4").sum())(x),
+            ValueError,
+            "g of dgrad, g of wgrad by chance",
+        ),
+        (lambda x, w: train.dense(x.astype(jnp.int32), w, recipe="mxfp8"), TypeError, "`x` must be a float array"),
+        (lambda x, w: train.dense(x.astype(jnp.float8_e4m3fn), w, recipe="mxfp8"), TypeError, "at least 16 bits"),
+        (lambda x, w: train.dense(sd.quantize(x, "mxfp8"), w, recipe="mxfp8"), TypeError, "already quantised"),
+        (lambda x, w: train.dense(x, w[:-1], recipe="mxfp8"), ValueError, r"\(8, 64\) must be as long as .*\(63, 32\)"),
+        (lambda x, w: train.dense(x, w, w[0][:-1], recipe="mxfp8"), ValueError, r"`b` \(31,\)"),
+        (lambda x, w: train.dense(x, w, recipe="mxpf8"), ValueError, "did you mean 'mxfp8'"),
+        (lambda x, w: train.dense(x, w, recipe=8), TypeError, "must be a Recipe"),
+        (lambda x, w: train.dense(x, w, recipe="mxfp8", preferred_element_type=jnp.int8), TypeError, "float dtype"),
+        (lambda x, w: train.dense(x, w, recipe="mxfp8", kernel="cuda"), ValueError, "`kernel` 'cuda'"),
+        (lambda x, w: train.dot_general(x, w, ((1, 0), ((), ())), recipe="mxfp8"), TypeError, "dimension_numbers"),
+        (lambda x, w: train.einsum("mk,kn,n->mn", x, w, recipe="mxfp8"), ValueError, "3 operands"),
+        (
+            lambda x, w: train.ragged_dot(x, w[None], jnp.array([9]), recipe="mxfp8"),
+            ValueError,
+            "sum to more than 8 rows",
+        ),
+        (lambda x, w: train.ragged_dot(x, w[None], jnp.array([4, 4]), recipe="mxfp8"), ValueError, "2 groups"),
+        (lambda x, w: train.ragged_dot(x, w, jnp.array([8]), recipe="mxfp8"), ValueError, "must share k"),
+        (
+            lambda x, w: train.ragged_dot(
+                x, w[None], jnp.array([8]), recipe=Recipe("r", Gemm(Cast("int8", calibration="rms,2"), None))
+            ),
+            ValueError,
+            "not offered for rows in groups",
+        ),
+        (
+            lambda x, w: train.conv_general_dilated(
+                x[None],
+                w[None, :32],
+                (1,),
+                "SAME",
+                dimension_numbers=("NWC", "WIO", "NWC"),
+                feature_group_count=2,
+                recipe=recipes.FP8_BLOCK,
+            ),
+            ValueError,
+            "cannot be padded to 128 within its group",
+        ),
+        (
+            lambda x, w: train.conv_general_dilated(
+                x[None], w[None], (1,), ((0, 0), (0, 0)), dimension_numbers=("NWC", "WIO", "NWC"), recipe="mxfp8"
+            ),
+            ValueError,
+            "a pair for each of 1",
+        ),
+    ],
+)
+def test_bad_input_is_explained(call, error, words):
+    with pytest.raises(error, match=words):
+        call(normal(0, (8, 64)), normal(1, (64, 32)))
+
+
+def test_a_forward_pass_alone_needs_no_key():
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+    assert train.dense(x, w, recipe="nvfp4").shape == (8, 32)
+    forward = Recipe("forward", Gemm(Cast("int8", rounding="stochastic"), None))
+    with pytest.raises(ValueError, match="x of fwd by chance"):
+        train.dense(x, w, recipe=forward)
+
+
+def test_explain_shows_the_kernels_of_the_forward_product():
+    text = sd.explain(train.dense, normal(0, (8, 256)), normal(1, (256, 32)), recipe="fp8_current")
+    assert "TAKEN: float8 products on CUDA" in text
+
+
+def test_empty_and_single_operands():
+    """Vectors and operands without rows have gradients of their own shapes."""
+    w = normal(1, (64, 32))
+    for x, numbers in ((normal(0, (64,)), (((0,), (0,)), ((), ()))), (jnp.zeros((0, 64)), NUMBERS)):
+        y, vjp = jax.vjp(lambda x, w, n=numbers: train.dot_general(x, w, n, recipe="mxfp8"), x, w)
+        dx, dw = vjp(jnp.ones_like(y))
+        assert (y.shape, dx.shape, dw.shape) == ((*x.shape[:-1], 32), x.shape, w.shape)
+        assert np.all(np.isfinite(dw))
