@@ -12,9 +12,9 @@ state that it was given, and its backward pass merges what comes back from later
 scan over micro-batches and a rematerialised block give the largest magnitude of all uses, exactly, as long as each
 use takes the state that the last one returned. `merge` does the same for states of separate gradient calls.
 
-Where a sum slipped through all the same (a state used twice instead of handed on, gradients averaged by hand), the
-pair no longer fits together: no factor of a true state is larger than its own history allows. Then the smaller factor
-is used, which can saturate nothing that a true state would not have, and the history is begun afresh.
+Where a sum slipped through all the same (a state used twice instead of handed on), history and factor no longer fit
+together: no factor of a true state is larger than its own history allows. Then the smaller one is used, which saturates
+nothing that a true state would not, and the history is begun afresh.
 """
 
 from typing import Any, NamedTuple
@@ -98,20 +98,19 @@ def _leaves(recipe: Recipe):
 
 def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
     """Raise unless the leaves of a tree are those expected, as {path: dtype[shape]}."""
-    found = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): _described(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves)
+    found = {path: _described(path, leaf) for path, leaf in named}
     for path in [*expected, *found]:
         if found.get(path) != expected.get(path):
             here, there = found.get(path, "nothing"), expected.get(path, "nothing")
             raise ValueError(f"`{name}` is not one of {owner}: at {path!r} it has {here} and should have {there}")
 
 
-def _described(leaf) -> str:
+def _described(path: str, leaf) -> str:
     """dtype[shape]; a factor may be written with an axis of 1."""
-    shape = jnp.shape(leaf)
-    return f"{jnp.result_type(leaf)}[{','.join(map(str, shape if shape != (1,) else ()))}]"
+    shape = () if path.endswith("factor") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
+    return f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
 def factor_of(cast: Cast, state: AmaxHistory) -> jax.Array:

@@ -17,7 +17,7 @@ ROOT = Path(sd.__file__).parent
 LAYERS = [  # an import may only point to its own layer or further down
     {"formats", "flavours"},
     {"numerics"},
-    {"recipes"},
+    {"recipes", "rules"},
     {"shaping", "array", "state"},
     {"kernels"},
     {"ops"},

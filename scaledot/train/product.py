@@ -234,7 +234,8 @@ def cast_of(recipe: Recipe, product: str, tensor: str) -> Cast | None:
 
 def _check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
     if stochastic and key is None:
-        raise ValueError(f"{recipe.name} rounds {', '.join(stochastic)} by chance; give a `key`, new in each step")
+        words = f"{recipe.name} rounds {', '.join(stochastic)} by chance"
+        raise ValueError(f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`)")
 
 
 def _as_primal(gradient: jax.Array, like: Like) -> jax.Array:

@@ -1,0 +1,231 @@
+"""Recipes in Flax linen, through its own seams: `dot_general_cls`, and interception for models that have none.
+
+    nn.Dense(features, dot_general_cls=sd.linen.make_dot_general_cls("mxfp8"))
+    model = sd.linen.with_recipe(model, "fp8_delayed")        # every Dense, DenseGeneral and Einsum of a model
+
+Parameters are not touched. Only a recipe with delayed scaling makes variables, in the collection
+`_overwrite_with_gradient`, which Flax's TrainState replaces by its gradient and keeps from the optimizer: float32
+`x_scale` (the factor that x is multiplied by, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and
+`grad`. Stochastic rounding draws keys from the rng stream `sr_rng`.
+
+A layer that is called twice merges what both calls have seen. Where it is called twice through a lifted transform
+(nn.remat, or nn.scan with the collection broadcast), the calls can only see each other if the collection is mutable:
+`model.apply(variables, x, mutable=["_overwrite_with_gradient"])`.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core.scope import Scope
+
+from scaledot import train
+from scaledot.ops.contraction import parse_einsum
+from scaledot.recipes import Recipe, find_recipe
+from scaledot.rules import Given, Rules
+from scaledot.state import AmaxHistory, State, init_state
+
+STATE_COLLECTION = "_overwrite_with_gradient"
+KEY_STREAM = "sr_rng"
+_NAMES = {"x": "x", "w": "kernel", "g": "grad"}  # tensors as TransformerEngine spells them
+
+# The states that calls have left, by path. A root scope belongs to one call of apply, or of a lifted transform, so to
+# one trace.
+_LATEST: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]] = weakref.WeakKeyDictionary()
+
+
+class Quantized(nn.Module):
+    """A product under a recipe; owns the state of delayed scaling and nothing else."""
+
+    recipe: Recipe
+
+    def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
+        """The verb of `train`, with this module's state and key."""
+        if self.recipe.stochastic and self.has_rng(KEY_STREAM):
+            kwargs["key"] = self.make_rng(KEY_STREAM)
+        elif self.recipe.stochastic and self.is_initializing():
+            kwargs["key"] = jax.random.key(0)  # nothing is learnt from this pass
+        if not self.recipe.delayed:
+            return verb(*args, recipe=self.recipe, **kwargs)
+        y, state = verb(*args, recipe=self.recipe, state=self._state(), **kwargs)
+        self._leave(state)
+        return y
+
+    def _state(self) -> State:
+        initial = init_state(self.recipe)
+        if not self.has_variable(STATE_COLLECTION, "x_scale") and not self.is_mutable_collection(STATE_COLLECTION):
+            raise ValueError(
+                f"{self.recipe.name} keeps state, but the variables have no {STATE_COLLECTION!r} for "
+                f"{'/'.join(self.path)!r}; give all that init returned: "
+                f"apply({{'params': ..., {STATE_COLLECTION!r}: ...}}, ...), and TrainState.create(params=variables)"
+            )
+        stored = {t: self._variables(t, history) for t, history in initial.items()}
+        return self._latest.get(self.path, stored)
+
+    def _variables(self, tensor: str, initial: AmaxHistory) -> AmaxHistory:
+        history = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_amax_history", lambda: initial.history)
+        factor = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_scale", lambda: initial.factor.reshape(1))
+        return AmaxHistory(history.value, factor.value)
+
+    def _leave(self, state: State) -> None:
+        """Hand the state on to the next call."""
+        if self.is_mutable_collection(STATE_COLLECTION):
+            for tensor, (history, factor) in state.items():
+                self.put_variable(STATE_COLLECTION, f"{_NAMES[tensor]}_amax_history", history)
+                self.put_variable(STATE_COLLECTION, f"{_NAMES[tensor]}_scale", factor)
+        else:
+            self._latest[self.path] = state
+
+    @property
+    def _latest(self) -> dict[tuple[str, ...], State]:
+        assert self.scope is not None
+        return _LATEST.setdefault(self.scope.root, {})
+
+
+class DotGeneral(Quantized):
+    """`jax.lax.dot_general` under a recipe, as nn.Dense and nn.DenseGeneral call it."""
+
+    @nn.compact
+    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+        return self.under_recipe(
+            train.dot_general, x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+
+
+class Einsum(Quantized):
+    """`jnp.einsum` of an input and a kernel under a recipe."""
+
+    @nn.compact
+    def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
+        kwargs = {
+            "precision": precision,
+            "preferred_element_type": preferred_element_type,
+            "out_sharding": out_sharding,
+        }
+        return self.under_recipe(train.einsum, subscripts, x, w, **kwargs)
+
+
+class GroupedDense(Quantized):
+    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n)."""
+
+    @nn.compact
+    def __call__(self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None):
+        return self.under_recipe(train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type)
+
+
+def make_dot_general_cls(recipe: str | Recipe) -> type[DotGeneral]:
+    """A class for `nn.Dense(..., dot_general_cls=cls)` or `nn.Dense(..., dot_general=cls())`.
+
+    >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"))
+    >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
+    {'params': {'bias': (8,), 'kernel': (32, 8)}}
+    """
+    return _with_default(DotGeneral, recipe)
+
+
+def make_einsum_cls(recipe: str | Recipe) -> type[Einsum]:
+    """A class whose instances are called as `jnp.einsum(subscripts, x, kernel)`, for projections of attention."""
+    return _with_default(Einsum, recipe)
+
+
+def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
+    """A class whose instances are called with (x, kernel, group_sizes), for the experts of a mixture."""
+    return _with_default(GroupedDense, recipe)
+
+
+def _with_default(base, recipe: str | Recipe):
+    found = find_recipe(recipe)
+    return type(
+        base.__name__, (base,), {"recipe": found, "__annotations__": {"recipe": Recipe}, "__module__": __name__}
+    )
+
+
+@contextlib.contextmanager
+def recipes_by_path(rules: Given | Rules):
+    """Inside, every Dense, DenseGeneral and Einsum of any linen model takes the recipe that its path has in the rules.
+
+    Layers that were given a `dot_general` of their own keep it.
+    """
+    chosen = rules if isinstance(rules, Rules) else Rules(rules)
+
+    def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
+        layer = context.module
+        if context.method_name != "__call__" or not isinstance(layer, (nn.Dense, nn.DenseGeneral, nn.Einsum)):
+            return call(*args, **kwargs)
+        recipe = chosen.recipe_for("/".join(layer.path))
+        if recipe is None:
+            return call(*args, **kwargs)
+        if isinstance(layer, nn.Einsum):
+            return _einsum_layer(layer, recipe, *args, **kwargs)
+        if layer.dot_general is not None or layer.dot_general_cls is not None:
+            return call(*args, **kwargs)
+        object.__setattr__(layer, "dot_general_cls", make_dot_general_cls(recipe))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            object.__setattr__(layer, "dot_general_cls", None)
+
+    with nn.intercept_methods(interceptor):
+        yield
+
+
+def _einsum_layer(layer: nn.Einsum, recipe: Recipe, inputs, einsum_str: str | None = None) -> jax.Array:
+    """What nn.Einsum computes; it has no seam of its own for the product."""
+    text = nn.module.merge_param("einsum_str", layer.einsum_str, einsum_str)
+    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
+    (_, kernel_labels), out = parse_einsum(text, [jnp.ndim(inputs), kernel.ndim])
+    sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
+    bias = None
+    if layer.use_bias:
+        shape = [sizes[c] for c in out if c in sizes]
+        bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
+    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    product = make_einsum_cls(recipe)()
+    y = product(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
+    return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
+
+
+class WithRecipe:
+    """A model whose `init`, `apply` and relatives run under rules; everything else is the model's own."""
+
+    _RUNS = ("init", "init_with_output", "lazy_init", "apply", "tabulate")
+
+    def __init__(self, model: nn.Module, rules: Given):
+        self.model, self._rules = model, rules
+        Rules(rules)  # a misspelt recipe is found here and not in the middle of a trace
+
+    def __getattr__(self, name: str):
+        found = getattr(self.model, name)
+        if name not in self._RUNS:
+            return found
+
+        def run(*args, **kwargs):
+            rules = Rules(self._rules)
+            with recipes_by_path(rules):
+                result = found(*args, **kwargs)
+            if kwargs.get("method") is None:  # another method may well use a part of the model
+                rules.check_all_matched()
+            return result
+
+        return run
+
+    def __repr__(self) -> str:
+        return f"WithRecipe({self.model!r}, {self._rules!r})"
+
+
+def with_recipe(model: nn.Module, rules: Given) -> WithRecipe:
+    """The model with low-precision products in every Dense, DenseGeneral and Einsum that the rules name.
+
+    rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
+
+    >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
+    >>> model = with_recipe(model, {"layers_0": "mxfp8", "*": None})
+    >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
+    >>> model.apply(variables, jnp.ones((2, 32))).shape
+    (2, 8)
+    """
+    return WithRecipe(model, rules)

@@ -1,0 +1,288 @@
+"""Delayed scaling: the stream of factors, and everything that could corrupt it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from independent import Delayed as Reference
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import scaledot as sd
+from scaledot import train
+from scaledot.recipes import FP8_DELAYED, Cast, Delayed, Gemm, Recipe
+from scaledot.state import AmaxHistory, merge
+
+TINY = np.float32(2.0**-10)
+
+
+def delayed(**how):
+    """FP8_DELAYED with another history."""
+
+    def changed(gemm):
+        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(**how)) for cast in (gemm.lhs, gemm.rhs)))
+
+    return Recipe("mine", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
+
+
+SHORT = delayed(length=4)
+
+
+def references(**how):
+    how.setdefault("length", 4)
+    return {t: Reference(largest=largest, **how) for t, largest in (("x", 448), ("w", 448), ("g", 57344))}
+
+
+def with_amax(amax, shape=(4, 8)):
+    """An array with that largest magnitude."""
+    return jnp.full(shape, amax * TINY).at[0, 0].set(amax)
+
+
+def next_state(recipe, state, x, w, g):
+    """One step of y = x w whose gradient is g."""
+
+    def loss(w, state):
+        y, state = train.dense(x, w, recipe=recipe, state=state)
+        return jnp.sum(y * g)
+
+    return jax.grad(loss, argnums=1)(w, state)
+
+
+def assert_state(state, reference):
+    for tensor, expected in reference.items():
+        np.testing.assert_array_equal(state[tensor].history, expected.history, tensor)
+        np.testing.assert_array_equal(state[tensor].factor, expected.factor, tensor)
+
+
+STREAM = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"length": 4}, {"length": 4, "margin": 2}, {"length": 4, "algorithm": "most_recent"}, {"length": 2}],
+    ids=str,
+)
+def test_the_stream_of_factors(how):
+    recipe = delayed(**how)
+    expected = references(
+        length=how["length"], margin=how.get("margin", 0), most_recent=how.get("algorithm") == "most_recent"
+    )
+    state = sd.init_state(recipe)
+    run = jax.jit(lambda state, x, w, g: next_state(recipe, state, x, w, g))
+    used = []
+    for amax in STREAM:
+        used.append(float(state["x"].factor))
+        state = run(state, with_amax(amax), with_amax(2 * amax, (8, 2)), with_amax(3 * amax, (4, 2)))
+        for tensor, factor in zip("xwg", (1, 2, 3), strict=True):
+            expected[tensor].step(np.float32(factor * amax))
+        assert_state(state, expected)
+    if how == {"length": 4}:
+        assert used[:7] == [1, 224, 56, 56, 56, 56, 448]
+
+
+def test_a_history_of_one_step_is_the_most_recent_one():
+    recipe, state = delayed(length=1), sd.init_state(delayed(length=1))
+    for amax, factor in ((2.0, 224.0), (8.0, 56.0), (0.0, 56.0), (1.0, 448.0)):
+        state = next_state(recipe, state, with_amax(amax), with_amax(1.0, (8, 2)), with_amax(1.0, (4, 2)))
+        assert float(state["x"].factor) == factor
+
+
+def test_casts_use_the_factor_that_came_in():
+    state = {t: AmaxHistory(jnp.array([0, 0, 0, 4.0]), jnp.float32(100.0)) for t in "xwg"}
+    x, w = jnp.array([[1.0, -4.7]]), jnp.eye(2)
+    y, _ = train.dense(x, w, recipe=SHORT, state=state)
+    codes = np.float32([[96, -448]])  # 100 is half way between 96 and 104; 470 saturates
+    np.testing.assert_allclose(y, codes / np.float32(100), rtol=2.0**-22)
+    q = sd.quantize(x, "fp8_e4m3", factor=jnp.float32(100.0))
+    np.testing.assert_array_equal(q.data.astype(jnp.float32), codes)
+    assert q.scale.item() == np.float32(1) / np.float32(100)
+
+
+def chained(recipe, xs, ws, gs):
+    """A loss in which one state serves several products, handed on from each to the next."""
+
+    def loss(state):
+        total = 0.0
+        for x, w, g in zip(xs, ws, gs, strict=True):
+            y, state = train.dense(x, w, recipe=recipe, state=state)
+            total += jnp.sum(y * g)
+        return total
+
+    return loss
+
+
+USES = [(2.0, 1.0, 5.0), (8.0, 3.0, 1.0), (4.0, 2.0, 7.0)]
+XS, WS, GS = (
+    [with_amax(a, s) for a in amaxes]
+    for amaxes, s in zip(zip(*USES, strict=True), ((4, 8), (8, 2), (4, 2)), strict=True)
+)
+
+
+def largest_of_uses():
+    expected = references()
+    for tensor, amax in (("x", 8.0), ("w", 3.0), ("g", 7.0)):
+        expected[tensor].step(np.float32(amax))
+    return expected
+
+
+def test_a_layer_used_thrice_in_one_step_has_seen_the_largest():
+    assert_state(jax.jit(jax.grad(chained(SHORT, XS, WS, GS)))(sd.init_state(SHORT)), largest_of_uses())
+
+
+def test_rematerialised_uses_too():
+    loss = jax.checkpoint(chained(SHORT, XS, WS, GS))
+    assert_state(jax.jit(jax.grad(loss))(sd.init_state(SHORT)), largest_of_uses())
+
+
+def test_a_scan_over_micro_batches_hands_the_state_on():
+    def loss(state):
+        def body(carry, batch):
+            total, state = carry
+            x, w, g = batch
+            y, state = train.dense(x, w, recipe=SHORT, state=state)
+            return (total + jnp.sum(y * g), state), None
+
+        (total, _), _ = jax.lax.scan(body, (0.0, state), (jnp.stack(XS), jnp.stack(WS), jnp.stack(GS)))
+        return total
+
+    assert_state(jax.jit(jax.grad(loss))(sd.init_state(SHORT)), largest_of_uses())
+
+
+def test_a_scan_over_layers_keeps_their_states_apart():
+    w = jnp.stack([with_amax(a, (8, 8)) for a in (1.0, 2.0, 4.0)])
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), sd.init_state(SHORT))
+
+    def loss(states):
+        def layer(x, part):
+            y, _ = train.dense(x, part[0], recipe=SHORT, state=part[1])
+            return y, None
+
+        return jax.lax.scan(layer, with_amax(1.0), (w, states))[0].sum()
+
+    stepped = jax.jit(jax.grad(loss))(states)
+    np.testing.assert_array_equal(stepped["w"].factor, np.float32(448) / np.float32([1, 2, 4]))
+
+
+def test_micro_batches_merged_are_one_large_batch():
+    start = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
+    each = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
+    whole = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
+    together = merge(SHORT, *each)
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_merging_with_a_step_that_saw_nothing_keeps_the_factor_of_the_other():
+    """A step of zeros keeps the old factor, which may be the smaller one and says nothing about magnitudes."""
+    start = sd.init_state(SHORT)
+    nothing = next_state(SHORT, start, 0 * XS[0], 0 * WS[0], 0 * GS[0])
+    something = next_state(SHORT, start, XS[0], WS[0], GS[0])
+    for order in ((nothing, something), (something, nothing)):
+        assert float(merge(SHORT, *order)["x"].factor) == 224
+    assert float(merge(SHORT, nothing, nothing)["x"].factor) == 1
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_step_with_non_finite_numbers_poisons_nothing(bad):
+    state = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
+    hurt = next_state(SHORT, state, XS[1].at[1, 1].set(bad), WS[1], jnp.full_like(GS[1], bad))
+    expected = references()
+    for tensor, amaxes in (("x", (2.0, 8.0)), ("w", (1.0, 3.0)), ("g", (5.0, 0.0))):
+        for amax in amaxes:
+            expected[tensor].step(np.float32(amax))
+    assert_state(hurt, expected)
+
+
+def test_evaluation_leaves_the_state_alone():
+    state = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
+    _, after = jax.jit(lambda state: train.dense(XS[1], WS[1], recipe=SHORT, state=state))(state)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_states_added_by_mistake_saturate_nothing_and_do_not_grow():
+    """Two uses of one state that is not handed on give a sum; factors stay at most what the magnitudes allow."""
+    state = sd.init_state(SHORT)
+    for _ in range(12):
+        a, b = (next_state(SHORT, state, x, w, g) for x, w, g in zip(XS[:2], WS, GS, strict=False))
+        state = jax.tree.map(jnp.add, a, b)
+    for tensor, largest, amax in (("x", 448, 8.0), ("w", 448, 3.0), ("g", 57344, 5.0)):
+        x = with_amax(amax)
+        recipe = Recipe("one", Gemm(SHORT.dgrad.lhs if tensor == "g" else SHORT.fwd.lhs, None))
+        y, _ = train.dense(x, jnp.eye(8), recipe=recipe, state={"x": state[tensor]})
+        np.testing.assert_allclose(y[0, 0], amax, rtol=2.0**-3, err_msg=f"{tensor} {largest} is clipped")
+        assert np.all(state[tensor].history <= 2 * amax * 1.01)
+
+
+def test_data_parallel_shards_share_the_largest_magnitude():
+    mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,))
+
+    def step(x, w, g, state):
+        def loss(state):
+            y, _ = train.dense(x, w, recipe=SHORT, state=state)
+            return jax.lax.psum(jnp.sum(y * g), "data")
+
+        return jax.grad(loss)(state)
+
+    specs = (P("data"), P(), P("data"), P())
+    sharded = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P()))
+    got = sharded(jnp.concatenate(XS), WS[1], jnp.concatenate(GS), sd.init_state(SHORT))
+    assert_state(got, largest_of_uses())
+
+
+def test_rows_of_no_group_and_every_group_count_once():
+    x, w, sizes = jnp.concatenate(XS), jnp.stack(WS[:2]), jnp.array([4, 4])
+
+    def loss(state):
+        return train.ragged_dot(x, w, sizes, recipe=SHORT, state=state)[0].sum()
+
+    state = jax.grad(loss)(sd.init_state(SHORT))
+    assert float(state["x"].factor) == 448 / 8
+    assert float(state["w"].factor) == np.float32(448) / np.float32(3)
+
+
+def test_resuming_from_stored_numbers_is_going_on():
+    state = sd.init_state(SHORT)
+    for x, w, g in zip(XS, WS, GS, strict=True):
+        state = next_state(SHORT, state, x, w, g)
+    stored = jax.tree.map(np.asarray, state)
+    on = next_state(SHORT, state, XS[0], WS[0], GS[0])
+    resumed = next_state(SHORT, jax.tree.map(jnp.asarray, stored), XS[0], WS[0], GS[0])
+    for a, b in zip(jax.tree.leaves(on), jax.tree.leaves(resumed), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (sd.init_state(FP8_DELAYED), r"at 'x/history' it has float32\[1024\] and should have float32\[4\]"),
+        ({k: v for k, v in sd.init_state(SHORT).items() if k != "g"}, "at 'g/history' it has nothing"),
+        (sd.init_state(SHORT) | {"y": jnp.zeros(3)}, r"at 'y' it has float32\[3\] and should have nothing"),
+        ((1, 2), "must be what init_state"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_by_path(state, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        train.dense(XS[0], WS[0], recipe=SHORT, state=state)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Delayed(length=0), "at least 1"),
+        (lambda: Delayed(algorithm="mean"), "'max' or 'most_recent'"),
+        (lambda: Delayed(margin=0.5), "whole number"),
+        (lambda: Cast("mxfp8", delayed=Delayed()), "one float32 factor per tensor"),
+        (lambda: Cast("int8", (0, 0), delayed=Delayed()), "one float32 factor per tensor"),
+        (lambda: merge(SHORT), "at least one state"),
+        (
+            lambda: Recipe("two", SHORT.fwd, None, Gemm(FP8_DELAYED.fwd.lhs, None)),
+            "x of two has one history, but two delayed casts",
+        ),
+    ],
+)
+def test_impossible_histories_are_explained(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
