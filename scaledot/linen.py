@@ -43,6 +43,7 @@ class Quantized(nn.Module):
 
     recipe: Recipe
 
+    @nn.nowrap
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """The verb of `train`, with this module's state and key."""
         if self.recipe.stochastic and self.has_rng(KEY_STREAM):
@@ -51,11 +52,12 @@ class Quantized(nn.Module):
             kwargs["key"] = jax.random.key(0)  # nothing is learnt from this pass
         if not self.recipe.delayed:
             return verb(*args, recipe=self.recipe, **kwargs)
-        y, state = verb(*args, recipe=self.recipe, state=self._state(), **kwargs)
+        y, state = verb(*args, recipe=self.recipe, state=self._stored_state(), **kwargs)
         self._leave(state)
         return y
 
-    def _state(self) -> State:
+    @nn.nowrap
+    def _stored_state(self) -> State:
         initial = init_state(self.recipe)
         if not self.has_variable(STATE_COLLECTION, "x_scale") and not self.is_mutable_collection(STATE_COLLECTION):
             raise ValueError(
@@ -66,11 +68,13 @@ class Quantized(nn.Module):
         stored = {t: self._variables(t, history) for t, history in initial.items()}
         return self._latest.get(self.path, stored)
 
+    @nn.nowrap
     def _variables(self, tensor: str, initial: AmaxHistory) -> AmaxHistory:
         history = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_amax_history", lambda: initial.history)
         factor = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_scale", lambda: initial.factor.reshape(1))
         return AmaxHistory(history.value, factor.value)
 
+    @nn.nowrap
     def _leave(self, state: State) -> None:
         """Hand the state on to the next call."""
         if self.is_mutable_collection(STATE_COLLECTION):

@@ -1,0 +1,269 @@
+"""Recipes in Flax linen: the same numbers as the verbs, state that Flax carries, models as they are."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import serialization
+from flax.training.train_state import TrainState
+
+import scaledot as sd
+from scaledot import train
+from scaledot.recipes import FP8_DELAYED, RECIPES, Delayed, Gemm, Recipe
+
+OWG = "_overwrite_with_gradient"
+NAMES = {"x_scale", "x_amax_history", "kernel_scale", "kernel_amax_history", "grad_scale", "grad_amax_history"}
+
+
+def delayed(length=4):
+    def changed(gemm):
+        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(length)) for cast in (gemm.lhs, gemm.rhs)))
+
+    return Recipe("short", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
+
+
+SHORT = delayed()
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Flax layers add a bias by rank promotion, optimizers mix dtypes."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("how", ["dot_general_cls", "dot_general"])
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "nvfp4"])
+def test_a_dense_layer_is_the_verb(recipe, how):
+    cls = sd.linen.make_dot_general_cls(recipe)
+    layer = nn.Dense(32, use_bias=False, **{how: cls if how == "dot_general_cls" else cls()})
+    x = normal(0, (2, 7, 64))
+    variables = layer.init(jax.random.key(1), x)
+    assert set(variables["params"]) == {"kernel"}
+    rngs = {"sr_rng": jax.random.key(2)} if recipe == "nvfp4" else None
+    y = layer.apply(variables, x, rngs=rngs)
+    how_to = {"state": sd.init_state(recipe)} if recipe == "fp8_delayed" else {"key": jax.random.key(3)}
+    expected = train.dense(x, variables["params"]["kernel"], recipe=recipe, **how_to)
+    np.testing.assert_array_equal(y, expected[0] if recipe == "fp8_delayed" else expected)
+    if recipe != "fp8_delayed":
+        assert set(variables) == {"params"}
+        return
+    [(_, leaves)] = variables[OWG].items()  # under the name of the module that owns them
+    assert set(leaves) == NAMES
+    assert leaves["x_scale"].shape == (1,)
+    assert leaves["x_amax_history"].shape == (1024,)
+    assert {leaf.dtype for leaf in jax.tree.leaves(leaves)} == {jnp.dtype(jnp.float32)}
+
+
+class Twice(nn.Module):
+    """One layer, used twice; `wrap` may rematerialise it."""
+
+    recipe: Recipe
+    wrap: object = staticmethod(lambda layer: layer)
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.wrap(nn.Dense)(16, use_bias=False, dot_general_cls=sd.linen.make_dot_general_cls(self.recipe))
+        return layer(4 * layer(x))
+
+
+def states_in(tree):
+    """The one state in a tree of variables, by the names of the verbs."""
+    leaves = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    spelt = {"x": "x", "w": "kernel", "g": "grad"}
+    return {t: (leaves[f"{n}_amax_history"], leaves[f"{n}_scale"][0]) for t, n in spelt.items()}
+
+
+@pytest.mark.parametrize("case", ["plain", "remat, mutable"])
+def test_a_layer_called_twice_has_seen_the_larger(case):
+    wrap = nn.remat if "remat" in case else (lambda layer: layer)
+    model, x = Twice(SHORT, wrap), normal(0, (8, 16))
+    variables = model.init(jax.random.key(1), x)
+    mutable = [OWG] if "mutable" in case else False
+
+    def loss(variables):
+        y = model.apply(variables, x, mutable=mutable)
+        return jnp.sum((y[0] if mutable else y) ** 2)
+
+    grads = jax.jit(jax.grad(loss))(variables)
+    [kernel] = jax.tree.leaves(variables["params"])
+    state = sd.init_state(SHORT)
+
+    def by_hand(state):
+        h, state = train.dense(x, kernel, recipe=SHORT, state=state)
+        y, state = train.dense(4 * h, kernel, recipe=SHORT, state=state)
+        return jnp.sum(y**2)
+
+    expected = jax.jit(jax.grad(by_hand))(state)
+    for tensor, (history, factor) in states_in(grads[OWG]).items():
+        np.testing.assert_array_equal(history, expected[tensor].history)
+        np.testing.assert_array_equal(factor, expected[tensor].factor)
+
+
+def test_layers_in_a_scan_have_their_own_states():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(16, dot_general_cls=sd.linen.make_dot_general_cls(SHORT))(x), None
+
+    stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)
+    model, x = stack(), normal(0, (8, 16))
+    variables = model.init(jax.random.key(1), x, None)
+    grads = jax.jit(jax.grad(lambda v: model.apply(v, x, None)[0].sum()))(variables)
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    factors = states_in(grads[OWG])
+    history, _ = factors["w"]
+    np.testing.assert_array_equal(history[:, -1], jnp.max(jnp.abs(kernel), axis=(1, 2)))
+
+
+class Model(nn.Module):
+    """Dense, DenseGeneral through attention, and Einsum."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(32, name="first")(x)
+        x = nn.MultiHeadDotProductAttention(4, name="attention")(x)
+        x = nn.Einsum((32, 2, 8), "bsd,dhk->bshk", name="split")(x)
+        return nn.Dense(4, name="head")(x.reshape(*x.shape[:2], 16))
+
+
+RULES = {"attention/*": "mxfp8", "head": None, "*": SHORT}
+
+
+def test_a_model_takes_recipes_by_path_and_keeps_its_parameters():
+    model, x = Model(), normal(0, (2, 5, 32))
+    plain = model.init(jax.random.key(1), x)
+    quantized = sd.linen.with_recipe(model, RULES)
+    variables = quantized.init(jax.random.key(1), x)
+    assert jax.tree.structure(variables["params"]) == jax.tree.structure(plain["params"])
+    for a, b in zip(jax.tree.leaves(variables["params"]), jax.tree.leaves(plain["params"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert set(variables[OWG]) == {"first", "split"}
+    y, exact = quantized.apply(variables, x), model.apply(plain, x)
+    assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.2
+    with sd.linen.recipes_by_path(RULES):
+        np.testing.assert_array_equal(model.apply(variables, x), y)
+    np.testing.assert_array_equal(model.apply(plain, x), exact)  # nothing of it stays behind
+    grads = jax.grad(lambda v: quantized.apply(v, x).sum())(variables)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+    assert quantized.name is None
+
+
+def test_a_layer_with_a_product_of_its_own_keeps_it():
+    layer, x = nn.Dense(4, dot_general=jax.lax.dot_general), normal(0, (2, 32))
+    model = sd.linen.with_recipe(layer, "nvfp4")
+    variables = model.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(model.apply(variables, x), layer.apply(variables, x))
+
+
+def test_an_einsum_layer_computes_what_flax_does():
+    """Under a recipe that casts nothing the two agree to the order of sums."""
+    plain = Recipe("plain", Gemm(), Gemm(), Gemm())
+    for text, shape in (("bsd,dhk->bshk", (32, 2, 8)), ("bsd,kd->bks", (8, 32))):
+        layer, x = nn.Einsum(shape, text, bias_init=nn.initializers.normal()), normal(0, (2, 5, 32))
+        variables = layer.init(jax.random.key(1), x)
+        y = sd.linen.with_recipe(layer, plain).apply(variables, x)
+        np.testing.assert_allclose(y, layer.apply(variables, x), rtol=1e-5, atol=1e-5)
+
+
+def test_grouped_dense_owns_its_state():
+    layer = sd.linen.make_grouped_dense_cls(SHORT)()
+    x, kernel, sizes = normal(0, (12, 32)), normal(1, (2, 32, 8)), jnp.array([5, 7])
+    variables = layer.init(jax.random.key(0), x, kernel, sizes)
+    assert set(variables[OWG]) == NAMES
+    grads = jax.grad(lambda v: layer.apply(v, x, kernel, sizes).sum())(variables)
+    assert grads[OWG]["x_amax_history"][-1] == jnp.max(jnp.abs(x))
+
+
+def make_train_state(seed=1):
+    model = sd.linen.with_recipe(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), SHORT)
+    variables = model.init(jax.random.key(seed), normal(0, (8, 16)))
+    return TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
+
+
+@jax.jit
+def train_step(state, x, y):
+    def loss(variables):
+        return jnp.mean((state.apply_fn(variables, x) - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+def test_a_train_state_learns_and_its_optimizer_never_sees_the_scaling():
+    state = make_train_state()
+    assert not any("amax" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state))
+    x, y = normal(0, (8, 16)), normal(1, (8, 4))
+    losses = []
+    for _ in range(40):
+        state, value = train_step(state, x, y)
+        losses.append(float(value))
+    assert losses[-1] < 0.3 * losses[0]
+    history = state.params[OWG]["layers_0"]["DotGeneral_0"]["x_amax_history"]
+    np.testing.assert_array_equal(history, np.float32([0, *[jnp.max(jnp.abs(x))] * 3]))
+
+
+@pytest.mark.parametrize("how", ["flax", "orbax"])
+def test_a_checkpoint_resumes_to_the_bit(how, tmp_path):
+    x, y = normal(0, (8, 16)), normal(1, (8, 4))
+    state = make_train_state()
+    for _ in range(3):
+        state, _ = train_step(state, x, y)
+    if how == "flax":
+        restored = serialization.from_bytes(make_train_state(2), serialization.to_bytes(state))
+    else:
+        ocp = pytest.importorskip("orbax.checkpoint")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # orbax's own deprecations
+            checkpointer = ocp.StandardCheckpointer()
+            checkpointer.save(tmp_path / "state", state)
+            checkpointer.wait_until_finished()
+            restored = checkpointer.restore(tmp_path / "state", make_train_state(2))
+            checkpointer.close()
+    for _ in range(2):
+        state, a = train_step(state, x, y)
+        restored, b = train_step(restored, x, y)
+        assert float(a) == float(b)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda m, v, x: m.apply({"params": v["params"]}, x), ValueError, "keeps state, but the variables have no"),
+        (
+            lambda m, v, x: sd.linen.with_recipe(Model(), {"frist": "mxfp8"}).init(jax.random.key(0), x),
+            ValueError,
+            "near paths: first",
+        ),
+        (lambda m, v, x: sd.linen.with_recipe(Model(), {}), ValueError, "not empty"),
+        (lambda m, v, x: sd.linen.with_recipe(Model(), {"*": "mxpf8"}), ValueError, "did you mean 'mxfp8'"),
+        (lambda m, v, x: sd.linen.make_dot_general_cls("fp8"), ValueError, "not in RECIPES"),
+        (
+            lambda m, v, x: jax.grad(lambda v: sd.linen.with_recipe(Model(), "nvfp4").apply({"params": v}, x).sum())(
+                v["params"]
+            ),
+            ValueError,
+            "in Flax a stream `sr_rng`",
+        ),
+    ],
+)
+def test_bad_input_is_explained(call, error, words):
+    model, x = sd.linen.with_recipe(Model(), SHORT), normal(0, (2, 5, 32))
+    with pytest.raises(error, match=words):
+        call(model, model.init(jax.random.key(1), x), x)
+
+
+def test_every_recipe_makes_a_class():
+    for name, recipe in RECIPES.items():
+        assert sd.linen.make_dot_general_cls(name)().recipe is recipe
