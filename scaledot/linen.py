@@ -27,7 +27,7 @@ from scaledot import train
 from scaledot.ops.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Rules
-from scaledot.state import AmaxHistory, State, init_state
+from scaledot.state import AmaxHistory, State, check_state, init_state
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
@@ -66,6 +66,7 @@ class Quantized(nn.Module):
                 f"apply({{'params': ..., {STATE_COLLECTION!r}: ...}}, ...), and TrainState.create(params=variables)"
             )
         stored = {t: self._variables(t, history) for t, history in initial.items()}
+        check_state(self.recipe, stored, f"variables of {'/'.join(self.path)}")
         return self._latest.get(self.path, stored)
 
     @nn.nowrap

@@ -192,6 +192,7 @@ class Convolution:
     """x is images of features, w kernels from features to features."""
 
     window: Window
+    has_batch = False
 
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
         first = {"x": "nc", "w": "oi", "g": "no"}[tensor]

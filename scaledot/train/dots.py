@@ -178,6 +178,10 @@ class Dot:
 
     contraction: Contraction
 
+    @property
+    def has_batch(self) -> bool:
+        return bool(self.contraction.batch)
+
     def of(self, product: str) -> Contraction:
         return self.contraction if product == "fwd" else getattr(self.contraction, product)
 

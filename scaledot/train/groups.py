@@ -101,6 +101,7 @@ class Groups:
     """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
 
     together: int
+    has_batch = False
 
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid | LaidRows:
         if tensor == "w":

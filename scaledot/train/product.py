@@ -27,11 +27,17 @@ from scaledot.state import AmaxHistory, State
 
 # The names under which jax.checkpoint finds the results of products and what they keep for the backward pass.
 GEMM_NAME = "scaledot_gemm"
+BATCHED_GEMM_NAME = "scaledot_batched_gemm"
 RESIDUAL_NAME = "scaledot_residual"
 
 
 class Kind(Protocol):
     """A kind of product. `groups` are the sizes of ragged groups, None elsewhere."""
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it is several products side by side."""
+        ...
 
     def lay(self, cast: Cast, product: str, tensor: str) -> Hashable:
         """The cast laid on a tensor; equal ones give equal codes."""
@@ -90,7 +96,7 @@ class Like:
 
 
 class Residuals(NamedTuple):
-    """What the backward pass needs. x and w are codes; `like` are the types of x, w and bias."""
+    """What the backward pass needs. x and w are bits of codes; `like` are the types of x, w and bias."""
 
     x: Any
     w: Any
@@ -126,11 +132,12 @@ def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None
     x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
     kept_x, inside_w = casts.kept("wgrad", "x", operands.x, straight=x), casts.inside("wgrad", "w", operands.w, w)
     kept_w, inside_x = casts.kept("dgrad", "w", operands.w, straight=w), casts.inside("dgrad", "x", operands.x, x)
-    y = checkpoint_name(_forward_product(rule, operands, x, w), GEMM_NAME)
+    name = BATCHED_GEMM_NAME if rule.kind.has_batch else GEMM_NAME
+    y = checkpoint_name(_forward_product(rule, operands, x, w), name)
     x_like, w_like = Like(jax.typeof(operands.x)), Like(jax.typeof(operands.w))
     like = x_like, w_like, None if operands.bias is None else Like(jax.typeof(operands.bias))
     amaxes = {t: rule.kind.amax(t, a, operands.groups) for t, a in (("x", operands.x), ("w", operands.w)) if t in state}
-    kept = Residuals(kept_x, kept_w, inside_x, inside_w, state, amaxes, operands.groups, key, like)
+    kept = Residuals(as_bits(kept_x), as_bits(kept_w), inside_x, inside_w, state, amaxes, operands.groups, key, like)
     return (y, state), kept
 
 
@@ -138,8 +145,9 @@ def _backward(rule: Rule, kept: Residuals, cotangents: tuple[jax.Array, State]):
     g, later = cotangents
     x_like, w_like, bias_like = kept.like
     casts = Casts(rule, kept.groups, kept.state, kept.key)
-    dx = casts.gradient("dgrad", casts.kept("dgrad", "g", g, straight=g), kept.w, x_like, kept.inside_x)
-    dw = casts.gradient("wgrad", kept.x, casts.kept("wgrad", "g", g, straight=g), w_like, kept.inside_w)
+    x, w = from_bits(kept.x), from_bits(kept.w)
+    dx = casts.gradient("dgrad", casts.kept("dgrad", "g", g, straight=g), w, x_like, kept.inside_x)
+    dw = casts.gradient("wgrad", x, casts.kept("wgrad", "g", g, straight=g), w_like, kept.inside_w)
     db = None if bias_like is None else _as_primal(rule.kind.bias_gradient(g, kept.groups), bias_like)
     amaxes = kept.amax | ({"g": rule.kind.amax("g", g, kept.groups)} if "g" in kept.state else {})
     return Operands(dx, dw, db, _no_tangent(kept.groups)), _next(rule, kept.state, amaxes, later), _no_tangent(kept.key)
@@ -183,7 +191,8 @@ class Casts:
         laid = kind.lay(cast, product, tensor)
         if (tensor, laid) not in self.seen:
             q = kind.quantize(laid, x, self.groups, self._factor(cast, tensor), self._key(cast, product, tensor))
-            self.seen[tensor, laid] = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), q)
+            named = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), as_bits(q))
+            self.seen[tensor, laid] = from_bits(named)
         return self.seen[tensor, laid]
 
     def kept(self, product: str, tensor: str, x: jax.Array, straight: Any) -> Any:
@@ -236,6 +245,38 @@ def _check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
     if stochastic and key is None:
         words = f"{recipe.name} rounds {', '.join(stochastic)} by chance"
         raise ValueError(f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`)")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bits:
+    """A narrow float array as integers.
+
+    jax.checkpoint rounds the floats that it saves with lax.reduce_precision, which takes the largest float8_e4m3fn for
+    an infinity and turns it into NaN; integers it leaves alone.
+    """
+
+    bits: jax.Array
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+def as_bits(tree: Any) -> Any:
+    """The tree with every float of at most 8 bits as Bits."""
+
+    def pack(leaf: jax.Array) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits > 8:
+            return leaf
+        unsigned = jnp.uint8 if jnp.finfo(leaf.dtype).bits == 8 else jnp.uint4
+        return Bits(lax.bitcast_convert_type(leaf, unsigned), leaf.dtype)
+
+    return jax.tree.map(pack, tree)
+
+
+def from_bits(tree: Any) -> Any:
+    def unpack(leaf: Any) -> Any:
+        return lax.bitcast_convert_type(leaf.bits, leaf.dtype) if isinstance(leaf, Bits) else leaf
+
+    return jax.tree.map(unpack, tree, is_leaf=lambda leaf: isinstance(leaf, Bits))
 
 
 def _as_primal(gradient: jax.Array, like: Like) -> jax.Array:

@@ -1,0 +1,161 @@
+"""Recipes in Flax NNX: products that are modules, layers that take a recipe, and models converted in place.
+
+    model = sd.nnx.with_recipe(model, "fp8_delayed")          # every Linear, LinearGeneral and Einsum of a model
+    layer = sd.nnx.Linear(64, 32, recipe="mxfp8", rngs=rngs)  # or layer by layer
+
+State of delayed scaling lives in Variables of type `ScalingState`, which no optimizer over nnx.Param sees. It is
+differentiated together with the parameters, and its gradient is its next value; `apply_gradients` does both:
+
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model, batch)
+    sd.nnx.apply_gradients(model, optimizer, grads)
+
+Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, except after
+`model.eval()`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+
+from scaledot import train
+from scaledot.recipes import Recipe, find_recipe
+from scaledot.rules import Given, Rules
+from scaledot.state import AmaxHistory, State, check_state, init_state
+
+KEY_STREAM = "sr_rng"
+_NAMES = {"x": "x", "w": "kernel", "g": "grad"}  # tensors as TransformerEngine spells them
+
+
+class ScalingState(nnx.Variable):
+    """A history or a factor of delayed scaling; its gradient is its next value."""
+
+
+TRAINED = nnx.Any(nnx.Param, ScalingState)  # what to differentiate with respect to
+
+
+class Quantized(nnx.Module):
+    """A product under a recipe; owns the state of delayed scaling and a stream of keys, where it needs them."""
+
+    def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None):
+        self.recipe = find_recipe(recipe)
+        self.deterministic = False  # model.eval() sets it: a forward pass draws no keys
+        self.keys = nnx.data(rngs[KEY_STREAM].fork() if rngs is not None and self.recipe.stochastic else None)
+        for tensor, (history, factor) in init_state(self.recipe).items():
+            setattr(self, f"{_NAMES[tensor]}_amax_history", ScalingState(history))
+            setattr(self, f"{_NAMES[tensor]}_scale", ScalingState(factor.reshape(1)))
+
+    def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
+        """The verb of `train`, with this module's state and key."""
+        if self.keys is not None and not self.deterministic:
+            kwargs["key"] = self.keys()
+        if not self.recipe.delayed:
+            return verb(*args, recipe=self.recipe, **kwargs)
+        state = {t: AmaxHistory(*(v[...] for v in self._variables(t))) for t in self.recipe.delayed}
+        check_state(self.recipe, state, type(self).__name__)
+        y, state = verb(*args, recipe=self.recipe, state=state, **kwargs)
+        self._leave(state)
+        return y
+
+    def _variables(self, tensor: str) -> tuple[ScalingState, ScalingState]:
+        return getattr(self, f"{_NAMES[tensor]}_amax_history"), getattr(self, f"{_NAMES[tensor]}_scale")
+
+    def _leave(self, state: State) -> None:
+        """Hand the state on to the next use of this module."""
+        try:
+            for tensor, parts in state.items():
+                for variable, value in zip(self._variables(tensor), parts, strict=True):
+                    variable[...] = value
+        except TraceContextError:
+            # A model that a transform closes over can be read there and not written: uses inside are on their own.
+            pass
+
+
+class DotGeneral(Quantized):
+    """`jax.lax.dot_general` under a recipe, as nnx.Linear and nnx.LinearGeneral call it."""
+
+    def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
+        return self.under_recipe(
+            train.dot_general, x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+
+
+class EinsumOp(Quantized):
+    """`jnp.einsum` of an input and a kernel under a recipe, as nnx.Einsum calls it."""
+
+    def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
+        wanted = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **wanted)
+
+
+class GroupedDense(Quantized):
+    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n)."""
+
+    def __call__(self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None):
+        return self.under_recipe(train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type)
+
+
+class Linear(nnx.Linear):
+    """nnx.Linear under a recipe.
+
+    >>> layer = Linear(64, 32, recipe="mxfp8", rngs=nnx.Rngs(0))
+    >>> layer(jax.numpy.ones((2, 64))).shape
+    (2, 32)
+    """
+
+    def __init__(self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
+        product = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """nnx.LinearGeneral under a recipe."""
+
+    def __init__(self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
+        product = DotGeneral(recipe, rngs=rngs)
+        super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
+
+
+class Einsum(nnx.Einsum):
+    """nnx.Einsum under a recipe."""
+
+    def __init__(self, einsum_str, kernel_shape, bias_shape=None, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
+        product = EinsumOp(recipe, rngs=rngs)
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=product, **options)
+
+
+def with_recipe(model: nnx.Module, rules: Given, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+    """The model itself, changed: its Linear, LinearGeneral and Einsum layers take the recipes that the rules name.
+
+    rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides. Layers that
+    were given a product of their own keep it. Layers that are stacked for nnx.scan have states of their own only if
+    they are made with a recipe, inside nnx.vmap.
+
+    >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
+    >>> model = with_recipe(model, {"layers/0": "mxfp8", "*": None})
+    >>> model(jax.numpy.ones((2, 32))).shape
+    (2, 8)
+    """
+    chosen = Rules(rules)
+    for path, layer in list(nnx.iter_modules(model)):
+        if not isinstance(layer, (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)):
+            continue
+        recipe = chosen.recipe_for("/".join(map(str, path)))
+        if recipe is None:
+            continue
+        if isinstance(layer, nnx.Einsum):
+            if isinstance(layer.einsum_op, Quantized) or layer.einsum_op is jax.numpy.einsum:
+                layer.einsum_op = nnx.data(EinsumOp(recipe, rngs=rngs))
+        elif isinstance(layer.dot_general, Quantized) or layer.dot_general in (None, jax.lax.dot_general):
+            layer.dot_general = nnx.data(DotGeneral(recipe, rngs=rngs))
+    chosen.check_all_matched()
+    return model
+
+
+def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: nnx.State) -> None:
+    """One step: the optimizer updates parameters, and scaling states become their gradients."""
+    states, others = nnx.split_state(grads, ScalingState, ...)
+    optimizer.update(model, others)
+    nnx.update(model, states)

@@ -1,0 +1,107 @@
+"""Rematerialisation: what is computed again, counted in the program, and what is kept, counted in bytes."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import equations
+
+import scaledot as sd
+from scaledot import train
+from scaledot.recipes import RECIPES
+
+KEY = jax.random.key(7)
+POLICIES = sd.checkpoint_policies
+
+
+def normal(seed, shape):
+    return 0.1 * jax.random.normal(jax.random.key(seed), shape)
+
+
+X, WS = normal(0, (64, 256)), [normal(1, (256, 128)), normal(2, (128, 256))]
+
+
+def block(recipe, x, ws, state=None):
+    for i, w in enumerate(ws):
+        if state is None:
+            x = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(KEY, i))
+        else:
+            x, state = train.dense(x, w, recipe=recipe, state=state)
+        x = jnp.tanh(x)  # its gradient needs the result of the product
+    return x
+
+
+def counts(f, *args):
+    """How many products and casts the program of a gradient has."""
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(f(*args))))(*args)
+    found = Counter(
+        "dot" if e.primitive.name == "dot_general" else "cast"
+        for e in equations(jaxpr.jaxpr)
+        if e.primitive.name == "dot_general" or e.params.get("name") == "quantize_parts"
+    )
+    return found["dot"], found["cast"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_product_is_computed_again(recipe):
+    state = {"state": sd.init_state(recipe)} if recipe == "fp8_delayed" else {}
+    f = functools.partial(block, recipe, **state)
+    plain_dots, plain_casts = counts(f, X, WS)
+    forgetful_dots, _ = counts(jax.checkpoint(f), X, WS)
+    assert forgetful_dots > plain_dots
+    for policy in (POLICIES.checkpoint_dots_and_quantized_gemms, POLICIES.dots_and_quantized_gemms_with_no_batch_dims):
+        assert counts(jax.checkpoint(f, policy=policy), X, WS)[0] == plain_dots
+    both = counts(jax.checkpoint(f, policy=POLICIES.save_quantized_residuals_and_gemms), X, WS)
+    assert both == (plain_dots, plain_casts)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+def test_kept_codes_are_not_quantised_again(recipe):
+    f = functools.partial(block, recipe)
+    _, plain_casts = counts(f, X, WS)
+    _, again = counts(jax.checkpoint(f), X, WS)
+    policy = POLICIES.save_quantized_residuals
+    dots, casts = counts(jax.checkpoint(f, policy=policy), X, WS)
+    assert again > plain_casts
+    assert dots > counts(f, X, WS)[0]  # tanh needs results, which were not kept
+    shared = recipe == "fp8_current"  # fwd multiplies the codes that are kept; elsewhere it has codes of its own
+    assert casts == plain_casts if shared else casts < again
+
+
+def test_what_is_kept_under_a_policy_is_codes():
+    f = jax.checkpoint(functools.partial(block, "mxfp8"), policy=POLICIES.save_quantized_residuals)
+    _, vjp = jax.vjp(f, X, WS)
+    given = {id(a) for a in jax.tree.leaves((X, WS))}
+    kept = [r for r in jax.tree.leaves(vjp) if id(r) not in given and r.size >= 64 * 128]
+    assert {r.dtype.name for r in kept} == {"uint8"}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_gradients_do_not_depend_on_what_is_kept(recipe):
+    """jax.checkpoint rounds floats that it saves, in a way that would turn the largest float8 into NaN."""
+    f = functools.partial(block, recipe)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads(f):
+        return jax.grad(lambda x, ws: f(x, ws).sum(), argnums=(0, 1))(X, WS)
+
+    policies = POLICIES.checkpoint_dots_and_quantized_gemms, POLICIES.save_quantized_residuals_and_gemms
+    for policy in (*policies, jax.checkpoint_policies.everything_saveable):
+        for a, b in zip(*(jax.tree.leaves(grads(g)) for g in (f, jax.checkpoint(f, policy=policy))), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+def test_products_with_batch_axes_are_told_apart():
+    x, w = normal(0, (2, 32, 64)), normal(1, (2, 64, 32))
+    numbers = (((2,), (1,)), ((0,), (0,)))
+
+    def f(x, w):
+        return jnp.tanh(train.dot_general(x, w, numbers, recipe="fp8_current"))
+
+    plain, _ = counts(f, x, w)
+    kept, _ = counts(jax.checkpoint(f, policy=POLICIES.checkpoint_dots_and_quantized_gemms), x, w)
+    again, _ = counts(jax.checkpoint(f, policy=POLICIES.dots_and_quantized_gemms_with_no_batch_dims), x, w)
+    assert kept == plain < again
