@@ -15,23 +15,23 @@ A layer that is called twice merges what both calls have seen. Where it is calle
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core.scope import Scope
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
 from scaledot.ops.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Rules
-from scaledot.state import AmaxHistory, State, check_state, init_state
+from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
-_NAMES = {"x": "x", "w": "kernel", "g": "grad"}  # tensors as TransformerEngine spells them
 
 # The states that calls have left, by path. A root scope belongs to one call of apply, or of a lifted transform, so to
 # one trace.
@@ -71,8 +71,8 @@ class Quantized(nn.Module):
 
     @nn.nowrap
     def _variables(self, tensor: str, initial: AmaxHistory) -> AmaxHistory:
-        history = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_amax_history", lambda: initial.history)
-        factor = self.variable(STATE_COLLECTION, f"{_NAMES[tensor]}_scale", lambda: initial.factor.reshape(1))
+        history = self.variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", lambda: initial.history)
+        factor = self.variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", lambda: initial.factor.reshape(1))
         return AmaxHistory(history.value, factor.value)
 
     @nn.nowrap
@@ -80,8 +80,8 @@ class Quantized(nn.Module):
         """Hand the state on to the next call."""
         if self.is_mutable_collection(STATE_COLLECTION):
             for tensor, (history, factor) in state.items():
-                self.put_variable(STATE_COLLECTION, f"{_NAMES[tensor]}_amax_history", history)
-                self.put_variable(STATE_COLLECTION, f"{_NAMES[tensor]}_scale", factor)
+                self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", history)
+                self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", factor)
         else:
             self._latest[self.path] = state
 
@@ -140,6 +140,11 @@ def make_einsum_cls(recipe: str | Recipe) -> type[Einsum]:
 def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
     """A class whose instances are called with (x, kernel, group_sizes), for the experts of a mixture."""
     return _with_default(GroupedDense, recipe)
+
+
+def merge_states(*collections: Mapping[str, Any]) -> dict[str, Any]:
+    """One `_overwrite_with_gradient` of those that several gradient calls gave; see `scaledot.state.merge`."""
+    return unflatten_dict(merge_named(*(flatten_dict(collection) for collection in collections)))
 
 
 def _with_default(base, recipe: str | Recipe):

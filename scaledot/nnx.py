@@ -23,10 +23,9 @@ from flax.errors import TraceContextError
 from scaledot import train
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Rules
-from scaledot.state import AmaxHistory, State, check_state, init_state
+from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 
 KEY_STREAM = "sr_rng"
-_NAMES = {"x": "x", "w": "kernel", "g": "grad"}  # tensors as TransformerEngine spells them
 
 
 class ScalingState(nnx.Variable):
@@ -44,8 +43,8 @@ class Quantized(nnx.Module):
         self.deterministic = False  # model.eval() sets it: a forward pass draws no keys
         self.keys = nnx.data(rngs[KEY_STREAM].fork() if rngs is not None and self.recipe.stochastic else None)
         for tensor, (history, factor) in init_state(self.recipe).items():
-            setattr(self, f"{_NAMES[tensor]}_amax_history", ScalingState(history))
-            setattr(self, f"{_NAMES[tensor]}_scale", ScalingState(factor.reshape(1)))
+            setattr(self, f"{TENSOR_NAMES[tensor]}_amax_history", ScalingState(history))
+            setattr(self, f"{TENSOR_NAMES[tensor]}_scale", ScalingState(factor.reshape(1)))
 
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """The verb of `train`, with this module's state and key."""
@@ -60,7 +59,7 @@ class Quantized(nnx.Module):
         return y
 
     def _variables(self, tensor: str) -> tuple[ScalingState, ScalingState]:
-        return getattr(self, f"{_NAMES[tensor]}_amax_history"), getattr(self, f"{_NAMES[tensor]}_scale")
+        return getattr(self, f"{TENSOR_NAMES[tensor]}_amax_history"), getattr(self, f"{TENSOR_NAMES[tensor]}_scale")
 
     def _leave(self, state: State) -> None:
         """Hand the state on to the next use of this module."""
@@ -159,3 +158,10 @@ def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: nnx.Stat
     states, others = nnx.split_state(grads, ScalingState, ...)
     optimizer.update(model, others)
     nnx.update(model, states)
+
+
+def merge_states(*states: nnx.State) -> nnx.State:
+    """One state of the ScalingStates that several gradient calls gave; see `scaledot.state.merge`."""
+    first, *_ = flat = [dict(nnx.to_flat_state(state)) for state in states]
+    values = merge_named(*({path: leaf[...] for path, leaf in one.items()} for one in flat))
+    return nnx.from_flat_state([(path, leaf.replace(values[path])) for path, leaf in first.items()])

@@ -17,6 +17,7 @@ together: no factor of a true state is larger than its own history allows. Then 
 nothing that a true state would not, and the history is begun afresh.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,9 @@ class AmaxHistory(NamedTuple):
 
 State = dict[str, AmaxHistory]
 
+# Tensors in the names that TransformerEngine gives to variables: kernel_amax_history, kernel_scale (the factor).
+TENSOR_NAMES = {"x": "x", "w": "kernel", "g": "grad"}
+
 
 def init_state(recipe: str | Recipe) -> State:
     """The state of one product before its first step; {} for a recipe that keeps none.
@@ -52,33 +56,51 @@ def _empty(cast: Cast) -> AmaxHistory:
     return AmaxHistory(jnp.zeros(cast.delayed.length, jnp.float32), jnp.ones((), jnp.float32))
 
 
-def merge(recipe: str | Recipe, *states: State) -> State:
+def merge(*states: Any) -> Any:
     """One state of several that came from the same one, as if their steps had been one step.
 
     Micro-batches whose gradients are taken one by one each give a next state; merged, they are the one that all of them
-    in a single batch would have given.
+    in a single batch would have given. Any pytree of states will do, such as those of a whole model.
 
     >>> from scaledot.recipes import FP8_DELAYED
     >>> start = init_state(FP8_DELAYED)
     >>> a, b = (step(FP8_DELAYED, start, {t: jnp.float32(amax) for t in "xwg"}) for amax in (2.0, 8.0))
-    >>> float(merge(FP8_DELAYED, a, b)["x"].factor)
+    >>> float(merge(a, b)["x"].factor)
     56.0
     """
-    recipe = find_recipe(recipe)
     if not states:
         raise ValueError("merge needs at least one state")
-    for state in states:
-        check_state(recipe, state)
-    return {t: merged(cast, *(state[t] for state in states)) for t, cast in recipe.delayed.items()}
+    expected = dict(described_leaves(states[0]))
+    for state in states[1:]:
+        check_tree(state, expected, "state", "the first one")
+    return jax.tree.map(merged, *states, is_leaf=lambda node: isinstance(node, AmaxHistory))
 
 
-def merged(cast: Cast, *states: AmaxHistory) -> AmaxHistory:
-    """Histories by max, and the factor of the largest magnitude: the smallest of those that stem from any magnitude."""
+def merged(*states: AmaxHistory) -> AmaxHistory:
+    """Histories by max, and the factor of the largest magnitude: the smallest of those that saw any in this step."""
     histories = jnp.stack([s.history for s in states])
     factors = jnp.stack([s.factor for s in states])
-    live = jnp.stack([jnp.broadcast_to(_limit(cast, s.history) > 0, s.factor.shape) for s in states])
+    live = jnp.stack([s.history[..., -1] > 0 for s in states]).reshape(factors.shape)
     smallest = jnp.min(jnp.where(live, factors, np.float32(np.inf)), axis=0)
     return AmaxHistory(jnp.max(histories, axis=0), jnp.where(jnp.any(live, axis=0), smallest, factors[0]))
+
+
+def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
+    """`merge` for variables that Flax keeps apart: {path: array}, paths end in x_amax_history, x_scale and so on."""
+
+    def paired(variables: Mapping[tuple, Any]) -> dict[tuple, AmaxHistory]:
+        pairs = {}
+        for *path, name in variables:
+            tensor, _, kind = name.partition("_")
+            if kind == "amax_history":
+                pairs[*path, tensor] = AmaxHistory(variables[*path, name], variables[*path, f"{tensor}_scale"])
+        return pairs
+
+    together = merge(*map(paired, flat))
+    found = {}
+    for (*path, tensor), (history, factor) in together.items():
+        found |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): factor}
+    return found
 
 
 def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
@@ -98,19 +120,19 @@ def _leaves(recipe: Recipe):
 
 def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
     """Raise unless the leaves of a tree are those expected, as {path: dtype[shape]}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves)
-    found = {path: _described(path, leaf) for path, leaf in named}
+    found = dict(described_leaves(tree))
     for path in [*expected, *found]:
         if found.get(path) != expected.get(path):
             here, there = found.get(path, "nothing"), expected.get(path, "nothing")
-            raise ValueError(f"`{name}` is not one of {owner}: at {path!r} it has {here} and should have {there}")
+            raise ValueError(f"`{name}` does not match {owner}: at {path!r} it has {here} and should have {there}")
 
 
-def _described(path: str, leaf) -> str:
-    """dtype[shape]; a factor may be written with an axis of 1."""
-    shape = () if path.endswith("factor") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
-    return f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
+def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
+    """The path of each leaf and its dtype[shape]; a factor may be written with an axis of 1."""
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        shape = () if path.endswith("factor") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
+        yield path, f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
 def factor_of(cast: Cast, state: AmaxHistory) -> jax.Array:

@@ -169,9 +169,18 @@ def test_micro_batches_merged_are_one_large_batch():
     start = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
     each = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
     whole = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
-    together = merge(SHORT, *each)
+    together = merge(*each)
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_states_of_whole_models_are_merged_and_others_refused():
+    start = sd.init_state(SHORT)
+    models = [{"a": next_state(SHORT, start, x, WS[0], GS[0]), "b": start} for x in XS]
+    together = merge(*models)
+    assert float(together["a"]["x"].factor) == 448 / 8
+    with pytest.raises(ValueError, match="at 'b/g/history' it has nothing"):
+        merge(models[0], {"a": models[1]["a"]})
 
 
 def test_merging_with_a_step_that_saw_nothing_keeps_the_factor_of_the_other():
@@ -180,8 +189,8 @@ def test_merging_with_a_step_that_saw_nothing_keeps_the_factor_of_the_other():
     nothing = next_state(SHORT, start, 0 * XS[0], 0 * WS[0], 0 * GS[0])
     something = next_state(SHORT, start, XS[0], WS[0], GS[0])
     for order in ((nothing, something), (something, nothing)):
-        assert float(merge(SHORT, *order)["x"].factor) == 224
-    assert float(merge(SHORT, nothing, nothing)["x"].factor) == 1
+        assert float(merge(*order)["x"].factor) == 224
+    assert float(merge(nothing, nothing)["x"].factor) == 1
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
@@ -276,7 +285,7 @@ def test_a_state_of_another_model_is_refused_by_path(state, words):
         (lambda: Delayed(margin=0.5), "whole number"),
         (lambda: Cast("mxfp8", delayed=Delayed()), "one float32 factor per tensor"),
         (lambda: Cast("int8", (0, 0), delayed=Delayed()), "one float32 factor per tensor"),
-        (lambda: merge(SHORT), "at least one state"),
+        (lambda: merge(), "at least one state"),
         (
             lambda: Recipe("two", SHORT.fwd, None, Gemm(FP8_DELAYED.fwd.lhs, None)),
             "x of two has one history, but two delayed casts",

@@ -129,9 +129,9 @@ def _forward_product(rule: Rule, operands: Operands, x, w) -> jax.Array:
 def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None):
     _check_key(rule.recipe, key, rule.recipe.stochastic)
     casts = Casts(rule, operands.groups, state, key)
+    kept_x, kept_w = casts.residual("wgrad", "x", operands.x), casts.residual("dgrad", "w", operands.w)
     x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
-    kept_x, inside_w = casts.kept("wgrad", "x", operands.x, straight=x), casts.inside("wgrad", "w", operands.w, w)
-    kept_w, inside_x = casts.kept("dgrad", "w", operands.w, straight=w), casts.inside("dgrad", "x", operands.x, x)
+    inside_x, inside_w = casts.inside("dgrad", "x", operands.x, x), casts.inside("wgrad", "w", operands.w, w)
     name = BATCHED_GEMM_NAME if rule.kind.has_batch else GEMM_NAME
     y = checkpoint_name(_forward_product(rule, operands, x, w), name)
     x_like, w_like = Like(jax.typeof(operands.x)), Like(jax.typeof(operands.w))
@@ -146,8 +146,8 @@ def _backward(rule: Rule, kept: Residuals, cotangents: tuple[jax.Array, State]):
     x_like, w_like, bias_like = kept.like
     casts = Casts(rule, kept.groups, kept.state, kept.key)
     x, w = from_bits(kept.x), from_bits(kept.w)
-    dx = casts.gradient("dgrad", casts.kept("dgrad", "g", g, straight=g), w, x_like, kept.inside_x)
-    dw = casts.gradient("wgrad", x, casts.kept("wgrad", "g", g, straight=g), w_like, kept.inside_w)
+    dx = casts.gradient("dgrad", casts.made("dgrad", "g", g), w, x_like, kept.inside_x)
+    dw = casts.gradient("wgrad", x, casts.made("wgrad", "g", g), w_like, kept.inside_w)
     db = None if bias_like is None else _as_primal(rule.kind.bias_gradient(g, kept.groups), bias_like)
     amaxes = kept.amax | ({"g": rule.kind.amax("g", g, kept.groups)} if "g" in kept.state else {})
     return Operands(dx, dw, db, _no_tangent(kept.groups)), _next(rule, kept.state, amaxes, later), _no_tangent(kept.key)
@@ -166,7 +166,7 @@ def _next(rule: Rule, state: State, amaxes: dict[str, jax.Array], later: State) 
     advanced = {}
     for tensor, cast in rule.recipe.delayed.items():
         mine = states.advance(cast, state[tensor], _largest_anywhere(amaxes[tensor], state[tensor]))
-        advanced[tensor] = states.merged(cast, mine, later[tensor])
+        advanced[tensor] = states.merged(mine, later[tensor])
     return advanced
 
 
@@ -190,14 +190,23 @@ class Casts:
             return kind.plain(product, tensor, x, self.groups)
         laid = kind.lay(cast, product, tensor)
         if (tensor, laid) not in self.seen:
-            q = kind.quantize(laid, x, self.groups, self._factor(cast, tensor), self._key(cast, product, tensor))
-            named = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), as_bits(q))
-            self.seen[tensor, laid] = from_bits(named)
+            factor, key = self._factor(cast, tensor), self._key(cast, product, tensor)
+            self.seen[tensor, laid] = kind.quantize(laid, x, self.groups, factor, key)
         return self.seen[tensor, laid]
 
-    def kept(self, product: str, tensor: str, x: jax.Array, straight: Any) -> Any:
-        """x as a product of the backward pass takes it; straight-through it is what forward multiplied."""
-        return straight if getattr(self.rule.recipe, product) is None else self.made(product, tensor, x)
+    def residual(self, product: str, tensor: str, x: jax.Array) -> Any:
+        """x as a product of the backward pass takes it, named; straight-through it is what forward multiplies.
+
+        Made before the casts of forward, so that forward takes what carries the name where it is the same cast.
+        """
+        product = "fwd" if getattr(self.rule.recipe, product) is None else product
+        q = self.made(product, tensor, x)
+        cast = cast_of(self.rule.recipe, product, tensor)
+        if cast is None:
+            return q
+        named = from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), as_bits(q)))
+        self.seen[tensor, self.rule.kind.lay(cast, product, tensor)] = named
+        return named
 
     def inside(self, product: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
         """Where a straight-through gradient passes; None for everywhere."""

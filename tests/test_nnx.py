@@ -1,0 +1,221 @@
+"""Recipes in Flax NNX: the numbers of linen, state in Variables, models converted in place."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import scaledot as sd
+from scaledot.nnx import ScalingState
+from scaledot.recipes import FP8_DELAYED, Delayed, Gemm, Recipe
+
+
+def delayed(length=4):
+    def changed(gemm):
+        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(length)) for cast in (gemm.lhs, gemm.rhs)))
+
+    return Recipe("short", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
+
+
+SHORT = delayed()
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Flax layers add a bias by rank promotion, optimizers mix dtypes."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def normal(seed, shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class LinenMlp(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(16, name="down")(linen.relu(linen.Dense(32, name="up")(x)))
+
+
+def gradients(model, x):
+    def loss(model):
+        return jnp.mean(model(x) ** 2)
+
+    return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "short"])
+def test_linen_and_nnx_give_the_same_numbers(recipe):
+    """Over three steps, state included."""
+    recipe = SHORT if recipe == "short" else recipe
+    model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), recipe)
+    params = {n: {"kernel": getattr(model, n).kernel[...], "bias": getattr(model, n).bias[...]} for n in ("up", "down")}
+    other = sd.linen.with_recipe(LinenMlp(), recipe)
+    x = normal(0, (8, 16))
+    variables = {**other.init(jax.random.key(0), x), "params": params}
+
+    @jax.jit
+    def linen_step(variables):
+        value, grads = jax.value_and_grad(lambda v: jnp.mean(other.apply(v, x) ** 2))(variables)
+        params = jax.tree.map(lambda p, g: p - g, variables["params"], grads["params"])
+        return value, {**grads, "params": params}
+
+    @nnx.jit
+    def nnx_step(model):
+        value, grads = gradients(model, x)
+        sd.nnx.apply_gradients(model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param), grads)
+        return value
+
+    for _ in range(3):
+        expected, variables = linen_step(variables)
+        np.testing.assert_allclose(nnx_step(model), expected, rtol=1e-6)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(
+            getattr(model, name).kernel[...], variables["params"][name]["kernel"], rtol=1e-5, atol=1e-7
+        )
+        if recipe is SHORT:
+            theirs = variables["_overwrite_with_gradient"][name]["DotGeneral_0"]
+            for leaf in theirs:
+                ours = getattr(getattr(model, name).dot_general, leaf)[...]
+                np.testing.assert_allclose(ours, theirs[leaf], rtol=1e-6, err_msg=leaf)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "remat"])
+def test_a_layer_called_twice_has_seen_the_larger(wrap):
+    layer = sd.nnx.Linear(16, 16, recipe=SHORT, use_bias=False, rngs=nnx.Rngs(0))
+    x = normal(0, (8, 16))
+
+    def call(layer, x):
+        return layer(x)
+
+    once = nnx.remat(call) if wrap == "remat" else call
+
+    @nnx.jit
+    def grads(layer):
+        return nnx.grad(lambda m: jnp.sum(once(m, 4 * once(m, x))), argnums=nnx.DiffState(0, sd.nnx.TRAINED))(layer)
+
+    got = grads(layer)["dot_general"]
+    first = layer(x)
+    assert got["x_amax_history"][...][-1] == jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(4 * first)))
+    assert got["kernel_amax_history"][...][-1] == jnp.max(jnp.abs(layer.kernel[...]))
+
+
+def test_stacked_layers_have_their_own_states():
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def make(rngs):
+        return sd.nnx.Linear(16, 16, recipe=SHORT, rngs=rngs)
+
+    stack, x = make(nnx.Rngs(0)), normal(0, (8, 16))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def forward(x, layer):
+        return layer(x)
+
+    @nnx.jit
+    def grads(stack):
+        return nnx.grad(lambda m: jnp.sum(forward(x, m)), argnums=nnx.DiffState(0, sd.nnx.TRAINED))(stack)
+
+    got = grads(stack)["dot_general"]["kernel_amax_history"][...]
+    np.testing.assert_array_equal(got[:, -1], jnp.max(jnp.abs(stack.kernel[...]), axis=(1, 2)))
+
+
+class Everything(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(32, 32, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.split = nnx.Einsum("bsd,dhk->bshk", (32, 2, 8), (2, 8), rngs=rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+        self.own = nnx.Linear(4, 4, dot_general=jax.lax.dot, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.split(self.attention(self.first(x)))
+        return self.head(x.reshape(*x.shape[:2], 16))
+
+
+def test_a_model_is_converted_in_place_by_path():
+    x = normal(0, (2, 5, 32))
+    exact = Everything(nnx.Rngs(0))(x)
+    model = Everything(nnx.Rngs(0))
+    converted = sd.nnx.with_recipe(model, {"attention/*": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
+    assert converted is model
+    assert model.own.dot_general is jax.lax.dot
+    assert model.head.dot_general is jax.lax.dot_general
+    assert model.attention.query.dot_general.recipe.name == "nvfp4"
+    assert model.split.einsum_op.recipe is SHORT
+    assert 0 < np.linalg.norm(model(x) - exact) / np.linalg.norm(exact) < 0.4
+    model.eval()
+    with jax.checking_leaks():
+        np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), model(x), rtol=1e-5, atol=1e-5)
+    model.train()
+    _, grads = nnx.jit(gradients)(model, x)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+
+
+def test_layers_take_recipes():
+    x, rngs = normal(0, (2, 5, 32)), nnx.Rngs(0)
+    assert sd.nnx.LinearGeneral(32, (4, 8), recipe="mxfp8", rngs=rngs)(x).shape == (2, 5, 4, 8)
+    assert sd.nnx.Einsum("bsd,dhk->bshk", (32, 4, 8), recipe="mxfp8", rngs=rngs)(x).shape == (2, 5, 4, 8)
+    grouped = sd.nnx.GroupedDense("mxfp8")
+    assert grouped(x[0], normal(1, (2, 32, 8)), jnp.array([2, 3])).shape == (5, 8)
+
+
+def test_an_optimizer_never_sees_the_scaling_and_training_resumes_to_the_bit(tmp_path):
+    x = normal(0, (8, 16))
+
+    def make(seed):
+        model = sd.nnx.with_recipe(Mlp(nnx.Rngs(seed)), SHORT)
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = gradients(model, x)
+        sd.nnx.apply_gradients(model, optimizer, grads)
+        return value
+
+    model, optimizer = make(0)
+    moments = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+    assert not any("amax" in str(path) for path, _ in moments)
+    losses = [float(step(model, optimizer)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+    ocp = pytest.importorskip("orbax.checkpoint")
+    stored = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # orbax's own deprecations
+        checkpointer = ocp.StandardCheckpointer()
+        checkpointer.save(tmp_path / "state", stored)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", stored)
+        checkpointer.close()
+    resumed = make(1)
+    state = nnx.state(resumed)
+    nnx.replace_by_pure_dict(state, restored)
+    nnx.update(resumed, state)
+    assert [float(step(model, optimizer)) for _ in range(2)] == [float(step(*resumed)) for _ in range(2)]
+
+
+def test_bad_input_is_explained():
+    with pytest.raises(ValueError, match=r"'upp' matches no layer .*near paths: up"):
+        sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), {"upp": "mxfp8"})
+    model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), "nvfp4")
+    with pytest.raises(ValueError, match="in Flax a stream `sr_rng`"):
+        gradients(model, normal(0, (8, 16)))
+    model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), SHORT)
+    model.up.dot_general.x_amax_history = ScalingState(jnp.zeros(7))
+    with pytest.raises(ValueError, match=r"at 'x/history' it has float32\[7\] and should have float32\[4\]"):
+        model(normal(0, (8, 16)))

@@ -1,0 +1,74 @@
+"""Recipes as values: printed, written down, read back, and refused where they make no sense."""
+
+import dataclasses
+import json
+
+import pytest
+
+import scaledot as sd
+from scaledot import recipes
+from scaledot.recipes import RECIPES, Cast, Gemm, Recipe, find_recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_recipes_survive_json(recipe):
+    again = Recipe.from_json(recipe.to_json())
+    assert again == recipe
+    assert hash(again) == hash(recipe)
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+
+
+def test_every_field_of_a_cast_is_written_down():
+    row = dataclasses.replace(sd.FORMATS["fp8_e4m3"], name="mine", pow2=True, quirks=sd.Quirks(least_amax=1e-4))
+    casts = [
+        Cast(row, (1, 64), "stochastic", sd.Hadamard(32, 5), calibration="rms,3"),
+        Cast("fp8_e5m2", delayed=sd.Delayed(16, "most_recent", 1)),
+        Cast("nf4"),
+    ]
+    recipe = Recipe("all", Gemm(None, casts[1]), Gemm(casts[0], casts[0]), Gemm(casts[2], None))
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_a_recipe_prints_as_a_table():
+    assert str(recipes.NVFP4).splitlines() == [
+        "nvfp4",
+        "  fwd    x nvfp4 1×16                 w nvfp4 16×16",
+        "  dgrad  g nvfp4 1×16 stochastic      w nvfp4 16×16",
+        "  wgrad  x nvfp4 1×16 hadamard16      g nvfp4 1×16 stochastic hadamard16",
+    ]
+    assert str(recipes.W4A16_QAT).splitlines() == [
+        "w4a16_qat",
+        "  fwd    x as it is      w int4 1×128",
+        "  dgrad and wgrad straight through",
+    ]
+
+
+def test_recipes_are_found_by_name():
+    assert find_recipe("nvfp4") is recipes.NVFP4
+    assert find_recipe(recipes.NVFP4) is recipes.NVFP4
+    assert all(recipe.name == name for name, recipe in RECIPES.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: find_recipe("fp8_curent"), "did you mean 'fp8_current'"),
+        (lambda: find_recipe(3), "must be a Recipe"),
+        (lambda: Cast("mxfp7"), "not in FORMATS"),
+        (lambda: Cast("mxfp8", (1, 2, 3)), r"\(kept, summed\)"),
+        (lambda: Cast("mxfp8", (-1,)), r"sizes or 0"),
+        (lambda: Cast("mxfp8", rounding="up"), "'nearest' or 'stochastic'"),
+        (lambda: Cast("mxfp8", calibration="best"), "best"),
+        (lambda: Gemm(Cast("int8", rotation=sd.Hadamard()), Cast("int8")), "only if both operands have it"),
+        (lambda: Recipe.from_dict({"name": "a", "fwd": {}, "bwd": {}}), "no field 'bwd'; it takes name, fwd"),
+        (lambda: Recipe.from_dict({"name": "a", "fwd": {"left": {}}}), "no field 'left'"),
+        (lambda: Recipe.from_dict({"name": "a", "fwd": {"lhs": {"fmt": "int8"}}}), "no field 'fmt'"),
+        (
+            lambda: Recipe("r", Gemm(*[Cast("int8", calibration="rms,2", rotation=sd.Hadamard())] * 2)),
+            "straight-through, but where .* clips is known only in its rotated form",
+        ),
+    ],
+)
+def test_impossible_recipes_are_explained(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
