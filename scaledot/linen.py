@@ -194,7 +194,7 @@ def _einsum_layer(layer: nn.Einsum, recipe: Recipe, inputs, einsum_str: str | No
         shape = [sizes[c] for c in out if c in sizes]
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    product = make_einsum_cls(recipe)()
+    product = Einsum(recipe)
     y = product(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
     return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
 
