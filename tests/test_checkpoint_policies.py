@@ -27,9 +27,9 @@ X, WS = normal(0, (64, 256)), [normal(1, (256, 128)), normal(2, (128, 256))]
 def block(recipe, x, ws, state=None):
     for i, w in enumerate(ws):
         if state is None:
-            x = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(KEY, i))
+            x = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(KEY, i), precision="highest")
         else:
-            x, state = train.dense(x, w, recipe=recipe, state=state)
+            x, state = train.dense(x, w, recipe=recipe, state=state, precision="highest")
         x = jnp.tanh(x)  # its gradient needs the result of the product
     return x
 

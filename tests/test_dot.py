@@ -404,3 +404,17 @@ def test_a_scale_that_does_not_match_its_data_is_refused():
 def test_wrong_arguments_are_told_what_is_wrong(arguments, options, error, message):
     with pytest.raises(error, match=message):
         sd.matmul(*arguments, **options)
+
+
+@pytest.mark.parametrize("calibration", ["absmax", "minmax"])
+def test_integer_sums_of_any_length(calibration):
+    """XLA's GPU doubles some of them; also where the casts are part of the program."""
+
+    @jax.jit
+    def product(a, b):
+        x, w = (sd.quantize(array, "int8", axis=0, calibration=calibration) for array in (a, b))
+        return sd.dot_general(x, w, (((0,), (0,)), ((), ())), kernel="xla_integer"), x, w
+
+    for k in (1, 2, 3, 5, 6, 7, 33, 44):
+        y, x, w = product(normal(0, (k, 16)), normal(1, (k, 16)))
+        check_einsum(y, "km,kn->mn", x, w)

@@ -19,6 +19,11 @@ from scaledot.numerics.rounding import uniform_of
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
 
 KEY = jax.random.key(7)
+PRECISE = {"precision": "highest"}  # CUDA's tensor cores sum 8-bit floats with fewer bits than float32 unless asked
+dense, ragged_dot, einsum, dot_general, conv_general_dilated = (
+    functools.partial(verb, **PRECISE)
+    for verb in (train.dense, train.ragged_dot, train.einsum, train.dot_general, train.conv_general_dilated)
+)
 HADAMARD = (16, 0xD7E8)
 
 # What each recipe quantises, written out: the arguments of the reference cast of (tensor, product); axis 0 or 1 is
@@ -159,9 +164,9 @@ def step(recipe, x, w, b, g, **how):
     recipe = RECIPES.get(recipe, recipe)
     state = sd.init_state(recipe) if recipe.delayed else None
     if recipe.delayed:
-        (y, _), vjp = jax.vjp(lambda x, w, b, s: train.dense(x, w, b, recipe=recipe, state=s, **how), x, w, b, state)
+        (y, _), vjp = jax.vjp(lambda x, w, b, s: dense(x, w, b, recipe=recipe, state=s, **how), x, w, b, state)
         return y, *vjp((g, jax.tree.map(jnp.zeros_like, state)))
-    y, vjp = jax.vjp(lambda x, w, b: train.dense(x, w, b, recipe=recipe, key=KEY, **how), x, w, b)
+    y, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe, key=KEY, **how), x, w, b)
     return y, *vjp(g), {}
 
 
@@ -226,8 +231,8 @@ def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
 
     def layer(x, w):
         if state:
-            return train.dense(x, w, recipe=recipe, state=state)[0]
-        return train.dense(x, w, recipe=recipe, key=KEY)
+            return dense(x, w, recipe=recipe, state=state)[0]
+        return dense(x, w, recipe=recipe, key=KEY)
 
     kept = kept_by(lambda x, w1, w2: layer(layer(x, w1), w2), x, w1, w2)
     through = "dgrad" not in EXPECTED[recipe]
@@ -244,12 +249,12 @@ def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
 def test_dtypes_are_honoured():
     """A bfloat16 activation meets a float32 master weight; gradients are typed as their primals."""
     x, w = normal(0, (8, 64), jnp.bfloat16), normal(1, (64, 32))
-    y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe="mxfp8"), x, w)
+    y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe="mxfp8"), x, w)
     dx, dw = vjp(jnp.ones_like(y))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     numbers = (((1,), (0,)), ((), ()))
-    assert train.dot_general(x, w, numbers, recipe="mxfp8").dtype == jnp.float32
-    wide = train.dot_general(x, w.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32, recipe="mxfp8")
+    assert dot_general(x, w, numbers, recipe="mxfp8").dtype == jnp.float32
+    wide = dot_general(x, w.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32, recipe="mxfp8")
     assert wide.dtype == jnp.float32
 
 
@@ -277,11 +282,11 @@ def test_other_layouts_are_the_same_matrices(recipe, text, x_shape, w_shape, mat
         return moved.reshape(np.prod([sizes[c] for c in first]), np.prod([sizes[c] for c in second]))
 
     def by_matrices(x, w):
-        y = train.dense(matrix(x, x_labels, rows, summed), matrix(w, w_labels, summed, columns), recipe=recipe, key=KEY)
+        y = dense(matrix(x, x_labels, rows, summed), matrix(w, w_labels, summed, columns), recipe=recipe, key=KEY)
         y = y.reshape([sizes[c] for c in rows + columns])
         return y.transpose([(rows + columns).index(c) for c in out])
 
-    y, vjp = jax.vjp(lambda x, w: train.einsum(text, x, w, recipe=recipe, key=KEY), x, w)
+    y, vjp = jax.vjp(lambda x, w: einsum(text, x, w, recipe=recipe, key=KEY), x, w)
     expected, expected_vjp = jax.vjp(by_matrices, x, w)
     g = normal(2, y.shape)
     same = recipe not in ("nvfp4", "int8") or (matrices == (True, True))
@@ -293,8 +298,8 @@ def test_other_layouts_are_the_same_matrices(recipe, text, x_shape, w_shape, mat
 
 def test_einsum_sums_what_only_one_operand_has():
     x, w = normal(0, (8, 3, 64)), normal(1, (64, 32))
-    y = train.einsum("mak,kn->mn", x, w, recipe="mxfp8")
-    np.testing.assert_array_equal(y, train.dense(x.sum(1), w, recipe="mxfp8"))
+    y = einsum("mak,kn->mn", x, w, recipe="mxfp8")
+    np.testing.assert_array_equal(y, dense(x.sum(1), w, recipe="mxfp8"))
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "fp8_delayed"])
@@ -303,9 +308,9 @@ def test_batch_axes_are_products_side_by_side(recipe):
     x, w = normal(0, (3, 16, 64)), normal(1, (3, 64, 32))
     x, w, g = (a.at[:, 0, 0].set(8.0) for a in (x, w, normal(2, (3, 16, 32))))
     numbers = (((2,), (1,)), ((0,), (0,)))
-    y, vjp = jax.vjp(lambda x, w: train.dot_general(x, w, numbers, recipe=recipe, key=KEY), x, w)
+    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, numbers, recipe=recipe, key=KEY), x, w)
     got = y, *vjp(g)
-    one = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x[0], w[0])
+    one = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, key=KEY), x[0], w[0])
     expected = one[0], *one[1](g[0])
     for a, b in zip(got, expected, strict=True):
         if recipe != "nvfp4" and recipe != "nvfp4_four_over_six":  # after a rotation the largest magnitudes differ
@@ -318,7 +323,7 @@ def test_vmap_is_a_loop(recipe):
     x, w, g = normal(0, (3, 20, 64)), normal(1, (64, 32)), normal(2, (3, 20, 32))
 
     def grads(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x, w)
+        y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, key=KEY), x, w)
         return y, *vjp(g)
 
     got = jax.jit(jax.vmap(grads, (0, None, 0)))(x, w, g)
@@ -333,7 +338,7 @@ def test_scan_over_layers_is_a_loop(recipe):
     keys = jax.random.split(KEY, 3)
 
     def layer(x, w, key):
-        return jnp.maximum(train.dense(x, w, recipe=recipe, key=key), 0)
+        return jnp.maximum(dense(x, w, recipe=recipe, key=key), 0)
 
     def scanned(x, stack):
         return jax.lax.scan(lambda x, wk: (layer(x, *wk), None), x, (stack, keys))[0].sum()
@@ -355,15 +360,14 @@ def test_data_parallel_shards_in_shard_map(recipe):
     x, w = normal(0, (64, 64)), normal(1, (64, 32))
 
     def loss(x, w):
-        return jax.lax.psum(jnp.sum(train.dense(x, w, recipe=recipe, key=KEY) ** 2), "data")
+        return jax.lax.psum(jnp.sum(dense(x, w, recipe=recipe, key=KEY) ** 2), "data")
 
     def grads(x, w):
         return jax.grad(loss, argnums=(0, 1))(x, w)
 
     dx, dw = jax.jit(jax.shard_map(grads, mesh=mesh, in_specs=(P("data"), P()), out_specs=(P("data"), P())))(x, w)
     each = [
-        jax.grad(lambda x, w: jnp.sum(train.dense(x, w, recipe=recipe, key=KEY) ** 2), (0, 1))(s, w)
-        for s in np.split(x, 4)
+        jax.grad(lambda x, w: jnp.sum(dense(x, w, recipe=recipe, key=KEY) ** 2), (0, 1))(s, w) for s in np.split(x, 4)
     ]
     assert_same(dx, np.concatenate([a for a, _ in each]))
     assert_same(dw, sum(b for _, b in each))
@@ -384,7 +388,7 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device(recipe, kind):
     x, w, g = normal(0, (64, 64)), normal(1, (64, 64)), normal(2, (64, 64))
 
     def grads(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=KEY), x, w)
+        y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=recipe, key=KEY), x, w)
         return y, *vjp(g)
 
     expected = jax.jit(grads)(x, w, g)
@@ -408,7 +412,7 @@ def test_stochastic_gradients_are_unbiased_and_repeat_with_their_key():
     exact_x = dataclasses.replace(recipes.INT8, name="exact_x", wgrad=dataclasses.replace(recipes.INT8.wgrad, lhs=None))
 
     def wgrad(recipe, key):
-        return jax.vjp(lambda w: train.dense(x, w, recipe=recipe, key=key), w)[1](g)[0]
+        return jax.vjp(lambda w: dense(x, w, recipe=recipe, key=key), w)[1](g)[0]
 
     keys = jax.random.split(KEY, 400)
     draws = np.asarray(jax.jit(jax.vmap(functools.partial(wgrad, exact_x)))(keys), np.float64)
@@ -425,7 +429,7 @@ def test_the_two_casts_of_a_gradient_use_independent_bits():
     g = normal(2, (32, 32))
     g = g + g.T
     eye = jnp.eye(32)
-    _, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipes.INT8, key=KEY), eye, eye)
+    _, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=recipes.INT8, key=KEY), eye, eye)
     dx, dw = vjp(g)
     assert np.mean(np.asarray(dx) != np.asarray(dw).T) > 0.2
 
@@ -435,7 +439,7 @@ def test_straight_through_gradients_stop_where_the_calibration_clips(calibration
     cast = Cast("int8", (0, 0), calibration=calibration)
     recipe = Recipe("mine", Gemm(cast, cast))
     x, w, g = normal(0, (16, 64)), normal(1, (64, 32)), normal(2, (16, 32))
-    _, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)
+    _, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=recipe), x, w)
     dx, dw = vjp(g)
     for gradient, array in ((dx, x), (dw, w)):
         q = sd.quantize(array, "int8", block=(0, 0), calibration=calibration)
@@ -456,13 +460,13 @@ def test_groups_of_rows_are_products_one_by_one(recipe):
 
     @jax.jit
     def grouped(x, w, b, g, sizes):
-        y, vjp = jax.vjp(lambda x, w, b: train.ragged_dot(x, w, sizes, b, recipe=recipe), x, w, b)
+        y, vjp = jax.vjp(lambda x, w, b: ragged_dot(x, w, sizes, b, recipe=recipe), x, w, b)
         return y, *vjp(g)
 
     y, dx, dw, db = grouped(x, w, b, g, jnp.asarray(sizes))
     for i, (start, stop) in enumerate(itertools.pairwise([0, *np.cumsum(sizes)])):
         rows = slice(int(start), int(stop))
-        one, vjp = jax.vjp(lambda x, w, b: train.dense(x, w, b, recipe=recipe), x[rows], w[i], b[i])
+        one, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe), x[rows], w[i], b[i])
         for a, e in zip((y[rows], dx[rows], dw[i], db[i]), (one, *vjp(g[rows])), strict=True):
             assert_same(a, e)
     assert not np.any(y[58:])
@@ -481,11 +485,11 @@ def nearest(recipe):
 
 def test_groups_round_by_chance_and_keep_codes():
     sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
-    kept = kept_by(lambda x, w: train.ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
+    kept = kept_by(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
     large = [r for r in kept if r.size >= x.size]
     assert {r.dtype.name for r in large} == {"uint4"}
     with pytest.raises(ValueError, match="by chance"):
-        jax.grad(lambda w: train.ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
+        jax.grad(lambda w: ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
 
 
 CONVOLUTIONS = {
@@ -507,11 +511,9 @@ def test_gradients_of_convolutions_are_those_of_jax(case):
     x_shape, w_shape, window = CONVOLUTIONS[case]
     x, w = normal(0, x_shape), normal(1, w_shape)
     plain = Recipe("plain", Gemm(), Gemm(), Gemm())
-    y, vjp = jax.vjp(
-        lambda x, w: train.conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=plain, **window), x, w
-    )
+    y, vjp = jax.vjp(lambda x, w: conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=plain, **window), x, w)
     expected, expected_vjp = jax.vjp(
-        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, **window), x, w
+        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, precision="highest", **window), x, w
     )
     g = normal(2, y.shape)
     for a, b in zip((y, *vjp(g)), (expected, *expected_vjp(g)), strict=True):
@@ -526,11 +528,11 @@ def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
     """
     recipe = nearest(RECIPES[recipe])
     x, w, g = normal(0, (40, 64)), normal(1, (64, 48)), normal(2, (40, 48))
-    y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)
+    y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe=recipe), x, w)
     expected = y, *vjp(g)
 
     def conv(x, w):
-        y = train.conv_general_dilated(
+        y = conv_general_dilated(
             x[:, None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), recipe=recipe
         )
         return y[:, 0]
@@ -553,7 +555,7 @@ def test_a_convolution_multiplies_the_values_of_its_codes(recipe):
         sd.dequantize(sd.quantize(a, name, axis=(0, 1, 2, 3), block=block))
         for a, block in ((x, whole_image), (w, whole_kernel))
     ]
-    y = train.conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
+    y = conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
     assert_same(y, jax.lax.conv_general_dilated(*values, dimension_numbers=NHWC, precision="highest", **window))
 
 
