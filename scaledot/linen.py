@@ -158,7 +158,8 @@ def _with_default(base, recipe: str | Recipe):
 def recipes_by_path(rules: Given | Rules):
     """Inside, every Dense, DenseGeneral and Einsum of any linen model takes the recipe that its path has in the rules.
 
-    Layers that were given a `dot_general` of their own keep it.
+    Layers that were given a `dot_general` of their own keep it. Flax caches what nn.jit has traced without regard to
+    interception: inside nn.jit give layers a `dot_general_cls` instead.
     """
     chosen = rules if isinstance(rules, Rules) else Rules(rules)
 
@@ -208,7 +209,14 @@ class WithRecipe:
         self.model, self._rules = model, rules
         Rules(rules)  # a misspelt recipe is found here and not in the middle of a trace
 
+    def clone(self, **changes) -> "WithRecipe":
+        return WithRecipe(self.model.clone(**changes), self._rules)
+
     def __getattr__(self, name: str):
+        if name.startswith("_") or name == "model":
+            raise AttributeError(name)
+        if name in ("bind", "unbind", "copy"):
+            raise AttributeError(f"{name!r} would lose the rules; use apply, clone, or `with recipes_by_path(rules):`")
         found = getattr(self.model, name)
         if name not in self._RUNS:
             return found

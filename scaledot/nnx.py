@@ -48,7 +48,8 @@ class Quantized(nnx.Module):
 
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """The verb of `train`, with this module's state and key."""
-        if self.keys is not None and not self.deterministic:
+        forward_needs_key = any(what.endswith("of fwd") for what in self.recipe.stochastic)
+        if self.keys is not None and (forward_needs_key or not self.deterministic):
             kwargs["key"] = self.keys()
         if not self.recipe.delayed:
             return verb(*args, recipe=self.recipe, **kwargs)

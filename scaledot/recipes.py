@@ -22,6 +22,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from scaledot.formats import FORMATS, Format, Quirks, find_format
 from scaledot.numerics import calibrate
 from scaledot.numerics.hadamard import Hadamard
@@ -71,12 +73,15 @@ class Cast:
         object.__setattr__(self, "format", row)
         one_scale = calibrate.parse(self.calibration).method == "fixed"
         block = (None if one_scale else row.block) if self.block is None else self.block
-        block = (block,) if isinstance(block, int) else block if block is None else tuple(block)
-        if block is not None and not (len(block) in (1, 2) and all(isinstance(b, int) and b >= 0 for b in block)):
-            raise ValueError(f"`block` of a Cast must be (kept, summed) or (summed,), sizes or 0, not {self.block!r}")
-        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "block", None if block is None else _sizes(block))
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"`rounding` {self.rounding!r} is not known; use 'nearest' or 'stochastic'")
+        if self.delayed is not None and not isinstance(self.delayed, Delayed):
+            raise TypeError(f"`delayed` of a Cast must be a Delayed or None, not {self.delayed!r}")
+        if self.delayed is not None and (self.rotation is not None or self.calibration != "absmax" or row.pow2):
+            raise ValueError(
+                f"delayed scaling follows the largest magnitude of the tensor as it is, which {self} is not"
+            )
         if self.delayed is not None and (any(self.tile) or row.scale != "float32" or not row.is_float):
             raise ValueError(f"delayed scaling keeps one float32 factor per tensor; {self} has more")
 
@@ -99,9 +104,13 @@ class Cast:
 
     @property
     def clips(self) -> bool:
-        """Whether the calibration leaves some elements out of range."""
+        """Whether some elements may be out of range: by calibration, or because the scale is of earlier steps."""
         parsed = calibrate.parse(self.calibration)
-        return parsed.method not in ("absmax", "minmax") or (bool(parsed.values) and parsed.values[0] < 1)
+        return (
+            self.delayed is not None
+            or parsed.method not in ("absmax", "minmax")
+            or (bool(parsed.values) and parsed.values[0] < 1)
+        )
 
     def __str__(self) -> str:
         words = [self.format.name]
@@ -114,6 +123,14 @@ class Cast:
         return " ".join(words)
 
 
+def _sizes(block: Any) -> tuple[int, ...]:
+    entries = block if isinstance(block, (tuple, list)) else (block,)
+    whole = [isinstance(b, (int, np.integer)) and not isinstance(b, bool) and b >= 0 for b in entries]
+    if len(entries) not in (1, 2) or not all(whole):
+        raise ValueError(f"`block` of a Cast must be (kept, summed) or (summed,), sizes or 0, not {block!r}")
+    return tuple(int(b) for b in entries)
+
+
 @dataclasses.dataclass(frozen=True)
 class Gemm:
     """The casts of a product's two operands; None leaves an operand as it is."""
@@ -122,6 +139,9 @@ class Gemm:
     rhs: Cast | None = None
 
     def __post_init__(self):
+        for cast in (self.lhs, self.rhs):
+            if cast is not None and not isinstance(cast, Cast):
+                raise TypeError(f"a Gemm holds two Casts or None, not {cast!r}; Cast({cast!r}) makes one of a format")
         left, right = (None if c is None else c.rotation for c in (self.lhs, self.rhs))
         if left != right:
             raise ValueError(f"a rotation cancels only if both operands have it, not {left} and {right}")
@@ -145,6 +165,10 @@ class Recipe:
     wgrad: Gemm | None = None
 
     def __post_init__(self):
+        for product in PRODUCTS:
+            gemm = getattr(self, product)
+            if not isinstance(gemm, Gemm) and (gemm is not None or product == "fwd"):
+                raise TypeError(f"`{product}` of a Recipe must be a Gemm, not {gemm!r}")
         for tensor in "xwg":
             delayed = {cast for _, of, cast in self.casts() if of == tensor and cast.delayed is not None}
             if len(delayed) > 1:
@@ -188,6 +212,9 @@ class Recipe:
         Format('int8')
         """
         _check_keys("recipe", fields, ("name", *PRODUCTS))
+        missing = [name for name in ("name", "fwd") if name not in fields]
+        if missing:
+            raise ValueError(f"a recipe needs {missing[0]!r}; it has {', '.join(fields) or 'nothing'}")
         return cls(fields["name"], *(_gemm_from_dict(fields.get(p)) for p in PRODUCTS))
 
     def to_json(self) -> str:
@@ -222,14 +249,17 @@ def _gemm_from_dict(fields: Mapping[str, Any] | None) -> Any:
     if fields is None:
         return None
     _check_keys("product", fields, ("lhs", "rhs"))
-    return Gemm(*(_cast_from_dict(fields[side]) if side in fields else None for side in ("lhs", "rhs")))
+    return Gemm(*(None if fields.get(side) is None else _cast_from_dict(fields[side]) for side in ("lhs", "rhs")))
 
 
 def _cast_from_dict(fields: Mapping[str, Any]) -> Cast:
-    inner = {"format": _format_from_dict, "block": tuple, "rotation": _maker(Hadamard), "delayed": _maker(Delayed)}
+    inner = {"format": _format_from_dict, "rotation": _maker(Hadamard), "delayed": _maker(Delayed)}
     known = [f.name for f in dataclasses.fields(Cast)]
     _check_keys("cast", fields, known)
-    return Cast(**{name: inner.get(name, lambda v: v)(value) for name, value in fields.items()})
+    if "format" not in fields:
+        raise ValueError(f"a cast needs a 'format'; it has {', '.join(fields) or 'nothing'}")
+    given = {name: value for name, value in fields.items() if value is not None}
+    return Cast(**{name: inner.get(name, lambda v: v)(value) for name, value in given.items()})
 
 
 def _format_from_dict(value: str | Mapping[str, Any]) -> Format:
@@ -256,13 +286,17 @@ def _to_dict(value: Any) -> Any:
     found = {}
     for field in dataclasses.fields(value):
         inner = getattr(value, field.name)
-        is_own_block = field.name == "block" and isinstance(value, Cast) and inner == value.format.block
-        if inner != field.default and not is_own_block:
+        default = field.default
+        if isinstance(value, Cast) and field.name == "block":
+            default = Cast(value.format, calibration=value.calibration).block
+        if inner != default:
             found[field.name] = _to_dict(inner)
     return found
 
 
 def _check_keys(what: str, fields: Mapping[str, Any], known: tuple[str, ...] | list[str]) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"a {what} must be written as a mapping with {', '.join(known)}, not {fields!r}")
     unknown = [name for name in fields if name not in known]
     if unknown:
         raise ValueError(f"a {what} has no field {unknown[0]!r}; it takes {', '.join(known)}")

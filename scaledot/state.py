@@ -109,6 +109,12 @@ def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
     if not isinstance(state, dict) and expected:
         raise TypeError(f"`{name}` must be what init_state({recipe.name!r}) gives, not {type(state).__name__}")
     check_tree(state, expected, name, recipe.name)
+    for tensor in recipe.delayed:
+        if not isinstance(state[tensor], AmaxHistory):
+            found = type(state[tensor]).__name__
+            raise TypeError(
+                f"`{name}` must hold an AmaxHistory at {tensor!r}, not a {found}; make it AmaxHistory(**it)"
+            )
 
 
 def _leaves(recipe: Recipe):
@@ -136,10 +142,14 @@ def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
 
 
 def factor_of(cast: Cast, state: AmaxHistory) -> jax.Array:
-    """The factor to cast with: the stored one, which in a true state is never above what the history allows."""
+    """The factor to cast with: the stored one, which in a true state is never above what the history allows.
+
+    A state that took no part in a step has zeros for a gradient, and so for its next value: it begins again.
+    """
     factor = state.factor.reshape(())
+    factor = jnp.where(factor > 0, jnp.minimum(factor, LARGEST_FACTOR), np.float32(1))
     limit = _limit(cast, state.history)
-    return jnp.where(limit > 0, jnp.minimum(factor, limit), jnp.clip(factor, 0, LARGEST_FACTOR))
+    return jnp.where(limit > 0, jnp.minimum(factor, limit), factor)
 
 
 def _limit(cast: Cast, history: jax.Array) -> jax.Array:

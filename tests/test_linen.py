@@ -1,5 +1,6 @@
 """Recipes in Flax linen: the same numbers as the verbs, state that Flax carries, models as they are."""
 
+import copy
 import dataclasses
 import warnings
 
@@ -262,6 +263,14 @@ def test_bad_input_is_explained(call, error, words):
     model, x = sd.linen.with_recipe(Model(), SHORT), normal(0, (2, 5, 32))
     with pytest.raises(error, match=words):
         call(model, model.init(jax.random.key(1), x), x)
+
+
+def test_a_model_with_rules_is_copied_with_them():
+    model = sd.linen.with_recipe(nn.Dense(4), "mxfp8")
+    for other in (copy.deepcopy(model), model.clone(features=8)):
+        assert isinstance(other, sd.linen.WithRecipe)
+    with pytest.raises(AttributeError, match="would lose the rules"):
+        model.bind({})
 
 
 def test_every_recipe_makes_a_class():

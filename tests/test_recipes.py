@@ -24,8 +24,9 @@ def test_every_field_of_a_cast_is_written_down():
         Cast(row, (1, 64), "stochastic", sd.Hadamard(32, 5), calibration="rms,3"),
         Cast("fp8_e5m2", delayed=sd.Delayed(16, "most_recent", 1)),
         Cast("nf4"),
+        Cast("int8", (0,), calibration="fixed,4"),
     ]
-    recipe = Recipe("all", Gemm(None, casts[1]), Gemm(casts[0], casts[0]), Gemm(casts[2], None))
+    recipe = Recipe("all", Gemm(None, casts[1]), Gemm(casts[0], casts[0]), Gemm(casts[2], casts[3]))
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
@@ -63,6 +64,13 @@ def test_recipes_are_found_by_name():
         (lambda: Recipe.from_dict({"name": "a", "fwd": {}, "bwd": {}}), "no field 'bwd'; it takes name, fwd"),
         (lambda: Recipe.from_dict({"name": "a", "fwd": {"left": {}}}), "no field 'left'"),
         (lambda: Recipe.from_dict({"name": "a", "fwd": {"lhs": {"fmt": "int8"}}}), "no field 'fmt'"),
+        (lambda: Recipe.from_dict({"name": "a"}), "a recipe needs 'fwd'"),
+        (lambda: Recipe.from_dict({"name": "a", "fwd": {"lhs": "int8"}}), "must be written as a mapping"),
+        (lambda: Recipe.from_dict({"name": "a", "fwd": {"lhs": {}}}), "a cast needs a 'format'"),
+        (lambda: Recipe("a", None), "`fwd` of a Recipe must be a Gemm"),
+        (lambda: Gemm("mxfp8", None), "two Casts or None"),
+        (lambda: Cast("fp8_e4m3", delayed=True), "must be a Delayed or None"),
+        (lambda: Cast("fp8_e4m3", rotation=sd.Hadamard(), delayed=sd.Delayed()), "the largest magnitude of the tensor"),
         (
             lambda: Recipe("r", Gemm(*[Cast("int8", calibration="rms,2", rotation=sd.Hadamard())] * 2)),
             "straight-through, but where .* clips is known only in its rotated form",

@@ -225,6 +225,44 @@ def test_states_added_by_mistake_saturate_nothing_and_do_not_grow():
         assert np.all(state[tensor].history <= 2 * amax * 1.01)
 
 
+def test_a_state_that_took_no_part_in_a_step_begins_again():
+    """JAX gives what is not used a gradient of zeros; a factor of zero would turn the next step to NaN."""
+
+    @jax.jit
+    def step(state, use):
+        def loss(state):
+            y = jax.lax.cond(use, lambda: train.dense(XS[0], WS[0], recipe=SHORT, state=state)[0], lambda: 0 * GS[0])
+            return jnp.sum(y * GS[0])
+
+        return jax.grad(loss)(state)
+
+    used = step(sd.init_state(SHORT), True)
+    unused = step(used, False)
+    assert float(unused["x"].factor) == 0
+    expected = references()["x"]
+    expected.step(np.float32(2))
+    assert_state(step(unused, True), {"x": expected})
+
+
+def test_straight_through_gradients_stop_where_a_stale_scale_clips():
+    recipe = Recipe("x", Gemm(SHORT.fwd.lhs, None))
+    x = XS[0].at[0, 0].set(1000.0)
+    dx = jax.grad(lambda x: train.dense(x, jnp.eye(8), recipe=recipe, state=sd.init_state(recipe))[0].sum())(x)
+    assert dx[0, 0] == 0
+    assert np.all(dx[1:] == 1)
+
+
+def test_rows_in_groups_round_by_chance_with_delayed_scaling_too():
+    cast = dataclasses.replace(SHORT.fwd.lhs, rounding="stochastic")
+    recipe = Recipe("x", Gemm(cast, None), Gemm(), Gemm())
+    x, state = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), sd.init_state(recipe)
+    one, other = (
+        train.ragged_dot(x, jnp.eye(8)[None], jnp.array([8]), recipe=recipe, state=state, key=jax.random.key(k))[0]
+        for k in (0, 1)
+    )
+    assert np.any(one != other)
+
+
 def test_data_parallel_shards_share_the_largest_magnitude():
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,))
 

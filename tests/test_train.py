@@ -598,6 +598,18 @@ NUMBERS = (((1,), (0,)), ((), ()))
             "not offered for rows in groups",
         ),
         (
+            lambda x, w: train.ragged_dot(
+                x, w[None], jnp.array([8]), recipe=Recipe("r", Gemm(Cast("fp8_e4m3", (0, 32)), None))
+            ),
+            ValueError,
+            "use a block of rows",
+        ),
+        (
+            lambda x, w: train.dense(x, w, recipe="mxfp8", preferred_element_type=jnp.float8_e4m3fn),
+            TypeError,
+            "16 bits",
+        ),
+        (
             lambda x, w: train.conv_general_dilated(
                 x[None],
                 w[None, :32],
@@ -635,6 +647,58 @@ def test_a_forward_pass_alone_needs_no_key():
 def test_explain_shows_the_kernels_of_the_forward_product():
     text = sd.explain(train.dense, normal(0, (8, 256)), normal(1, (256, 32)), recipe="fp8_current")
     assert "TAKEN: float8 products on CUDA" in text
+
+
+def test_a_second_derivative_is_refused():
+    """Codes have no derivative: it would be zero without a word."""
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+
+    def loss(x):
+        return jnp.sum(train.dense(x, w, recipe="mxfp8") ** 2)
+
+    with pytest.raises(TypeError, match="can be differentiated once"):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+def test_results_may_be_transposed(recipe):
+    """XLA's CPU would fold the transpose into a product that it cannot compute."""
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+    expected = train.dense(x, w, recipe=recipe).T
+    np.testing.assert_array_equal(train.einsum("mk,kn->nm", x, w, recipe=recipe), expected)
+    np.testing.assert_array_equal(jax.jit(lambda x, w: train.dense(x, w, recipe=recipe).T)(x, w), expected)
+
+
+def test_einsum_has_the_dtype_of_its_operands():
+    x = jnp.ones((4, 32), jnp.bfloat16)
+    assert train.einsum("ij,kj->i", x, x, recipe="mxfp8").dtype == jnp.bfloat16
+
+
+def test_a_rotated_forward_goes_straight_through():
+    """The summed axis is padded for the rotation, and its gradient is not."""
+    cast = Cast("int8", rotation=sd.Hadamard())
+    recipe = Recipe("r", Gemm(cast, cast))
+    x, w, g = normal(0, (4, 20)), normal(1, (20, 8)), normal(2, (4, 8))
+    dx, dw = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)[1](g)
+    assert np.linalg.norm(dx - g @ w.T) / np.linalg.norm(dx) < 0.02
+    assert np.linalg.norm(dw - x.T @ g) / np.linalg.norm(dw) < 0.02
+    image, kernel = normal(0, (2, 9, 32)), normal(1, (3, 16, 32))
+    window = {"window_strides": (1,), "padding": "SAME", "feature_group_count": 2}
+    window["dimension_numbers"] = ("NWC", "WIO", "NWC")
+    conv = functools.partial(conv_general_dilated, recipe=recipe, **window)
+    plain = functools.partial(jax.lax.conv_general_dilated, precision="highest", **window)
+    got, expected = (jax.grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), (0, 1))(image, kernel) for f in (conv, plain))
+    for a, b in zip(got, expected, strict=True):
+        assert np.linalg.norm(a - b) / np.linalg.norm(b) < 0.03
+
+
+def test_no_rows_at_all_give_no_gradient():
+    w = normal(1, (2, 64, 32))
+    x, sizes = jnp.zeros((0, 64)), jnp.zeros(2, int)
+    y, vjp = jax.vjp(lambda x, w: train.ragged_dot(x, w, sizes, recipe="fp8_current"), x, w)
+    dx, dw = vjp(jnp.zeros_like(y))
+    assert (y.shape, dx.shape) == ((0, 32), (0, 64))
+    assert not np.any(dw)
 
 
 def test_empty_and_single_operands():

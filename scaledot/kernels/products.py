@@ -4,6 +4,7 @@
 and sums of codes for the correction of zero points.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,23 +50,26 @@ def precision_of(problem: Problem, dtype) -> Any:
     return lax.Precision.HIGHEST if dtype == np.float32 or differentiable else None
 
 
-def _as_operands(contraction: Contraction, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Integer operands in the only form in which XLA's GPU multiplies them reliably; others as they are.
+def _integer_product(contraction: Contraction, out: str, product: Callable[..., jax.Array], a, b) -> jax.Array:
+    """An int8 product in the form in which XLA's GPU computes it reliably.
 
     Under jax 0.11.2 on an H200, Triton's int8 products in steps of 16 come out doubled. The autotuner notices where it
-    can compare with cuBLAS: when a multiple of four products is summed, and what made the operands is not fused in.
+    can compare with cuBLAS: when rows, columns and summed products are multiples of four in number, and nothing before
+    or after is fused in. So axes are padded with zeros, and barriers keep the product apart.
     """
-    if a.dtype != jnp.int8:
-        return a, b
-    along = contraction.contracted[-1:]
-    sizes = [a.shape[contraction.lhs.index(c)] for c in contraction.contracted]
+    sizes = dict(zip(contraction.lhs + contraction.rhs, a.shape + b.shape, strict=True))
+    padded = dict(sizes)
+    for group in (contraction.lhs_free, contraction.contracted, contraction.rhs_free):
+        if group and math.prod(sizes[c] for c in group) % 4:
+            padded[group[-1]] += -sizes[group[-1]] % 4
 
-    def padded(x: jax.Array, labels: str) -> jax.Array:
-        return jnp.pad(x, [(0, -size % 4 if c == along else 0) for c, size in zip(labels, x.shape, strict=True)])
+    def filled(x: jax.Array, labels: str) -> jax.Array:
+        missing = [(0, padded[c] - sizes[c]) for c in labels]
+        return jnp.pad(x, missing) if any(more for _, more in missing) else x
 
-    if math.prod(sizes) % 4 and along:
-        a, b = padded(a, contraction.lhs), padded(b, contraction.rhs)
-    return lax.optimization_barrier((a, b))
+    a, b = lax.optimization_barrier((filled(a, contraction.lhs), filled(b, contraction.rhs)))
+    y = lax.optimization_barrier(product(a, b))
+    return y if padded == sizes else y[tuple(slice(sizes.get(c)) for c in out)]
 
 
 def _dot_steps(problem: Problem) -> Steps:
@@ -73,15 +77,17 @@ def _dot_steps(problem: Problem) -> Steps:
     order = tuple(contraction.natural.index(c) for c in contraction.out)
 
     def product(a: jax.Array, b: jax.Array, accumulator) -> jax.Array:
-        a, b = _as_operands(contraction, a, b)
-        y = lax.dot_general(
-            a,
-            b,
-            contraction.dimension_numbers,
+        dot = functools.partial(
+            lax.dot_general,
+            dimension_numbers=contraction.dimension_numbers,
             precision=precision_of(problem, a.dtype),
             preferred_element_type=accumulator,
             out_sharding=reordered(problem.out_sharding, contraction.out, contraction.natural),
         )
+        y = _integer_product(contraction, contraction.natural, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
+        if a.dtype == jnp.bfloat16 != y.dtype:
+            # XLA's CPU folds a later transpose into the product and then has no code for bfloat16 summed in float32.
+            y = lax.platform_dependent(y, cpu=lax.optimization_barrier, default=lambda y: y)
         return y if order == tuple(range(y.ndim)) else y.transpose(order)
 
     def code_sums(side: int, codes: jax.Array) -> jax.Array:
@@ -115,16 +121,15 @@ def _ragged_steps(problem: Problem, group_sizes) -> Steps:
     )
 
     def product(a: jax.Array, b: jax.Array, accumulator) -> jax.Array:
-        a, b = _as_operands(contraction, a, b)
-        return lax.ragged_dot_general(
-            a,
-            b,
-            group_sizes,
-            numbers,
+        dot = functools.partial(
+            lax.ragged_dot_general,
+            group_sizes=group_sizes,
+            ragged_dot_dimension_numbers=numbers,
             precision=precision_of(problem, a.dtype),
             preferred_element_type=accumulator,
             **window,
         )
+        return _integer_product(contraction, contraction.out, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
 
     def lay_by_group(factor: Factor) -> jax.Array:
         return lay(_per_row(problem, factor, group_sizes), contraction.out)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks, calibrate
@@ -77,7 +76,7 @@ class Laid:
         )
 
     def inside(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
-        """Where the calibration did not clip x; None if it never clips."""
+        """Where the cast did not clip x; None if it never clips."""
         if not self.cast.clips:
             return None
         parsed, block = calibrate.parse(self.cast.calibration), self.tile
@@ -85,12 +84,9 @@ class Laid:
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)
             return (x >= blocks.spread(low, x.shape, block)) & (x <= blocks.spread(high, x.shape, block))
-        if parsed.method == "mse":
-            # The magnitude that the search settled on, which the scale gives back to an ulp or two.
-            reach = np.float32(self.cast.format.max * (1 + 2.0**-21))
-            limit = math.prod(multipliers(q.scale, q.tensor_scale, q.format), start=jnp.asarray(reach))
-        else:
-            limit = calibrate.magnitude(x, parsed, block)
+        # What the codes reach; the calibrated magnitude is an ulp or two from it.
+        reach = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
+        limit = math.prod(multipliers(q.scale, q.tensor_scale, q.format), start=reach)
         return jnp.abs(x) <= blocks.spread(limit, x.shape, block)
 
 

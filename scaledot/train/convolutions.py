@@ -146,6 +146,8 @@ class Window:
     def wgrad(self, x, g, **wanted) -> jax.Array:
         """The kernel's gradient: the result's slides over the image, and images are summed over."""
         (n, c, *image_axes), (o, i, *kernel_axes), (m, f, *result_axes) = self.numbers
+        if self.groups > 1 and isinstance(x, ScaledArray) and x.rotation is not None and x.rotation.axis + x.ndim == c:
+            x = dequantize(x, jnp.float32)  # turned back, because features are not summed over here
         padding = []
         for image, kernel, result, low in self._reaches(g.shape):
             padding.append((low, kernel - 1 - low + result - image))

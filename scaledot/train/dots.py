@@ -78,6 +78,7 @@ def einsum(
     (2, 5, 4, 8)
     """
     x, w = float_operand(x, "x"), float_operand(w, "w")
+    preferred_element_type = result_dtype(preferred_element_type, x, w)
     (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
     wanted = {"precision": precision, "out_sharding": out_sharding, "kernel": kernel}
     contraction = Contraction(x_labels, w_labels, out)
@@ -167,8 +168,8 @@ def checked_state(recipe: Recipe, state) -> State:
 
 def result_dtype(preferred, x: jax.Array, w: jax.Array) -> np.dtype:
     dtype = element_type(preferred) or promoted(x.dtype, w.dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"`preferred_element_type` must be a float dtype, not {dtype}")
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+        raise TypeError(f"`preferred_element_type` must be a float dtype of at least 16 bits, not {dtype}")
     return dtype
 
 

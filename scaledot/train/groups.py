@@ -66,7 +66,10 @@ def ragged_dot(
     recipe = find_recipe(recipe)
     kind = Groups(_rows_together(recipe.wgrad))
     rule = Rule(kind, recipe, result_dtype(preferred_element_type, x, w), precision, kernel=kernel)
-    return returned(recipe, *product(rule, Operands(x, w, b, groups), checked_state(recipe, state), key))
+    rows = x.shape[0]
+    x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none
+    y, state = product(rule, Operands(x, w, b, groups), checked_state(recipe, state), key)
+    return returned(recipe, y[:rows], state)
 
 
 def _rows_together(wgrad: Gemm | None) -> int:
@@ -109,19 +112,24 @@ class Groups:
         if cast.calibration != "absmax":
             raise ValueError(f"`calibration` {cast.calibration!r} of {cast} is not offered for rows in groups")
         kept, summed = cast.tile
-        if product != "wgrad":
-            return LaidRows(cast, (kept, summed), 1, 1)
-        tile, axis = ((0, 0), 1) if cast.is_per_tensor else ((summed, kept), 0)
-        return LaidRows(cast, tile, axis, self.together)
+        along_features = product != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
+        tile, axis = ((kept, summed), 1) if along_features else ((summed, kept), 0)
+        if tile[0] == 0 and (tile[1] > 1 or (tile[1] == 1 and along_features) or (cast.rotation and axis == 0)):
+            raise ValueError(
+                f"{cast} of {tensor} in {product} has scales for all rows of a group at once, which rows in groups "
+                "take for whole tensors or channels without a rotation down the rows; use a block of rows"
+            )
+        return LaidRows(cast, tile, axis, self.together if product == "wgrad" else 1)
 
     def quantize(self, laid, x: jax.Array, groups, factor, key) -> Any:
         if isinstance(laid, Laid):
             return _each_matrix(laid, x, factor, key)
         x, groups = spaced(x, groups, laid.together), _whole(groups, laid.together)
         if factor is not None:
-            return quantize(_members(x, groups), laid.cast.format, factor=factor)
+            how = {"rounding": laid.cast.rounding, "key": key}
+            return quantize(_members(x, groups), laid.cast.format, factor=factor, **how)
         if laid.tile[0] == 0:
-            return _per_group(laid, x, groups, key)
+            return _per_group(laid, padded(x, 1, laid.cast), groups, key)
         if laid.axis == 1:
             return _along_features(laid, padded(x, 1, laid.cast), groups, key)
         return _down_the_rows(laid, x, groups, key)
@@ -169,9 +177,7 @@ def _each_matrix(laid: Laid, w: jax.Array, factor, key) -> ScaledArray:
 
 def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> PerGroup:
     """One scale, or one per feature, for all rows of a group."""
-    q = quantize_grouped(
-        x, groups, laid.cast.format, axis=(0, 1), block=laid.tile, rounding=laid.cast.rounding, key=key, pad=True
-    )
+    q = _along_features(laid, x, groups, key)
     return PerGroup(_unscaled(q), q.scale[_first_rows(groups, x.shape[0])])
 
 

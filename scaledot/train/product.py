@@ -128,6 +128,7 @@ def _forward_product(rule: Rule, operands: Operands, x, w) -> jax.Array:
 
 def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None):
     _check_key(rule.recipe, key, rule.recipe.stochastic)
+    operands = _differentiated_once(operands)
     casts = Casts(rule, operands.groups, state, key)
     kept_x, kept_w = casts.residual("wgrad", "x", operands.x), casts.residual("dgrad", "w", operands.w)
     x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
@@ -143,6 +144,7 @@ def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None
 
 def _backward(rule: Rule, kept: Residuals, cotangents: tuple[jax.Array, State]):
     g, later = cotangents
+    g = _differentiated_once(g)
     x_like, w_like, bias_like = kept.like
     casts = Casts(rule, kept.groups, kept.state, kept.key)
     x, w = from_bits(kept.x), from_bits(kept.w)
@@ -228,6 +230,8 @@ class Casts:
             out_sharding=None if sharding.mesh.empty else sharding,
             kernel=self.rule.kernel,
         )
+        # A forward operand that was padded for its rotation has gradients for the zeros, too.
+        result = result[tuple(slice(size) for size in like.type.shape)] if result.shape != like.type.shape else result
         if inside is not None:
             result = jnp.where(inside, result, jnp.zeros_like(result))
         return _as_primal(result, like)
@@ -254,6 +258,24 @@ def _check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
     if stochastic and key is None:
         words = f"{recipe.name} rounds {', '.join(stochastic)} by chance"
         raise ValueError(f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`)")
+
+
+@jax.custom_jvp
+def _differentiated_once(tree: Any) -> Any:
+    """The tree itself. Codes have no derivative, so a second one would be zero without a word."""
+    return tree
+
+
+@functools.partial(_differentiated_once.defjvp, symbolic_zeros=True)
+def _refuse(primals: tuple[Any], tangents: tuple[Any]):
+    leaves = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, jax.custom_derivatives.SymbolicZero))
+    kinds = (jax.custom_derivatives.SymbolicZero,)
+    if not all(isinstance(t, kinds) or getattr(t, "dtype", None) == jax.dtypes.float0 for t in leaves):
+        raise TypeError(
+            "a product under a recipe can be differentiated once: its gradients are products of codes, which have no "
+            "derivative. Use plain products where second derivatives are needed"
+        )
+    return primals[0], tangents[0]
 
 
 @jax.tree_util.register_dataclass
