@@ -1,8 +1,8 @@
-"""A second implementation of sections 1 to 6 of numerics.md, in numpy alone, that tests hold the library to.
+"""A second implementation of the casts, in numpy alone, that tests hold the library to.
 
-It shares nothing with the library. Every operation that decides a code or a scale is one correctly rounded float32
-operation, in the order of the specification; only decoded values (and the error that four_over_six compares) are
-float64. Where the specification leaves a choice open, a comment starting with "Choice:" says which one is taken.
+It was written from the specification of the formats and shares nothing with the library. Every operation that decides a
+code or a scale is one correctly rounded float32 operation; only decoded values (and the error that four_over_six
+compares) are float64. A comment starting with "Choice:" says what is taken where a specification leaves it open.
 """
 
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class Quantized(NamedTuple):
         return self.codes * self.scale * self.tensor_scale
 
 
-# Section 1 and 4: elements and rounding.
+# Elements and rounding.
 
 
 def flush(x):
@@ -116,7 +116,7 @@ def block_amax(x, block):
     return in_blocks(magnitude, block).max(axis=(1, 3))
 
 
-# Section 2: scales.
+# Scales.
 
 
 def float32_factor(amax, largest):
@@ -181,7 +181,7 @@ def quantized(codes, scale, tensor_scale=1.0):
 def quantize(
     x, format, axis, *, block=None, uniform=None, rotation=None, factor=None, search=None, guard=False
 ) -> Quantized:
-    """Quantise a 2-D float32 array whose contracted axis is `axis`, as numerics.md defines it."""
+    """Quantise a 2-D float32 array whose contracted axis is `axis`."""
     element, kind, length = FORMATS[format]
     assert factor is None or kind == "float32", "a given factor is for per tensor fp8"
     assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
@@ -216,7 +216,7 @@ def quantize(
     return quantized(codes, np.ldexp(1.0, (e - 127).astype(np.int32)))
 
 
-# Section 3: the random Hadamard transform.
+# The random Hadamard transform.
 
 
 def hadamard(x, axis, size, mask):
@@ -236,7 +236,7 @@ def hadamard(x, axis, size, mask):
     return np.moveaxis(rotated.reshape(x.shape), -1, axis)
 
 
-# Section 6: delayed scaling.
+# Delayed scaling.
 
 
 class Delayed:
