@@ -250,6 +250,12 @@ def test_straight_through_gradients_stop_where_a_stale_scale_clips():
     dx = jax.grad(lambda x: train.dense(x, jnp.eye(8), recipe=recipe, state=sd.init_state(recipe))[0].sum())(x)
     assert dx[0, 0] == 0
     assert np.all(dx[1:] == 1)
+    grouped = jax.grad(
+        lambda x: train.ragged_dot(x, jnp.eye(8)[None], jnp.array([4]), recipe=recipe, state=sd.init_state(recipe))[
+            0
+        ].sum()
+    )(x)
+    np.testing.assert_array_equal(grouped, dx)
 
 
 def test_rows_in_groups_round_by_chance_with_delayed_scaling_too():

@@ -435,6 +435,15 @@ def test_stochastic_gradients_are_unbiased_and_repeat_with_their_key():
     assert np.any(wgrad(exact_x, keys[3]) != wgrad(exact_x, keys[4]))
 
 
+def test_forward_is_the_same_whether_or_not_it_is_differentiated():
+    """A stochastic cast that serves forward and wgrad has one set of bits."""
+    cast = Cast("fp8_e4m3", rounding="stochastic")
+    recipe = Recipe("r", Gemm(cast, cast), Gemm(None, cast), Gemm(cast, None))
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+    run = functools.partial(dense, recipe=recipe, key=KEY)
+    np.testing.assert_array_equal(run(x, w), jax.vjp(run, x, w)[0])
+
+
 def test_the_two_casts_of_a_gradient_use_independent_bits():
     """With g symmetric the codes along both axes would be each other's transpose if their bits were."""
     g = normal(2, (32, 32))

@@ -138,7 +138,9 @@ class Groups:
         return spaced(x, groups, self.together) if product == "wgrad" else x
 
     def inside(self, laid, x: jax.Array, q) -> jax.Array | None:
-        return jax.vmap(laid.inside)(x, q) if isinstance(laid, Laid) else None
+        if isinstance(laid, Laid):
+            return jax.vmap(laid.inside)(x, q)
+        return Laid(laid.cast, (0, 0), None).inside(x, q)  # of rows only delayed scaling clips, with one scale for all
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x if tensor == "w" else _members(x, groups))

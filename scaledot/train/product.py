@@ -192,7 +192,7 @@ class Casts:
             return kind.plain(product, tensor, x, self.groups)
         laid = kind.lay(cast, product, tensor)
         if (tensor, laid) not in self.seen:
-            factor, key = self._factor(cast, tensor), self._key(cast, product, tensor)
+            factor, key = self._factor(cast, tensor), self._key(laid, cast, tensor)
             self.seen[tensor, laid] = kind.quantize(laid, x, self.groups, factor, key)
         return self.seen[tensor, laid]
 
@@ -239,13 +239,16 @@ class Casts:
     def _factor(self, cast: Cast, tensor: str) -> jax.Array | None:
         return None if cast.delayed is None else states.factor_of(cast, self.state[tensor])
 
-    def _key(self, cast: Cast, product: str, tensor: str) -> jax.Array | None:
-        """Independent bits for each cast of a step."""
+    def _key(self, laid: Hashable, cast: Cast, tensor: str) -> jax.Array | None:
+        """Independent bits for each cast of a step; one that serves two products has those of the first."""
         if cast.rounding != "stochastic":
             return None
-        _check_key(self.rule.recipe, self.key, (f"{tensor} of {product}",))
-        assert self.key is not None
+        recipe, lay = self.rule.recipe, self.rule.kind.lay
         every = [(p, t) for p, tensors in PRODUCTS.items() for t in tensors]
+        served = ((p, cast_of(recipe, p, t)) for p, t in every if t == tensor)
+        product = next(p for p, c in served if c is not None and lay(c, p, tensor) == laid)
+        _check_key(recipe, self.key, (f"{tensor} of {product}",))
+        assert self.key is not None
         return jax.random.fold_in(self.key, every.index((product, tensor)))
 
 
