@@ -7,6 +7,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import hypothesis
 import jax
 
+collect_ignore = ["conftest.py"]  # holds no examples, and docs has one of the same name
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
