@@ -3,13 +3,12 @@
 The model knows nothing of recipes; one line gives one to the four linear layers of each block.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from gpt_training import main, optimizer
 from source import Source
 from tqdm import trange
 
@@ -47,11 +46,6 @@ class Gpt(nn.Module):
         return nn.Dense(self.symbols, use_bias=False, name="head")(nn.RMSNorm()(x))
 
 
-def optimizer(steps: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(20, steps // 2), steps, 5e-4)
-    return optax.adamw(schedule)
-
-
 @jax.jit
 def train_step(state: TrainState, tokens, key):
     def loss(variables):
@@ -79,10 +73,4 @@ def train(recipe: str | None, steps: int, seed: int = 0, quiet: bool = False) ->
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="fp8_current", help=f"one of {', '.join(sd.RECIPES)}, or float32")
-    parser.add_argument("--steps", type=int, default=600)
-    args = parser.parse_args()
-    losses = train(None if args.recipe == "float32" else args.recipe, args.steps)
-    last = losses[-min(50, len(losses)) :]
-    print(f"{args.recipe}: {sum(last) / len(last):.4f} nats above the source's entropy over the last {len(last)} steps")
+    main(train, __doc__)

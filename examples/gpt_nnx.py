@@ -3,12 +3,11 @@
 The model knows nothing of recipes; one line gives one to the four linear layers of each block.
 """
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from gpt_training import main, optimizer
 from source import Source
 from tqdm import trange
 
@@ -66,22 +65,15 @@ def train(recipe: str | None, steps: int, seed: int = 0, quiet: bool = False) ->
     model = Gpt(source.symbols, rngs=nnx.Rngs(seed))
     if recipe is not None:
         sd.nnx.with_recipe(model, {"blocks/*": recipe}, rngs=nnx.Rngs(sr_rng=seed))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(20, steps // 2), steps, 5e-4)
-    optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
+    updates = nnx.Optimizer(model, optimizer(steps), wrt=nnx.Param)
     draw = jax.jit(lambda key: source.batch(key, 16, 33))
     excess = []
     for step in (progress := trange(steps, desc=recipe or "float32", disable=quiet)):
         batch_key, _ = jax.random.split(jax.random.fold_in(key, step))
-        excess.append(float(train_step(model, optimizer, draw(batch_key))) - source.entropy)
+        excess.append(float(train_step(model, updates, draw(batch_key))) - source.entropy)
         progress.set_postfix(excess=f"{excess[-1]:.3f}")
     return excess
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="fp8_current", help=f"one of {', '.join(sd.RECIPES)}, or float32")
-    parser.add_argument("--steps", type=int, default=600)
-    args = parser.parse_args()
-    losses = train(None if args.recipe == "float32" else args.recipe, args.steps)
-    last = losses[-min(50, len(losses)) :]
-    print(f"{args.recipe}: {sum(last) / len(last):.4f} nats above the source's entropy over the last {len(last)} steps")
+    main(train, __doc__)

@@ -20,6 +20,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +45,7 @@ NF4_CODEBOOK = (
     1.0,
 )
 
+Row = TypeVar("Row")
 E8M0_RULES = ("ceil", "floor", "even", "even1", "ceil_log2")
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
 TWO_LEVEL_RULES = ("te", "te_jax", "torchao", "modelopt", "compressed_tensors")
@@ -218,14 +220,19 @@ def find_format(format: str | Format) -> Format:
     >>> find_format("mxfp8")
     Format('mxfp8')
     """
-    if isinstance(format, Format):
-        return format
-    if not isinstance(format, str):
-        raise TypeError(f"`format` must be a Format or one of the names in FORMATS, not {type(format).__name__}")
-    if format not in FORMATS:
-        near = difflib.get_close_matches(format, FORMATS, n=3, cutoff=0.4) or list(FORMATS)
-        raise ValueError(f"`format` {format!r} is not in FORMATS; did you mean {', '.join(map(repr, near))}?")
-    return FORMATS[format]
+    return row_of("format", format, Format, FORMATS, "FORMATS")
+
+
+def row_of(argument: str, given: Any, kind: type[Row], table: Mapping[str, Row], title: str) -> Row:
+    """What was given if it is a row, or the row of that name; a misspelt one lists the nearest."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"`{argument}` must be a {kind.__name__} or one of the names in {title}, not {given!r}")
+    if given not in table:
+        near = difflib.get_close_matches(given, table, n=3, cutoff=0.4) or list(table)
+        raise ValueError(f"`{argument}` {given!r} is not in {title}; did you mean {', '.join(map(repr, near))}?")
+    return table[given]
 
 
 def rules_of(format: Format) -> tuple[str, ...]:

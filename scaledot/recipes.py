@@ -16,7 +16,6 @@ multiplied, and gradients are zero where the forward cast clipped.
 """
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from scaledot.formats import FORMATS, Format, Quirks, find_format
+from scaledot.formats import FORMATS, Format, Quirks, find_format, row_of
 from scaledot.numerics import calibrate
 from scaledot.numerics.hadamard import Hadamard
 
@@ -388,11 +387,4 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     >>> find_recipe("mxfp8") is MXFP8
     True
     """
-    if isinstance(recipe, Recipe):
-        return recipe
-    if not isinstance(recipe, str):
-        raise TypeError(f"`recipe` must be a Recipe or one of the names in RECIPES, not {recipe!r}")
-    if recipe not in RECIPES:
-        near = difflib.get_close_matches(recipe, RECIPES, n=3, cutoff=0.4) or list(RECIPES)
-        raise ValueError(f"`recipe` {recipe!r} is not in RECIPES; did you mean {', '.join(map(repr, near))}?")
-    return RECIPES[recipe]
+    return row_of("recipe", recipe, Recipe, RECIPES, "RECIPES")

@@ -6,6 +6,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import hypothesis
 import jax
+import pytest
 
 collect_ignore = ["conftest.py"]  # holds no examples, and docs has one of the same name
 
@@ -15,3 +16,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compilation makes first examples slow; derandomised so that a run can be repeated.
 hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("scaledot")
+
+
+@pytest.fixture
+def standard_promotion():
+    """JAX's own promotion rules, for code that is not ours."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield

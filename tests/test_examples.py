@@ -12,11 +12,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch):
+def example(monkeypatch, standard_promotion):
     monkeypatch.syspath_prepend(EXAMPLES)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield importlib.import_module
-    for name in ("source", "gpt_linen", "gpt_nnx"):
+    yield importlib.import_module
+    for name in ("source", "gpt_training", "gpt_linen", "gpt_nnx"):
         sys.modules.pop(name, None)
 
 

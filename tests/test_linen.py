@@ -1,7 +1,6 @@
 """Recipes in Flax linen: the same numbers as the verbs, state that Flax carries, models as they are."""
 
 import copy
-import dataclasses
 import warnings
 
 import jax
@@ -12,34 +11,16 @@ import pytest
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
+from training import SHORT, normal
 
 import scaledot as sd
 from scaledot import train
-from scaledot.recipes import FP8_DELAYED, RECIPES, Delayed, Gemm, Recipe
+from scaledot.recipes import RECIPES, Gemm, Recipe
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax and optax need it
 
 OWG = "_overwrite_with_gradient"
 NAMES = {"x_scale", "x_amax_history", "kernel_scale", "kernel_amax_history", "grad_scale", "grad_amax_history"}
-
-
-def delayed(length=4):
-    def changed(gemm):
-        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(length)) for cast in (gemm.lhs, gemm.rhs)))
-
-    return Recipe("short", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
-
-
-SHORT = delayed()
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """Flax layers add a bias by rank promotion, optimizers mix dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("how", ["dot_general_cls", "dot_general"])

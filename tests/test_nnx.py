@@ -1,6 +1,5 @@
 """Recipes in Flax NNX: the numbers of linen, state in Variables, models converted in place."""
 
-import dataclasses
 import warnings
 
 import jax
@@ -9,31 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from training import SHORT, normal
 
 import scaledot as sd
 from scaledot.nnx import ScalingState
-from scaledot.recipes import FP8_DELAYED, Delayed, Gemm, Recipe
 
-
-def delayed(length=4):
-    def changed(gemm):
-        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(length)) for cast in (gemm.lhs, gemm.rhs)))
-
-    return Recipe("short", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
-
-
-SHORT = delayed()
-
-
-@pytest.fixture(autouse=True)
-def promotion():
-    """Flax layers add a bias by rank promotion, optimizers mix dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def normal(seed, shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax and optax need it
 
 
 class Mlp(nnx.Module):

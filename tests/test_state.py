@@ -9,6 +9,7 @@ import pytest
 from independent import Delayed as Reference
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from training import SHORT, delayed
 
 import scaledot as sd
 from scaledot import train
@@ -16,18 +17,6 @@ from scaledot.recipes import FP8_DELAYED, Cast, Delayed, Gemm, Recipe
 from scaledot.state import AmaxHistory, merge
 
 TINY = np.float32(2.0**-10)
-
-
-def delayed(**how):
-    """FP8_DELAYED with another history."""
-
-    def changed(gemm):
-        return Gemm(*(dataclasses.replace(cast, delayed=Delayed(**how)) for cast in (gemm.lhs, gemm.rhs)))
-
-    return Recipe("mine", *(changed(getattr(FP8_DELAYED, p)) for p in ("fwd", "dgrad", "wgrad")))
-
-
-SHORT = delayed(length=4)
 
 
 def references(**how):

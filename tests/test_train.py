@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +11,13 @@ from independent import quantize as reference_quantize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_one_rounding, equations
+from training import EACH_RECIPE, KEY, assert_same, dense, dot_general, einsum, kept_by, nearest, normal, vjp_of
 
 import scaledot as sd
 from scaledot import recipes, train
 from scaledot.numerics.rounding import uniform_of
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
 
-KEY = jax.random.key(7)
-PRECISE = {"precision": "highest"}  # CUDA's tensor cores sum 8-bit floats with fewer bits than float32 unless asked
-dense, ragged_dot, einsum, dot_general, conv_general_dilated = (
-    functools.partial(verb, **PRECISE)
-    for verb in (train.dense, train.ragged_dot, train.einsum, train.dot_general, train.conv_general_dilated)
-)
 HADAMARD = (16, 0xD7E8)
 
 # What each recipe quantises, written out: the arguments of the reference cast of (tensor, product); axis 0 or 1 is
@@ -102,34 +96,8 @@ CASTS_PER_STEP = {
 }
 
 
-# Recipes that share every path with another; `pytest -m "not exhaustive"` leaves them out where time counts.
-RELATED = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
-EACH_RECIPE = [pytest.param(r, marks=[pytest.mark.exhaustive] if r in RELATED else []) for r in RECIPES]
-STATELESS = [r for r in EACH_RECIPE if r.values[0] != "fp8_delayed"]
-
-
 def test_the_tables_of_these_tests_are_complete():
     assert set(EXPECTED) == set(CASTS_PER_STEP) == set(RECIPES)
-
-
-def normal(seed, shape, dtype=jnp.float32, spread=1.0):
-    return (spread * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-
-
-def assert_same(a, b):
-    """Equal up to the order of float32 sums of some hundred products."""
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * float(np.max(np.abs(b), initial=1e-30)))
-
-
-def vjp_of(f, g, *args):
-    """The result of f and its gradients for a cotangent g, as one program."""
-
-    @jax.jit
-    def run(g, *args):
-        y, vjp = jax.vjp(f, *args)
-        return y, *vjp(g if g is not None else jnp.ones_like(y))
-
-    return run(g, *args)
 
 
 def exact(x):
@@ -207,12 +175,6 @@ def test_each_tensor_is_cast_as_often_as_its_recipe_needs(recipe):
     casts = [e for e in equations(jaxpr.jaxpr) if e.params.get("name") == "quantize_parts"]
     shapes = [e.invars[0].aval.shape for e in casts]
     assert tuple(shapes.count(a.shape) for a in (x, w, g)) == CASTS_PER_STEP[recipe]
-
-
-def kept_by(f, *args):
-    """What the backward pass of f keeps: arrays of floats or of codes."""
-    _, vjp = jax.vjp(f, *args)
-    return [r for r in jax.tree.leaves(vjp) if not jnp.issubdtype(r.dtype, jax.dtypes.prng_key)]
 
 
 def reference_bytes(recipe, tensor, product, shape):
@@ -470,118 +432,6 @@ def test_straight_through_gradients_stop_where_the_calibration_clips(calibration
         )
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
-def test_groups_of_rows_are_products_one_by_one(recipe):
-    """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
-    recipe = nearest(RECIPES[recipe])
-    sizes = np.array([26, 0, 26, 6])
-    x, w, b = normal(0, (64, 96)), normal(1, (4, 96, 48)), normal(2, (4, 48))
-    g = normal(3, (64, 48))
-
-    @jax.jit
-    def grouped(x, w, b, g, sizes):
-        y, vjp = jax.vjp(lambda x, w, b: ragged_dot(x, w, sizes, b, recipe=recipe), x, w, b)
-        return y, *vjp(g)
-
-    @jax.jit
-    def alone(x, w, b, g):
-        y, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe), x, w, b)
-        return y, *vjp(g)
-
-    y, dx, dw, db = grouped(x, w, b, g, jnp.asarray(sizes))
-    for i, (start, stop) in enumerate(itertools.pairwise([0, *np.cumsum(sizes)])):
-        rows = slice(int(start), int(stop))
-        expected = alone(x[rows], w[i], b[i], g[rows])
-        for a, e in zip((y[rows], dx[rows], dw[i], db[i]), expected, strict=True):
-            assert_same(a, e)
-    assert not np.any(y[58:])
-    assert not np.any(dx[58:])
-
-
-def nearest(recipe):
-    def plain(gemm):
-        if gemm is None:
-            return None
-        casts = (None if c is None else dataclasses.replace(c, rounding="nearest") for c in (gemm.lhs, gemm.rhs))
-        return Gemm(*casts)
-
-    return Recipe(recipe.name, plain(recipe.fwd), plain(recipe.dgrad), plain(recipe.wgrad))
-
-
-def test_groups_round_by_chance_and_keep_codes():
-    sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
-    kept = kept_by(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
-    large = [r for r in kept if r.size >= x.size]
-    assert {r.dtype.name for r in large} == {"uint4"}
-    with pytest.raises(ValueError, match="by chance"):
-        jax.grad(lambda w: ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
-
-
-CONVOLUTIONS = {
-    "strided": ((3, 9, 8, 32), (3, 2, 32, 16), {"window_strides": (2, 1), "padding": "SAME"}),
-    "dilated": (
-        (2, 7, 9, 8),
-        (3, 2, 8, 4),
-        {"window_strides": (1, 2), "padding": ((1, 2), (0, -1)), "lhs_dilation": (2, 1), "rhs_dilation": (1, 2)},
-    ),
-    "grouped": ((2, 7, 9, 6), (3, 2, 3, 4), {"window_strides": (1, 2), "padding": "VALID", "feature_group_count": 2}),
-    "depthwise": ((2, 7, 9, 6), (3, 2, 1, 12), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 6}),
-}
-NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-def test_gradients_of_convolutions_are_those_of_jax(case):
-    """Under a recipe that casts nothing, so that windows, paddings and groups are all there is to get wrong."""
-    x_shape, w_shape, window = CONVOLUTIONS[case]
-    x, w = normal(0, x_shape), normal(1, w_shape)
-    plain = Recipe("plain", Gemm(), Gemm(), Gemm())
-    y, vjp = jax.vjp(lambda x, w: conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=plain, **window), x, w)
-    expected, expected_vjp = jax.vjp(
-        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, precision="highest", **window), x, w
-    )
-    g = normal(2, y.shape)
-    for a, b in zip((y, *vjp(g)), (expected, *expected_vjp(g)), strict=True):
-        assert_same(a, b)
-
-
-@pytest.mark.parametrize("recipe", STATELESS)
-def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
-    """A kernel of one position is a matrix, and images of one position are rows: the products are those of dense.
-
-    Where a block is a whole axis the scale per image is then the scale per row, too.
-    """
-    recipe = nearest(RECIPES[recipe])
-    x, w, g = normal(0, (40, 64)), normal(1, (64, 48)), normal(2, (40, 48))
-    expected = vjp_of(lambda x, w: dense(x, w, recipe=recipe), g, x, w)
-
-    def conv(x, w):
-        y = conv_general_dilated(
-            x[:, None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), recipe=recipe
-        )
-        return y[:, 0]
-
-    for a, b in zip(vjp_of(conv, g, x, w), expected, strict=True):
-        assert_same(a, b)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "int8"])
-def test_a_convolution_multiplies_the_values_of_its_codes(recipe):
-    recipe = nearest(RECIPES[recipe])
-    x_shape, w_shape, window = CONVOLUTIONS["strided"]
-    x, w = normal(0, x_shape), normal(1, w_shape)
-    name = recipe.fwd.lhs.format
-    whole_image, whole_kernel = {"fp8_current": ((0, 0, 0, 0), (0, 0, 0, 0)), "int8": ((1, 0, 0, 0), (0, 0, 0, 1))}.get(
-        recipe.name, ((1, 1, 1, 32), (1, 1, 32, 1))
-    )
-    values = [
-        sd.dequantize(sd.quantize(a, name, axis=(0, 1, 2, 3), block=block))
-        for a, block in ((x, whole_image), (w, whole_kernel))
-    ]
-    y = conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
-    assert_same(y, jax.lax.conv_general_dilated(*values, dimension_numbers=NHWC, precision="highest", **window))
-
-
 NUMBERS = (((1,), (0,)), ((), ()))
 
 
@@ -702,26 +552,11 @@ def test_a_rotated_forward_goes_straight_through():
     cast = Cast("int8", rotation=sd.Hadamard())
     recipe = Recipe("r", Gemm(cast, cast))
     x, w, g = normal(0, (4, 20)), normal(1, (20, 8)), normal(2, (4, 8))
-    dx, dw = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe), x, w)[1](g)
-    assert np.linalg.norm(dx - g @ w.T) / np.linalg.norm(dx) < 0.02
-    assert np.linalg.norm(dw - x.T @ g) / np.linalg.norm(dw) < 0.02
-    image, kernel = normal(0, (2, 9, 32)), normal(1, (3, 16, 32))
-    window = {"window_strides": (1,), "padding": "SAME", "feature_group_count": 2}
-    window["dimension_numbers"] = ("NWC", "WIO", "NWC")
-    conv = functools.partial(conv_general_dilated, recipe=recipe, **window)
-    plain = functools.partial(jax.lax.conv_general_dilated, precision="highest", **window)
-    got, expected = (jax.grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), (0, 1))(image, kernel) for f in (conv, plain))
-    for a, b in zip(got, expected, strict=True):
-        assert np.linalg.norm(a - b) / np.linalg.norm(b) < 0.03
-
-
-def test_no_rows_at_all_give_no_gradient():
-    w = normal(1, (2, 64, 32))
-    x, sizes = jnp.zeros((0, 64)), jnp.zeros(2, int)
-    y, vjp = jax.vjp(lambda x, w: train.ragged_dot(x, w, sizes, recipe="fp8_current"), x, w)
-    dx, dw = vjp(jnp.zeros_like(y))
-    assert (y.shape, dx.shape) == ((0, 32), (0, 64))
-    assert not np.any(dw)
+    _, dx, dw = vjp_of(lambda x, w: dense(x, w, recipe=recipe), g, x, w)
+    x_values = sd.dequantize(sd.quantize(jnp.pad(x, ((0, 0), (0, 12))), "int8", rotation=sd.Hadamard()))[:, :20]
+    w_values = sd.dequantize(sd.quantize(jnp.pad(w, ((0, 12), (0, 0))), "int8", axis=0, rotation=sd.Hadamard()))[:20]
+    assert_same(dx, g @ w_values.T)
+    assert_same(dw, x_values.T @ g)
 
 
 def test_empty_and_single_operands():

@@ -23,7 +23,7 @@ from scaledot.kernels.manual import summed_as
 from scaledot.kernels.spec import Contraction, promoted
 from scaledot.numerics import blocks
 from scaledot.ops.contraction import from_dimension_numbers, labels
-from scaledot.ops.operands import as_operand, contract
+from scaledot.ops.operands import contract, float_operand
 from scaledot.ops.quantize import quantize
 
 __all__ = ["BlockScaleConfig", "get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"]
@@ -151,7 +151,7 @@ def scaled_dot_general(
             "`configs` must be [lhs, rhs, gradient], each from get_scaled_dot_general_config "
             f"(or None for a plain product), not {configs!r}"
         )
-    lhs, rhs = _float_operand(lhs, "lhs"), _float_operand(rhs, "rhs")
+    lhs, rhs = float_operand(lhs, "lhs"), float_operand(rhs, "rhs")
     preferred = promoted(lhs.dtype, rhs.dtype) if preferred_element_type is None else np.dtype(preferred_element_type)
     rule = _Rule(
         from_dimension_numbers(dimension_numbers, lhs.ndim, rhs.ndim),
@@ -161,15 +161,6 @@ def scaled_dot_general(
         out_sharding,
     )
     return _scaled_dot(rule, lhs, rhs, tuple(_global_scale(config) for config in configs[:2]))
-
-
-def _float_operand(x, name: str) -> jax.Array:
-    x = as_operand(x, name)
-    if isinstance(x, ScaledArray):
-        raise TypeError(f"`{name}` is already quantised ({x}); use scaledot.dot_general")
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
-        raise TypeError(f"`{name}` must be a float array of at least 16 bits, not {x.dtype}")
-    return x
 
 
 class _Rule(NamedTuple):

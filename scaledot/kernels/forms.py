@@ -113,6 +113,15 @@ def integer_form(problem: Problem) -> Form | str:
     return _overflow_reason(problem, tiles) or _zero_reason(problem, tiles) or Form(INT8, INT32, tiles=tiles)
 
 
+def is_float_on_cuda(problem: Problem, form: Form) -> bool:
+    """Whether CUDA multiplies integer codes as bfloat16, which is as exact there.
+
+    Its integer convolutions take few shapes, and XLA's products of few integers are unreliable (see `products`). A sum
+    of fewer than 128 products of codes is exact in float32.
+    """
+    return form.is_integer and (problem.op == "conv" or tile_products(problem, form.tiles) < MIN_TILE)
+
+
 def _overflow_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> str | None:
     """Sums wrap around, so only what they come to after zero points must fit."""
     products = tile_products(problem, tiles)

@@ -53,9 +53,9 @@ def precision_of(problem: Problem, dtype) -> Any:
 def _integer_product(contraction: Contraction, out: str, product: Callable[..., jax.Array], a, b) -> jax.Array:
     """An int8 product in the form in which XLA's GPU computes it reliably.
 
-    Under jax 0.11.2 on an H200, Triton's int8 products in steps of 16 come out doubled. The autotuner notices where it
-    can compare with cuBLAS: when rows, columns and summed products are multiples of four in number, and nothing before
-    or after is fused in. So axes are padded with zeros, and barriers keep the product apart.
+    Under jax 0.11.2 on an H200 some come out doubled, such as a Triton product in steps of 16. XLA can compare with
+    cuBLAS when rows, columns and terms are multiples of four in number, and nothing before or after is fused in. So
+    axes are padded with zeros, and barriers keep the product apart; short sums do without integers (`forms`).
     """
     sizes = dict(zip(contraction.lhs + contraction.rhs, a.shape + b.shape, strict=True))
     padded = dict(sizes)

@@ -95,7 +95,7 @@ def _sentence(problem: Problem, form: Form) -> str:
     parts = [f"{form.carrier} products, {form.accumulator} sums"]
     if form.float8_on_cuda:
         parts = ["float8 products on CUDA, bfloat16 elsewhere, float32 sums"]
-    elif form.is_integer and problem.op == "conv":
+    elif forms.is_float_on_cuda(problem, form):
         parts = ["int8 products and int32 sums, on CUDA bfloat16 and float32"]
     if any(form.folded):
         sides = " and ".join(n for n, f in zip(("lhs", "rhs"), form.folded, strict=True) if f)

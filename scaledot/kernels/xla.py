@@ -16,7 +16,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.forms import MIN_TILE, Form, codes_form, tile_products
+from scaledot.kernels.forms import Form, codes_form, is_float_on_cuda
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.products import Steps, steps_of
@@ -78,12 +78,8 @@ def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None
 
 
 def run_integers(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """Integer codes; on CUDA convolutions and short sums are of bfloat16, which is as exact there.
-
-    CUDA's integer convolutions take few shapes, and XLA's products of few integers are unreliable (see `products`). A
-    sum of fewer than 128 products of codes is exact in float32.
-    """
-    if problem.op != "conv" and tile_products(problem, form.tiles) >= MIN_TILE:
+    """Integer codes; CUDA may multiply them as bfloat16."""
+    if not is_float_on_cuda(problem, form):
         return run_form(problem, form, lhs, rhs, group_sizes)
     floats = codes_form(problem)
     assert isinstance(floats, Form), floats

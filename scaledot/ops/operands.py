@@ -35,6 +35,16 @@ def as_operand(x, name: str) -> Array:
     return x
 
 
+def float_operand(x, name: str) -> jax.Array:
+    """A plain array of floats that are wide enough to be quantised."""
+    x = as_operand(x, name)
+    if isinstance(x, ScaledArray):
+        raise TypeError(f"`{name}` is already quantised ({x}); use scaledot.dot_general, which takes it as it is")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
+        raise TypeError(f"`{name}` must be a float array of at least 16 bits, not {x.dtype}")
+    return x
+
+
 def element_type(dtype) -> np.dtype | None:
     if dtype is None:
         return None

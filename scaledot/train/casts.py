@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
+from scaledot.kernels.operands import Factor, lay
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.scale import multipliers
-from scaledot.ops.quantize import quantize
+from scaledot.ops.quantize import amax, quantize
 from scaledot.recipes import Cast
 
 
@@ -88,6 +89,33 @@ class Laid:
         reach = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
         limit = math.prod(multipliers(q.scale, q.tensor_scale, q.format), start=reach)
         return jnp.abs(x) <= blocks.spread(limit, x.shape, block)
+
+
+class Arrays:
+    """What kinds of products share that cast whole arrays; labels are those of the result and of a bias."""
+
+    out: str
+    features: str
+
+    def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
+        return laid.quantize(x, factor, key)
+
+    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return x
+
+    def inside(self, laid: Laid, x: jax.Array, q: ScaledArray) -> jax.Array | None:
+        return laid.inside(x, q)
+
+    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return amax(x)
+
+    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
+        return y + lay(Factor(bias, self.features), self.out)
+
+    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
+        elsewhere = tuple(a for a, c in enumerate(self.out) if c not in self.features)
+        kept = [c for c in self.out if c in self.features]
+        return jnp.sum(g.astype(jnp.float32), axis=elsewhere).transpose([kept.index(c) for c in self.features])
 
 
 def padded(x: jax.Array, axis: int | None, cast: Cast) -> jax.Array:

@@ -15,12 +15,12 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.ops.contraction import labels
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
-from scaledot.ops.operands import Choice
-from scaledot.ops.quantize import amax, dequantize
+from scaledot.ops.operands import Choice, float_operand
+from scaledot.ops.quantize import dequantize
 from scaledot.recipes import Cast, Recipe, find_recipe
 from scaledot.state import State
-from scaledot.train.casts import Laid, Sides
-from scaledot.train.dots import checked_state, float_operand, result_dtype, returned
+from scaledot.train.arguments import checked_state, result_dtype, returned
+from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.product import Operands, Rule, product
 
 Pairs = tuple[tuple[int, int], ...]
@@ -189,39 +189,31 @@ def _reversed(w, axes):
     return dataclasses.replace(w, data=data, scale=scale, zero=zero)
 
 
+_FIRST = {"x": "nc", "w": "oi", "g": "no"}  # the two axes of each tensor that are not positions
+
+
 @dataclasses.dataclass(frozen=True)
-class Convolution:
+class Convolution(Arrays):
     """x is images of features, w kernels from features to features."""
 
     window: Window
     has_batch = False
+    features = "o"
+
+    @property
+    def out(self) -> str:
+        return self._labels("g")
+
+    def _labels(self, tensor: str) -> str:
+        """n images, c, i and o features, other letters for positions, in the order of the tensor's axes."""
+        spec = self.window.numbers["xwg".index(tensor)]
+        letters = _FIRST[tensor] + labels(len(spec) - 2, "ncio")
+        return "".join(letters[spec.index(axis)] for axis in range(len(spec)))
 
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
-        first = {"x": "nc", "w": "oi", "g": "no"}[tensor]
-        spec = self.window.numbers["xwg".index(tensor)]
-        letters = first + labels(len(spec) - 2, "nocix")
-        of = "".join(letters[spec.index(axis)] for axis in range(len(spec)))
-        summed = {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[product]
-        kept = "".join(c for c in first if c not in summed)
-        return Laid.on(cast, Sides(of, kept, "".join(c for c in letters if c not in kept)))
-
-    def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
-        return laid.quantize(x, factor, key)
-
-    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return x
-
-    def inside(self, laid: Laid, x: jax.Array, q: ScaledArray) -> jax.Array | None:
-        return laid.inside(x, q)
-
-    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x)
+        of, summed = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[product]
+        [kept], [along] = ([c for c in _FIRST[tensor] if (c in summed) == is_summed] for is_summed in (False, True))
+        return Laid.on(cast, Sides(of, kept, along + "".join(c for c in of if c not in _FIRST[tensor])))
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         return getattr(self.window, product)(lhs, rhs, **wanted)
-
-    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        raise NotImplementedError("a convolution has no bias of its own")
-
-    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        raise NotImplementedError("a convolution has no bias of its own")

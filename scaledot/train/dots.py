@@ -1,23 +1,18 @@
 """dot_general, einsum and dense under a recipe."""
 
 import dataclasses
-import math
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from scaledot.array import ScaledArray
-from scaledot.kernels.operands import Factor, lay
-from scaledot.kernels.spec import Contraction, promoted
-from scaledot.ops.contraction import from_dimension_numbers, labels
+from scaledot.kernels.spec import Contraction
+from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.einsum import two_terms
-from scaledot.ops.operands import Choice, as_operand, contract, element_type
-from scaledot.ops.quantize import amax
+from scaledot.ops.operands import Choice, contract, float_operand
 from scaledot.recipes import PRODUCTS, Cast, Recipe, find_recipe
-from scaledot.state import State, check_state
-from scaledot.train.casts import Laid, Sides
+from scaledot.state import State
+from scaledot.train.arguments import checked_state, result_dtype, returned
+from scaledot.train.casts import Arrays, Laid, Sides
+from scaledot.train.flatten import Layout, flattened
 from scaledot.train.product import Operands, Rule, product
 
 
@@ -124,7 +119,7 @@ def contract_under(recipe, contraction: Contraction, x, w, b, preferred, state, 
     recipe = find_recipe(recipe)
     rows, summed, columns = flattened(contraction, cuts=any(cast.cuts for _, _, cast in recipe.casts()))
     left, right, out, bias = (
-        Form.of(of, groups)
+        Layout.of(of, groups)
         for of, groups in (
             (contraction.lhs, rows + summed),
             (contraction.rhs, summed + columns),
@@ -141,43 +136,19 @@ def contract_under(recipe, contraction: Contraction, x, w, b, preferred, state, 
     return returned(recipe, y if sharding is None else jax.sharding.reshard(y, sharding), state)
 
 
-def returned(recipe: Recipe, y: jax.Array, state: State):
-    return (y, state) if recipe.delayed else y
-
-
-def float_operand(x, name: str) -> jax.Array:
-    x = as_operand(x, name)
-    if isinstance(x, ScaledArray):
-        raise TypeError(f"`{name}` is already quantised ({x}); train with plain arrays, or use scaledot.dot_general")
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
-        raise TypeError(f"`{name}` must be a float array of at least 16 bits to be trained, not {x.dtype}")
-    return x
-
-
-def checked_state(recipe: Recipe, state) -> State:
-    if recipe.delayed and state is None:
-        raise ValueError(
-            f"{recipe.name} scales by the history of earlier steps: give a `state`, at first "
-            f"init_state({recipe.name!r})"
-        )
-    if not recipe.delayed and state:
-        raise ValueError(f"`state` is given, but {recipe.name} keeps none")
-    check_state(recipe, state or {})
-    return state or {}
-
-
-def result_dtype(preferred, x: jax.Array, w: jax.Array) -> np.dtype:
-    dtype = element_type(preferred) or promoted(x.dtype, w.dtype)
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
-        raise TypeError(f"`preferred_element_type` must be a float dtype of at least 16 bits, not {dtype}")
-    return dtype
-
-
 @dataclasses.dataclass(frozen=True)
-class Dot:
+class Dot(Arrays):
     """A contraction in which x has kept and summed axes, w summed and kept ones, and both may have batch axes."""
 
     contraction: Contraction
+
+    @property
+    def out(self) -> str:
+        return self.contraction.out
+
+    @property
+    def features(self) -> str:
+        return self.contraction.rhs_free
 
     @property
     def has_batch(self) -> bool:
@@ -191,82 +162,5 @@ class Dot:
         side = PRODUCTS[product].index(tensor)
         return Laid.on(cast, Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted))
 
-    def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
-        return laid.quantize(x, factor, key)
-
-    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return x
-
-    def inside(self, laid: Laid, x: jax.Array, q: ScaledArray) -> jax.Array | None:
-        return laid.inside(x, q)
-
-    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x)
-
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         return contract(self.of(product), lhs, rhs, **wanted)
-
-    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        return y + lay(Factor(bias, self.contraction.rhs_free), self.contraction.out)
-
-    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        out, features = self.contraction.out, self.contraction.rhs_free
-        summed = jnp.sum(g.astype(jnp.float32), axis=tuple(a for a, c in enumerate(out) if c not in features))
-        kept = [c for c in out if c in features]
-        return summed.transpose([kept.index(c) for c in features])
-
-
-class Group(NamedTuple):
-    """Axes that are flattened, row-major, to one axis with a label of its own; none become an axis of 1."""
-
-    label: str
-    members: str
-
-
-def flattened(contraction: Contraction, cuts: bool) -> tuple[tuple[Group, ...], ...]:
-    """What to flatten among the rows of x, what is summed, and the columns of w, each one group or none.
-
-    A recipe that cuts no axis into blocks needs no flattening, only something to sum over.
-    """
-    sides = contraction.lhs_free, contraction.contracted, contraction.rhs_free
-    fresh = iter(labels(3, contraction.lhs + contraction.rhs))
-    flatten = [not members or (cuts and len(members) > 1) for members in sides]
-    rows, summed, columns = (
-        (Group(members[:1] or next(fresh), members),) if flat else ()
-        for members, flat in zip(sides, flatten, strict=True)
-    )
-    return rows, summed, columns
-
-
-class Form(NamedTuple):
-    """The groups that one array has, and its labels before and after they are flattened."""
-
-    labels: str
-    flat: str
-    groups: tuple[Group, ...]
-
-    @classmethod
-    def of(cls, labels: str, groups: tuple[Group, ...]) -> "Form":
-        first = {c: group.label for group in groups for c in group.members}
-        flat = "".join(dict.fromkeys(first.get(c, c) for c in labels))
-        return cls(labels, flat + "".join(group.label for group in groups if not group.members), groups)
-
-    @property
-    def grouped(self) -> str:
-        """The original labels, in the order of the flat ones."""
-        members = {group.label: group.members for group in self.groups}
-        return "".join(members.get(c, c) for c in self.flat)
-
-    def enter(self, x: jax.Array) -> jax.Array:
-        if not self.groups:
-            return x
-        sizes = dict(zip(self.labels, x.shape, strict=True))
-        members = {group.label: group.members for group in self.groups}
-        x = x.transpose([self.labels.index(c) for c in self.grouped])
-        return x.reshape([math.prod(sizes[m] for m in members.get(c, c)) for c in self.flat])
-
-    def leave(self, y: jax.Array, sizes: dict[str, int]) -> jax.Array:
-        if not self.groups:
-            return y
-        y = y.reshape([sizes[c] for c in self.grouped])
-        return y.transpose([self.grouped.index(c) for c in self.labels])

@@ -20,14 +20,14 @@ from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import group_rows, quantize_tiles_parts
-from scaledot.ops.operands import Choice
+from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan
 from scaledot.ops.quantize import amax, quantize, quantize_grouped
 from scaledot.ops.ragged import ragged_dot_general
 from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
+from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Laid, Sides, padded
-from scaledot.train.dots import checked_state, float_operand, result_dtype, returned
 from scaledot.train.product import Operands, Rule, product
 
 

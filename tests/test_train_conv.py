@@ -1,0 +1,90 @@
+"""Convolutions under every recipe: the windows of gradients, and the casts along features and images."""
+
+import functools
+
+import jax
+import pytest
+from training import STATELESS, assert_same, conv_general_dilated, dense, nearest, normal, vjp_of
+
+import scaledot as sd
+from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
+
+CONVOLUTIONS = {
+    "strided": ((3, 9, 8, 32), (3, 2, 32, 16), {"window_strides": (2, 1), "padding": "SAME"}),
+    "dilated": (
+        (2, 7, 9, 8),
+        (3, 2, 8, 4),
+        {"window_strides": (1, 2), "padding": ((1, 2), (0, -1)), "lhs_dilation": (2, 1), "rhs_dilation": (1, 2)},
+    ),
+    "grouped": ((2, 7, 9, 6), (3, 2, 3, 4), {"window_strides": (1, 2), "padding": "VALID", "feature_group_count": 2}),
+    "depthwise": ((2, 7, 9, 6), (3, 2, 1, 12), {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 6}),
+}
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_gradients_of_convolutions_are_those_of_jax(case):
+    """Under a recipe that casts nothing, so that windows, paddings and groups are all there is to get wrong."""
+    x_shape, w_shape, window = CONVOLUTIONS[case]
+    x, w = normal(0, x_shape), normal(1, w_shape)
+    plain = Recipe("plain", Gemm(), Gemm(), Gemm())
+    y, vjp = jax.vjp(lambda x, w: conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=plain, **window), x, w)
+    expected, expected_vjp = jax.vjp(
+        lambda x, w: jax.lax.conv_general_dilated(x, w, dimension_numbers=NHWC, precision="highest", **window), x, w
+    )
+    g = normal(2, y.shape)
+    for a, b in zip((y, *vjp(g)), (expected, *expected_vjp(g)), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
+    """A kernel of one position is a matrix, and images of one position are rows: the products are those of dense.
+
+    Where a block is a whole axis the scale per image is then the scale per row, too.
+    """
+    recipe = nearest(RECIPES[recipe])
+    x, w, g = normal(0, (40, 64)), normal(1, (64, 48)), normal(2, (40, 48))
+    expected = vjp_of(lambda x, w: dense(x, w, recipe=recipe), g, x, w)
+
+    def conv(x, w):
+        y = conv_general_dilated(
+            x[:, None], w[None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC"), recipe=recipe
+        )
+        return y[:, 0]
+
+    for a, b in zip(vjp_of(conv, g, x, w), expected, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "int8"])
+def test_a_convolution_multiplies_the_values_of_its_codes(recipe):
+    recipe = nearest(RECIPES[recipe])
+    x_shape, w_shape, window = CONVOLUTIONS["strided"]
+    x, w = normal(0, x_shape), normal(1, w_shape)
+    name = recipe.fwd.lhs.format
+    whole_image, whole_kernel = {"fp8_current": ((0, 0, 0, 0), (0, 0, 0, 0)), "int8": ((1, 0, 0, 0), (0, 0, 0, 1))}.get(
+        recipe.name, ((1, 1, 1, 32), (1, 1, 32, 1))
+    )
+    values = [
+        sd.dequantize(sd.quantize(a, name, axis=(0, 1, 2, 3), block=block))
+        for a, block in ((x, whole_image), (w, whole_kernel))
+    ]
+    y = conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
+    assert_same(y, jax.lax.conv_general_dilated(*values, dimension_numbers=NHWC, precision="highest", **window))
+
+
+def test_a_rotated_forward_of_grouped_features_goes_straight_through():
+    cast = Cast("int8", rotation=sd.Hadamard())
+    image, kernel, g = normal(0, (2, 9, 32)), normal(1, (3, 16, 32)), normal(2, (2, 9, 32))
+    window = {"window_strides": (1,), "padding": "SAME", "feature_group_count": 2}
+    window["dimension_numbers"] = ("NWC", "WIO", "NWC")
+    conv = functools.partial(conv_general_dilated, recipe=Recipe("r", Gemm(cast, cast)), **window)
+    plain = functools.partial(jax.lax.conv_general_dilated, precision="highest", **window)
+    whole = {"rotation": sd.Hadamard()}
+    values = (
+        sd.dequantize(sd.quantize(image, "int8", axis=(1, 2), block=(0, 0), **whole)),
+        sd.dequantize(sd.quantize(kernel, "int8", axis=(0, 1), block=(0, 0), **whole)),
+    )
+    for a, b in zip(vjp_of(conv, g, image, kernel)[1:], vjp_of(plain, g, *values)[1:], strict=True):
+        assert_same(a, b)

@@ -1,0 +1,58 @@
+"""Rows in groups under every recipe: each group as if it were alone."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training import KEY, STATELESS, assert_same, dense, kept_by, nearest, normal, ragged_dot
+
+from scaledot import train
+from scaledot.recipes import RECIPES
+
+
+@pytest.mark.parametrize("recipe", STATELESS)
+def test_groups_of_rows_are_products_one_by_one(recipe):
+    """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
+    recipe = nearest(RECIPES[recipe])
+    sizes = np.array([26, 0, 26, 6])
+    x, w, b = normal(0, (64, 96)), normal(1, (4, 96, 48)), normal(2, (4, 48))
+    g = normal(3, (64, 48))
+
+    @jax.jit
+    def grouped(x, w, b, g, sizes):
+        y, vjp = jax.vjp(lambda x, w, b: ragged_dot(x, w, sizes, b, recipe=recipe), x, w, b)
+        return y, *vjp(g)
+
+    @jax.jit
+    def alone(x, w, b, g):
+        y, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe), x, w, b)
+        return y, *vjp(g)
+
+    y, dx, dw, db = grouped(x, w, b, g, jnp.asarray(sizes))
+    for i, (start, stop) in enumerate(itertools.pairwise([0, *np.cumsum(sizes)])):
+        rows = slice(int(start), int(stop))
+        expected = alone(x[rows], w[i], b[i], g[rows])
+        for a, e in zip((y[rows], dx[rows], dw[i], db[i]), expected, strict=True):
+            assert_same(a, e)
+    assert not np.any(y[58:])
+    assert not np.any(dx[58:])
+
+
+def test_groups_round_by_chance_and_keep_codes():
+    sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
+    kept = kept_by(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
+    large = [r for r in kept if r.size >= x.size]
+    assert {r.dtype.name for r in large} == {"uint4"}
+    with pytest.raises(ValueError, match="by chance"):
+        jax.grad(lambda w: ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
+
+
+def test_no_rows_at_all_give_no_gradient():
+    w = normal(1, (2, 64, 32))
+    x, sizes = jnp.zeros((0, 64)), jnp.zeros(2, int)
+    y, vjp = jax.vjp(lambda x, w: train.ragged_dot(x, w, sizes, recipe="fp8_current"), x, w)
+    dx, dw = vjp(jnp.zeros_like(y))
+    assert (y.shape, dx.shape) == ((0, 32), (0, 64))
+    assert not np.any(dw)
