@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-blackwell lint bench clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.formats
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)

@@ -1,75 +1,93 @@
-"""A tiny GPT in Flax linen, trained in low precision: `python examples/gpt_linen.py --recipe fp8_delayed`.
+"""A tiny GPT in Flax linen, trained in low precision: `python -m examples.gpt_linen --recipe fp8_delayed`.
 
 The model knows nothing of recipes; one line gives one to the four linear layers of each block.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from gpt_training import main, optimizer
-from source import Source
-from tqdm import trange
+from tqdm import tqdm
 
 import scaledot as sd
+from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, main, optimizer, rotary
 
 
 class Block(nn.Module):
     heads: int = 4
     hidden: int = 128
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x):
         batch, length, width = x.shape
-        qkv = nn.Dense(3 * width, use_bias=False, name="qkv")(nn.RMSNorm()(x))
+        qkv = self.linear(3 * width, "qkv")(nn.RMSNorm()(x))
         q, k, v = jnp.split(qkv.reshape(batch, length, 3 * self.heads, -1), 3, axis=2)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-        x = x + nn.Dense(width, use_bias=False, name="out")(attended)
-        gate, up = jnp.split(nn.Dense(2 * self.hidden, use_bias=False, name="up")(nn.RMSNorm()(x)), 2, axis=-1)
-        return x + nn.Dense(width, use_bias=False, name="down")(nn.silu(gate) * up)
+        attended = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        x = x + self.linear(width, "out")(attended.reshape(x.shape))
+        gate, up = jnp.split(self.linear(2 * self.hidden, "up")(nn.RMSNorm()(x)), 2, axis=-1)
+        return x + self.linear(width, "down")(nn.silu(gate) * up)
+
+    def linear(self, features: int, name: str) -> nn.Dense:
+        return nn.Dense(features, use_bias=False, dtype=self.dtype, name=name)
 
 
 class Gpt(nn.Module):
-    symbols: int = 16
+    """`dtype` is that of the linear layers in blocks; everything else is float32."""
+
+    symbols: int = SOURCE.symbols
     width: int = 64
     blocks: int = 2
-    length: int = 32
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
-        normal = nn.initializers.normal(0.5)
-        x = nn.Embed(self.symbols, self.width, embedding_init=normal, name="tokens")(tokens)
-        x = x + nn.Embed(self.length, self.width, embedding_init=normal, name="positions")(jnp.arange(tokens.shape[1]))
+        x = nn.Embed(self.symbols, self.width, embedding_init=nn.initializers.normal(0.5), name="tokens")(tokens)
         for i in range(self.blocks):
-            x = Block(name=f"block_{i}")(x)
+            x = Block(dtype=self.dtype, name=f"block_{i}")(x)
         return nn.Dense(self.symbols, use_bias=False, name="head")(nn.RMSNorm()(x))
+
+
+def start(model, key: jax.Array, steps: int) -> TrainState:
+    variables = jax.jit(model.init)(key, jnp.zeros((1, LENGTH), int))
+    return TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer(steps))
 
 
 @jax.jit
 def train_step(state: TrainState, tokens, key):
     def loss(variables):
-        logits = state.apply_fn(variables, tokens[:, :-1], rngs={"sr_rng": key})
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, 1:], tokens[:, 2:]).mean()
+        return loss_and_excess(state.apply_fn(variables, tokens[:, :-1], rngs={"sr_rng": key}), tokens)
 
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
+    (_, excess), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads), excess
 
 
-def train(recipe: str | None, steps: int, seed: int = 0, quiet: bool = False) -> list[float]:
-    """The loss of every step, less the entropy of the source, once two symbols are known."""
-    source, key = Source(), jax.random.key(seed)
-    model = Gpt(source.symbols) if recipe is None else sd.linen.with_recipe(Gpt(source.symbols), {"block_*": recipe})
-    variables = jax.jit(model.init)(key, jnp.zeros((1, 32), int))
-    state = TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer(steps))
-    draw = jax.jit(lambda key: source.batch(key, 16, 33))
-    excess = []
-    for step in (progress := trange(steps, desc=recipe or "float32", disable=quiet)):
-        batch_key, rounding_key = jax.random.split(jax.random.fold_in(key, step))
-        state, value = train_step(state, draw(batch_key), rounding_key)
-        excess.append(float(value) - source.entropy)
-        progress.set_postfix(excess=f"{excess[-1]:.3f}")
-    return excess
+@jax.jit
+def evaluate(state: TrainState, held_out):
+    def excess(tokens):
+        return loss_and_excess(state.apply_fn(state.params, tokens[:, :-1]), tokens)[1]
+
+    return jnp.mean(jax.lax.map(excess, held_out))
+
+
+def fit(model, steps: int, seed: int = 0, label: str | None = None) -> tuple[TrainState, float, list[float]]:
+    """The trained state, its excess loss on fresh sequences, and that of every step; `label` shows progress."""
+    init_key, data_key, held_out_key, rounding_key = jax.random.split(jax.random.key(seed), 4)
+    state, curve = start(model, init_key, steps), []
+    progress = tqdm(batches(data_key, steps), desc=label, unit="step", disable=label is None, leave=False)
+    for step, tokens in enumerate(progress):
+        state, excess = train_step(state, tokens, jax.random.fold_in(rounding_key, step))
+        curve.append(float(excess))
+        progress.set_postfix(excess=f"{curve[-1]:.3f}", refresh=False)
+    return state, float(evaluate(state, batches(held_out_key, 200))), curve
+
+
+def train(recipe: str | None, steps: int, seed: int = 0) -> tuple[float, list[float]]:
+    model = Gpt() if recipe is None else sd.linen.with_recipe(Gpt(), {"block_*": recipe})
+    _, excess, curve = fit(model, steps, seed, label=recipe or "float32")
+    return excess, curve
 
 
 if __name__ == "__main__":

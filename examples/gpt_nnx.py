@@ -1,17 +1,15 @@
-"""The tiny GPT of gpt_linen.py in Flax NNX: `python examples/gpt_nnx.py --recipe mxfp8`.
+"""The tiny GPT of gpt_linen.py in Flax NNX: `python -m examples.gpt_nnx --recipe mxfp8`.
 
 The model knows nothing of recipes; one line gives one to the four linear layers of each block.
 """
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
-from gpt_training import main, optimizer
-from source import Source
-from tqdm import trange
+from tqdm import tqdm
 
 import scaledot as sd
+from examples.gpt_training import SOURCE, batches, loss_and_excess, main, optimizer, rotary
 
 
 class Block(nnx.Module):
@@ -27,22 +25,21 @@ class Block(nnx.Module):
         batch, length, _ = x.shape
         qkv = self.qkv(self.before_attention(x))
         q, k, v = jnp.split(qkv.reshape(batch, length, 3 * self.heads, -1), 3, axis=2)
-        x = x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+        attended = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        x = x + self.out(attended.reshape(x.shape))
         gate, up = jnp.split(self.up(self.before_mlp(x)), 2, axis=-1)
         return x + self.down(nnx.silu(gate) * up)
 
 
 class Gpt(nnx.Module):
-    def __init__(self, symbols: int = 16, width: int = 64, blocks: int = 2, length: int = 32, *, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(0.5)
-        self.tokens = nnx.Embed(symbols, width, embedding_init=normal, rngs=rngs)
-        self.positions = nnx.Embed(length, width, embedding_init=normal, rngs=rngs)
+    def __init__(self, symbols: int = SOURCE.symbols, width: int = 64, blocks: int = 2, *, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(symbols, width, embedding_init=nnx.initializers.normal(0.5), rngs=rngs)
         self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(blocks)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, symbols, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -51,28 +48,29 @@ class Gpt(nnx.Module):
 @nnx.jit
 def train_step(model: Gpt, optimizer: nnx.Optimizer, tokens):
     def loss(model):
-        logits = model(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, 1:], tokens[:, 2:]).mean()
+        return loss_and_excess(model(tokens[:, :-1]), tokens)
 
-    value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model)
+    (_, excess), grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED), has_aux=True)(model)
     sd.nnx.apply_gradients(model, optimizer, grads)
-    return value
+    return excess
 
 
-def train(recipe: str | None, steps: int, seed: int = 0, quiet: bool = False) -> list[float]:
-    """The loss of every step, less the entropy of the source, once two symbols are known."""
-    source, key = Source(), jax.random.key(seed)
-    model = Gpt(source.symbols, rngs=nnx.Rngs(seed))
+@nnx.jit
+def evaluate(model: Gpt, tokens):
+    return loss_and_excess(model(tokens[:, :-1]), tokens)[1]
+
+
+def train(recipe: str | None, steps: int, seed: int = 0) -> tuple[float, list[float]]:
+    """The excess loss on fresh sequences, and that of every step."""
+    model, curve = Gpt(rngs=nnx.Rngs(seed)), []
     if recipe is not None:
         sd.nnx.with_recipe(model, {"blocks/*": recipe}, rngs=nnx.Rngs(sr_rng=seed))
     updates = nnx.Optimizer(model, optimizer(steps), wrt=nnx.Param)
-    draw = jax.jit(lambda key: source.batch(key, 16, 33))
-    excess = []
-    for step in (progress := trange(steps, desc=recipe or "float32", disable=quiet)):
-        batch_key, _ = jax.random.split(jax.random.fold_in(key, step))
-        excess.append(float(train_step(model, updates, draw(batch_key))) - source.entropy)
-        progress.set_postfix(excess=f"{excess[-1]:.3f}")
-    return excess
+    data_key, held_out_key = jax.random.split(jax.random.key(seed))
+    for tokens in (progress := tqdm(batches(data_key, steps), desc=recipe or "float32", unit="step", leave=False)):
+        curve.append(float(train_step(model, updates, tokens)))
+        progress.set_postfix(excess=f"{curve[-1]:.3f}", refresh=False)
+    return float(evaluate(model, jnp.concatenate(batches(held_out_key, 200)))), curve
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 An order-2 Markov chain over 16 symbols with Dirichlet(0.3) transitions; nothing is downloaded.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,18 +22,27 @@ class Source:
         pairs = np.full((self.symbols, self.symbols), self.symbols**-2.0)
         for _ in range(1000):  # the chain's stationary distribution over pairs of symbols
             pairs = np.einsum("ab,abc->bc", pairs, self.transitions)
-        surprise = -np.log(np.maximum(self.transitions, 1e-300))
-        return float(np.einsum("ab,abc,abc->", pairs, self.transitions, surprise))
+        return float(np.einsum("ab,abc,abc->", pairs, self.transitions, -self._log))
 
-    def batch(self, key: jax.Array, size: int, length: int) -> jax.Array:
-        """`size` sequences of `length` symbols."""
-        logits = jnp.log(jnp.asarray(self.transitions, jnp.float32) + 1e-30)
+    @property
+    def _log(self) -> np.ndarray:
+        return np.log(np.maximum(self.transitions, 1e-30)).astype(np.float32)
+
+    def surprise(self, tokens: jax.Array) -> jax.Array:
+        """-log p of every symbol after the first two: what a model that knows the source would lose on them."""
+        return -jnp.asarray(self._log)[tokens[..., :-2], tokens[..., 1:-1], tokens[..., 2:]]
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))
+    def draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Sequences along the last axis of an array of this shape."""
+        *size, length = shape
+        log = jnp.asarray(self._log)
 
         def step(pair, key):
-            symbol = jax.random.categorical(key, logits[pair[0], pair[1]])
+            symbol = jax.random.categorical(key, log[pair[0], pair[1]])
             return (pair[1], symbol), symbol
 
-        start_key, *_ = keys = jax.random.split(key, length + 20)
-        start = jax.random.randint(start_key, (2, size), 0, self.symbols)
+        start_key, *_ = keys = jax.random.split(key, length + 20)  # the first twenty let the start be forgotten
+        start = jax.random.randint(start_key, (2, *size), 0, self.symbols)
         _, symbols = jax.lax.scan(step, (start[0], start[1]), keys)
-        return symbols[-length:].T
+        return jnp.moveaxis(symbols[-length:], 0, -1)

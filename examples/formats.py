@@ -32,7 +32,7 @@ import scaledot as sd
 
 SHAPE = (1024, 4096)
 SIZE = math.prod(SHAPE)
-PICTURE = Path("demo.png")
+PICTURE = Path("formats.png")
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#009E73")
