@@ -301,7 +301,7 @@ def _check_keys(what: str, fields: Mapping[str, Any], known: tuple[str, ...] | l
         raise ValueError(f"a {what} has no field {unknown[0]!r}; it takes {', '.join(known)}")
 
 
-def _three(name: str, x: Cast, w: Cast, g: Cast) -> Recipe:
+def of_tensors(name: str, x: Cast, w: Cast, g: Cast) -> Recipe:
     """The same cast of each tensor in both products that it takes part in."""
     return Recipe(name, Gemm(x, w), Gemm(g, w), Gemm(x, g))
 
@@ -330,10 +330,10 @@ def _four_over_six(cast: Cast) -> Cast:
     return dataclasses.replace(cast, format=dataclasses.replace(cast.format, name="nvfp4_4o6", search="four_over_six"))
 
 
-FP8_CURRENT = _three("fp8_current", _E4M3, _E4M3, _E5M2)
-FP8_DELAYED = _three("fp8_delayed", _delayed("fp8_e4m3"), _delayed("fp8_e4m3"), _delayed("fp8_e5m2"))
-FP8_BLOCK = _three("fp8_block", _E4M3_LINE, _E4M3_SQUARE, _E4M3_LINE)
-MXFP8 = _three("mxfp8", _MX, _MX, _MX)
+FP8_CURRENT = of_tensors("fp8_current", _E4M3, _E4M3, _E5M2)
+FP8_DELAYED = of_tensors("fp8_delayed", _delayed("fp8_e4m3"), _delayed("fp8_e4m3"), _delayed("fp8_e5m2"))
+FP8_BLOCK = of_tensors("fp8_block", _E4M3_LINE, _E4M3_SQUARE, _E4M3_LINE)
+MXFP8 = of_tensors("mxfp8", _MX, _MX, _MX)
 NVFP4 = Recipe(
     "nvfp4",
     fwd=Gemm(_NV, _NV_SQUARE),
@@ -346,7 +346,7 @@ NVFP4_FOUR_OVER_SIX = Recipe(
     dgrad=Gemm(_stochastic(_NV), _four_over_six(_NV_SQUARE)),
     wgrad=NVFP4.wgrad,
 )
-INT8 = _three("int8", _INT8, _INT8, _stochastic(_INT8))
+INT8 = of_tensors("int8", _INT8, _INT8, _stochastic(_INT8))
 INT8_BLOCK = Recipe(
     "int8_block",
     fwd=Gemm(_INT8_ROTATED, _INT8_ROTATED),

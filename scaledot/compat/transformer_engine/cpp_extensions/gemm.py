@@ -1,0 +1,144 @@
+"""gemm of tensors and arrays, and the names of collective products."""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
+from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.views import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
+from scaledot.compat.transformer_engine.sharding import constrained_to, global_mesh_resource
+from scaledot.numerics import blocks
+from scaledot.ops.dot import dot_general
+
+Dims = tuple[Any, Any]
+
+
+class CollectiveOp(enum.Enum):
+    """What a product over the axis of tensor and sequence parallelism does besides.
+
+    ALL_GATHER: x (dp, tpsp, -) · w (-, tpsp) -> y (dp, -, tpsp); REDUCE_SCATTER: x (dp, -, tpsp) · w (tpsp, -) ->
+    y (dp, tpsp, -). The result is laid out so, with JAX's own collectives; without a mesh there is nothing to move.
+
+    >>> CollectiveOp.ALL_GATHER.is_all_gather
+    True
+    """
+
+    NONE = "none"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+    @property
+    def is_none(self) -> bool:
+        return self is CollectiveOp.NONE
+
+    @property
+    def is_all_gather(self) -> bool:
+        return self is CollectiveOp.ALL_GATHER
+
+    @property
+    def is_reduce_scatter(self) -> bool:
+        return self is CollectiveOp.REDUCE_SCATTER
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveOpSet:
+    """The collectives of a layer's forward and backward products.
+
+    >>> CollectiveOpSet.create(CollectiveOp.ALL_GATHER).backward
+    <CollectiveOp.REDUCE_SCATTER: 'reduce_scatter'>
+    """
+
+    forward: CollectiveOp = CollectiveOp.NONE
+    backward: CollectiveOp = CollectiveOp.NONE
+
+    @staticmethod
+    def create(forward_collective_op: CollectiveOp) -> "CollectiveOpSet":
+        opposite = {
+            CollectiveOp.NONE: CollectiveOp.NONE,
+            CollectiveOp.ALL_GATHER: CollectiveOp.REDUCE_SCATTER,
+            CollectiveOp.REDUCE_SCATTER: CollectiveOp.ALL_GATHER,
+        }
+        return CollectiveOpSet(forward_collective_op, opposite[forward_collective_op])
+
+
+noop_collective_op_set = CollectiveOpSet()
+
+
+def laid_out(y: jax.Array, op: CollectiveOp) -> jax.Array:
+    """A result of (batch, sequence, features) laid out over the mesh as a collective product leaves it."""
+    if op.is_none:
+        return y
+    if y.ndim != 3:
+        raise ValueError(f"a collective product gives (batch, sequence, features), not {y.shape}")
+    resource = global_mesh_resource()
+    tpsp = resource.tpsp_resource
+    sequence, features = (None, tpsp) if op.is_all_gather else (tpsp, None)
+    return constrained_to(y, (resource.dp_resource, sequence, features))
+
+
+def gemm(
+    lhs,
+    rhs,
+    bias=None,
+    contracting_dims: Dims = ((-1,), (0,)),
+    lhs_quantizer: Quantizer | None = None,
+    rhs_quantizer: Quantizer | None = None,
+    transpose_batch_sequence: bool = False,
+    collective_op: CollectiveOp = CollectiveOp.NONE,
+    quantizer_set=None,
+) -> jax.Array:
+    """The product of tensors, arrays, or arrays that quantizers quantise first; plus a bias, rounded once.
+
+    `contracting_dims` count the untransposed axes. A tensor that holds both orientations gives the one that is needed.
+
+    >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
+    >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
+    >>> gemm(jnp.ones((2, 32)), quantizer.quantize(jnp.ones((32, 3))), lhs_quantizer=quantizer)
+    Array([[32., 32., 32.],
+           [32., 32., 32.]], dtype=float32)
+    """
+    check_untransposed(transpose_batch_sequence)
+    if quantizer_set is not None:
+        lhs_quantizer, rhs_quantizer = lhs_quantizer or quantizer_set.x, rhs_quantizer or quantizer_set.kernel
+    left = _operand(lhs, contracting_dims[0], lhs_quantizer, "lhs")
+    right = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
+    numbers = (tuple(axes_of(d, q.ndim) for d, q in zip(contracting_dims, (left, right), strict=True)), ((), ()))
+    dtype = np.dtype(jnp.promote_types(left.dtype, right.dtype))
+    wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+    y = dot_general(left, right, numbers, preferred_element_type=dtype if bias is None else wide)
+    if bias is not None:
+        free = right.ndim - len(numbers[0][1])
+        y = (y + jnp.asarray(bias, wide).reshape(y.shape[y.ndim - free :])[(None,) * (y.ndim - free)]).astype(dtype)
+    return laid_out(y, collective_op)
+
+
+def axes_of(dims: Any, ndim: int) -> tuple[int, ...]:
+    return tuple(blocks.positive_axis(d, ndim) for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+
+
+def _operand(x: Any, dims: Any, quantizer: Quantizer | None, name: str) -> Any:
+    """What our product takes: an array or a ScaledArray in the orientation that it sums over."""
+    if isinstance(x, NoScaleTensor):
+        x = x.data
+    if not isinstance(x, (ScaledTensor1x, ScaledTensor2x)):
+        x = jnp.asarray(x)
+        if quantizer is None:
+            return x
+        axes = axes_of(dims, x.ndim)
+        rowwise = x.ndim - 1 in axes
+        cut = x.ndim - len(axes) if rowwise else len(axes)
+        x = quantizer.quantize(x, is_rowwise=rowwise, is_colwise=not rowwise, flatten_axis=cut)
+    if isinstance(x, ScaledTensor2x):
+        x = x.rowwise_tensor if x.ndim - 1 in axes_of(dims, x.ndim) else x.colwise_tensor
+    summed = axes_of(dims, x.ndim)
+    if x.scaling_mode.is_1d_block_scaling() and (x.ndim - 1 in summed) == x.is_colwise:
+        held, missing = ("colwise", "rowwise") if x.is_colwise else ("rowwise", "colwise")
+        raise ValueError(
+            f"`{name}` is summed over axes {summed}, which needs its {missing} orientation; it holds the {held} one"
+        )
+    return x.array

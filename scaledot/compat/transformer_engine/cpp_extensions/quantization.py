@@ -1,0 +1,95 @@
+"""quantize and its relatives, by a Quantizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.views import (
+    AbstractBaseTensor,
+    NoScaleTensor,
+    cut_at,
+)
+
+
+def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=None, transpose_batch_sequence=False):
+    """A tensor of x in the orientations of the quantizer; without one, x as a NoScaleTensor.
+
+    >>> from scaledot.compat.transformer_engine.quantize import QuantizeLayout, QuantizerFactory, ScalingMode
+    >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn, QuantizeLayout.ROWWISE)
+    >>> tensor = quantize(jnp.full((2, 64), 3.0), quantizer)
+    >>> tensor.data.dtype, tensor.scale_inv.shape, tensor.dequantize()[0, 0]
+    (dtype(float8_e4m3fn), (2, 2), Array(3., dtype=float32))
+    """
+    check_untransposed(transpose_batch_sequence)
+    if quantizer is None:
+        return x if isinstance(x, NoScaleTensor) else NoScaleTensor(jnp.asarray(x))
+    return quantizer.quantize(x, flatten_axis=flatten_axis)
+
+
+def quantize_dbias(
+    dz,
+    quantizer: Quantizer | None,
+    is_dbias: bool = True,
+    flatten_axis: int = -1,
+    amax_scope=None,
+    transpose_batch_sequence=False,
+) -> tuple[Any, jax.Array | None]:
+    """The tensor, and the sum of the unquantised dz over the axes left of flatten_axis, in dz's dtype.
+
+    >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
+    >>> quantizer = QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e5m2)
+    >>> tensor, dbias = quantize_dbias(jnp.ones((3, 4)), quantizer)
+    >>> dbias
+    Array([3., 3., 3., 3.], dtype=float32)
+    """
+    values = dz.data if isinstance(dz, NoScaleTensor) else jnp.asarray(dz)
+    tensor = quantize(dz, quantizer, flatten_axis, amax_scope, transpose_batch_sequence)
+    if not is_dbias:
+        return tensor, None
+    summed = tuple(range(cut_at(flatten_axis, values.ndim)))
+    return tensor, jnp.sum(values.astype(jnp.float32), axis=summed).astype(values.dtype)
+
+
+def grouped_quantize(x, quantizer: Quantizer | None, group_sizes=None, flatten_axis: int = -1) -> Any:
+    """Rows of x in consecutive groups, each quantised as if alone; without sizes, x has one matrix per group.
+
+    >>> from scaledot.compat.transformer_engine.quantize import QuantizeLayout, QuantizerFactory, ScalingMode
+    >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
+    >>> quantizer = QuantizerFactory.create(1, mode, jnp.float8_e4m3fn, QuantizeLayout.ROWWISE, n_groups=2)
+    >>> tensor = grouped_quantize(jnp.array([[1.0, 2.0], [30.0, 40.0]]), quantizer, jnp.array([1, 1]))
+    >>> tensor.scale_inv.ravel() * 448
+    Array([ 2., 40.], dtype=float32)
+    """
+    if quantizer is None:
+        return NoScaleTensor(jnp.asarray(x))
+    groups = jnp.shape(x)[0] if group_sizes is None else jnp.shape(group_sizes)[0]
+    return _for_groups(quantizer, groups).quantize(x, flatten_axis=flatten_axis, group_sizes=group_sizes)
+
+
+def _for_groups(quantizer: Quantizer, groups: int) -> Quantizer:
+    if quantizer.n_groups is not None:
+        return quantizer
+    raise ValueError(f"`quantizer` is not for groups; make it with QuantizerFactory.create(..., n_groups={groups})")
+
+
+def dequantize(tensor: AbstractBaseTensor) -> Any:
+    """The values of a tensor; those of a grouped one are a list.
+
+    >>> from scaledot.compat.transformer_engine.quantize import ScaledTensorFactory, ScalingMode
+    >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
+    >>> dequantize(ScaledTensorFactory.create_1x(jnp.ones((1, 2), jnp.float8_e4m3fn), jnp.full(1, 0.5), None, mode))
+    Array([[0.5, 0.5]], dtype=bfloat16)
+    """
+    if not isinstance(tensor, AbstractBaseTensor):
+        raise TypeError(f"`tensor` must be a tensor of `quantize`, not {type(tensor).__name__}")
+    return tensor.dequantize()
+
+
+def check_untransposed(transpose_batch_sequence: bool) -> None:
+    if transpose_batch_sequence:
+        raise ValueError("`transpose_batch_sequence` can only be False: transpose x, jnp.swapaxes(x, 0, 1)")
+
+
+__all__ = ["dequantize", "grouped_quantize", "quantize", "quantize_dbias"]

@@ -1,0 +1,49 @@
+"""Quantizers, scaling modes and tensors, laid out as theirs."""
+
+from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.quantize import tensor
+from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_factory import (
+    QuantizerFactory,
+    QuantizerSet,
+    noop_quantizer_set,
+)
+from scaledot.compat.transformer_engine.quantize.scaling_modes import (
+    QuantizeLayout,
+    ScalingMode,
+    TensorUsage,
+    is_scaling_mode_supported,
+)
+from scaledot.compat.transformer_engine.quantize.tensor import (
+    AbstractBaseTensor,
+    AbstractBaseTensor1x,
+    GroupedScaledTensor1x,
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    ScaledTensorFactory,
+)
+from scaledot.compat.transformer_engine.sharding import with_sharding_constraint_by_logical_axes
+
+__all__ = [
+    "AbstractBaseTensor",
+    "AbstractBaseTensor1x",
+    "GroupedScaledTensor1x",
+    "NoScaleTensor",
+    "QuantizeLayout",
+    "Quantizer",
+    "QuantizerFactory",
+    "QuantizerSet",
+    "ScaledTensor",
+    "ScaledTensor1x",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+    "ScalingMode",
+    "TensorUsage",
+    "is_scaling_mode_supported",
+    "noop_quantizer_set",
+    "tensor",
+    "with_sharding_constraint_by_logical_axes",
+]
+__getattr__ = refuse(__name__)

@@ -1,0 +1,27 @@
+"""Tensor classes and their factory, where theirs are."""
+
+from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsage
+from scaledot.compat.transformer_engine.quantize.tensor_factory import ScaledTensorFactory
+from scaledot.compat.transformer_engine.quantize.views import (
+    AbstractBaseTensor,
+    AbstractBaseTensor1x,
+    GroupedScaledTensor1x,
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+)
+from scaledot.compat.transformer_engine.sharding import with_sharding_constraint_by_logical_axes
+
+__all__ = [
+    "AbstractBaseTensor",
+    "AbstractBaseTensor1x",
+    "GroupedScaledTensor1x",
+    "NoScaleTensor",
+    "ScaledTensor",
+    "ScaledTensor1x",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+    "TensorUsage",
+    "with_sharding_constraint_by_logical_axes",
+]

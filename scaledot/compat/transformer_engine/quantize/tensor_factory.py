@@ -1,0 +1,209 @@
+"""ScaledTensorFactory: tensors from codes and scales that one has."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
+from scaledot.compat.transformer_engine.quantize.views import (
+    GroupedScaledTensor1x,
+    NoScaleTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    cut_at,
+)
+from scaledot.numerics import blocks
+
+
+class ScaledTensorFactory:
+    """Tensors from codes and scales that you have.
+
+    The mode decides how they are multiplied out; a `dequantizer` is accepted and not needed.
+
+    >>> codes, scale = jnp.ones((2, 64), jnp.float8_e4m3fn), jnp.full((2, 2), 2, jnp.float8_e8m0fnu)
+    >>> tensor = ScaledTensorFactory.create(codes, scale, scaling_mode=ScalingMode.MXFP8_1D_SCALING)
+    >>> tensor.dequantize()[0, :2]
+    Array([2, 2], dtype=bfloat16)
+    """
+
+    @staticmethod
+    def create_1x(
+        data,
+        scale_inv,
+        amax=None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
+        dequantizer=None,
+        dq_dtype=jnp.bfloat16,
+        is_colwise: bool = False,
+        data_layout: str = "N",
+        flatten_axis: int = -1,
+        group_sizes=None,
+        original_shape: tuple[int, ...] | None = None,
+        has_rht_applied: bool = False,
+    ) -> Any:
+        """One orientation. `flatten_axis` is that of the untransposed tensor.
+
+        With `original_shape`, rows in groups of `group_sizes`, or one matrix per group without them.
+
+        >>> codes = jnp.ones((3, 2), jnp.float8_e4m3fn)
+        >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
+        >>> turned = ScaledTensorFactory.create_1x(codes, jnp.ones(1), None, mode, is_colwise=True, data_layout="T")
+        >>> turned.array.shape
+        (2, 3)
+        """
+        if scaling_mode is ScalingMode.NO_SCALING:
+            return NoScaleTensor(data, amax)
+        _check_layout(scaling_mode, data_layout, is_colwise)
+        how = {"scaling_mode": scaling_mode, "dq_dtype": np.dtype(dq_dtype), "is_colwise": is_colwise}
+        if original_shape is not None:
+            return _grouped(data, scale_inv, amax, group_sizes, tuple(original_shape), how)
+        if group_sizes is not None:
+            raise ValueError("`group_sizes` are given without an `original_shape`")
+        rank = data.ndim
+        cut = cut_at(flatten_axis, rank)
+        layout = {"data_layout": data_layout, "flatten_axis": rank - cut if data_layout == "T" else cut, "rank": rank}
+        tensor = ScaledTensor1x(data, scale_inv, amax, **how, **layout, has_rht_applied=has_rht_applied)
+        _check_scale(tensor)
+        return tensor
+
+    @staticmethod
+    def create_2x(
+        data,
+        scale_inv,
+        colwise_data,
+        colwise_scale_inv,
+        amax=None,
+        colwise_amax=None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
+        dequantizer=None,
+        dq_dtype=jnp.bfloat16,
+        data_layout: str | None = None,
+        flatten_axis: int = -1,
+        group_sizes=None,
+        original_shape: tuple[int, ...] | None = None,
+        rowwise_has_rht_applied: bool = False,
+        colwise_has_rht_applied: bool = False,
+    ) -> ScaledTensor2x:
+        """Both orientations; `data_layout` has a letter for each, the mode's own by default.
+
+        >>> codes, scale = jnp.ones((3, 2), jnp.float8_e4m3fn), jnp.ones(1)
+        >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
+        >>> ScaledTensorFactory.create_2x(codes, scale, codes.T, scale, scaling_mode=mode).colwise.data.shape
+        (2, 3)
+        """
+        layouts = data_layout or scaling_mode.get_data_layout()
+        if len(layouts) != 2:
+            raise ValueError(f"`data_layout` {layouts!r} must have a letter for rowwise and one for colwise data")
+        shared = {
+            "scaling_mode": scaling_mode,
+            "dq_dtype": dq_dtype,
+            "flatten_axis": flatten_axis,
+            "group_sizes": group_sizes,
+            "original_shape": original_shape,
+        }
+        rowwise = ScaledTensorFactory.create_1x(
+            data, scale_inv, amax, data_layout=layouts[0], has_rht_applied=rowwise_has_rht_applied, **shared
+        )
+        colwise = ScaledTensorFactory.create_1x(
+            colwise_data,
+            colwise_scale_inv,
+            amax if colwise_amax is None else colwise_amax,
+            is_colwise=True,
+            data_layout=layouts[1],
+            has_rht_applied=colwise_has_rht_applied,
+            **shared,
+        )
+        return ScaledTensor2x(rowwise, colwise)
+
+    @staticmethod
+    def create(
+        data,
+        scale_inv,
+        colwise_data=None,
+        colwise_scale_inv=None,
+        amax=None,
+        colwise_amax=None,
+        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
+        dequantizer=None,
+        dq_dtype=jnp.bfloat16,
+        data_layout: str | None = None,
+        q_layout: QuantizeLayout = QuantizeLayout.ROWWISE,
+        flatten_axis: int = -1,
+        group_sizes=None,
+        original_shape: tuple[int, ...] | None = None,
+        rowwise_has_rht_applied: bool = False,
+        colwise_has_rht_applied: bool = False,
+    ) -> Any:
+        """A tensor in the orientations of `q_layout`; one that is colwise only may give its codes first.
+
+        >>> codes, scale = jnp.ones((3, 2), jnp.float8_e4m3fn), jnp.ones(1)
+        >>> how = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_layout": QuantizeLayout.COLWISE}
+        >>> ScaledTensorFactory.create(codes, scale, **how).is_colwise
+        True
+        """
+        shared = {
+            "scaling_mode": scaling_mode,
+            "dq_dtype": dq_dtype,
+            "flatten_axis": flatten_axis,
+            "group_sizes": group_sizes,
+            "original_shape": original_shape,
+        }
+        if q_layout.is_rowwise_colwise:
+            if colwise_data is None or colwise_scale_inv is None:
+                raise ValueError("`q_layout` ROWWISE_COLWISE needs `colwise_data` and `colwise_scale_inv`")
+            return ScaledTensorFactory.create_2x(
+                data,
+                scale_inv,
+                colwise_data,
+                colwise_scale_inv,
+                amax,
+                colwise_amax,
+                data_layout=data_layout,
+                rowwise_has_rht_applied=rowwise_has_rht_applied,
+                colwise_has_rht_applied=colwise_has_rht_applied,
+                **shared,
+            )
+        if q_layout.is_rowwise_only:
+            layout = (data_layout or "N")[0]
+            return ScaledTensorFactory.create_1x(
+                data, scale_inv, amax, data_layout=layout, has_rht_applied=rowwise_has_rht_applied, **shared
+            )
+        return ScaledTensorFactory.create_1x(
+            data if colwise_data is None else colwise_data,
+            scale_inv if colwise_scale_inv is None else colwise_scale_inv,
+            amax if colwise_amax is None else colwise_amax,
+            is_colwise=True,
+            data_layout=(data_layout or scaling_mode.get_data_layout())[-1],
+            has_rht_applied=colwise_has_rht_applied,
+            **shared,
+        )
+
+
+def _check_layout(mode: ScalingMode, data_layout: str, is_colwise: bool) -> None:
+    if data_layout not in ("N", "T"):
+        raise ValueError(f"`data_layout` must be 'N' or 'T', not {data_layout!r}")
+    expected = mode.row.colwise_layout if is_colwise else "N"
+    if mode.is_block_scaling and data_layout != expected:
+        side = "colwise" if is_colwise else "rowwise"
+        raise ValueError(f"{side} data of {mode.name} have `data_layout` {expected!r}, not {data_layout!r}")
+
+
+def _check_scale(tensor: ScaledTensor1x) -> None:
+    q = tensor.stored
+    expected = blocks.grid(q.shape, q.block)
+    if tuple(q.scale.shape) != expected:
+        raise ValueError(
+            f"`scale_inv` {tuple(tensor.scale_inv.shape)} does not fit codes {q.shape} of {tensor.scaling_mode.name}; "
+            f"it should be {(1,) if tensor.scaling_mode.is_tensor_scaling() else expected}"
+        )
+
+
+def _grouped(data, scale_inv, amax, group_sizes, shape: tuple[int, ...], how: dict[str, Any]) -> GroupedScaledTensor1x:
+    """Codes may be flat, as theirs are, and a scale per group is repeated for its rows."""
+    if group_sizes is not None and scale_inv.ndim == 1:
+        scale_inv = jnp.repeat(scale_inv, group_sizes, total_repeat_length=shape[0])[:, None]
+    elif scale_inv.ndim == 1:
+        scale_inv = scale_inv.reshape(-1, *(1,) * (len(shape) - 1))
+    rank = {"flatten_axis": len(shape) - 1, "rank": len(shape), "original_shape": shape}
+    return GroupedScaledTensor1x(data.reshape(shape), scale_inv, amax, group_sizes=group_sizes, **how, **rank)

@@ -1,0 +1,698 @@
+"""TransformerEngine's names: each is there, explains itself, and gives the numbers of the core."""
+
+import dataclasses
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import te_tutorial
+from jax.sharding import AxisType, PartitionSpec
+from training import normal
+
+import scaledot as sd
+from scaledot import recipes, train
+from scaledot.compat import transformer_engine as te
+from scaledot.compat.transformer_engine import cpp_extensions as tex
+from scaledot.compat.transformer_engine import flax as te_flax
+from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode, TensorUsage
+from scaledot.compat.transformer_engine.recipe import core_recipe
+
+E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+MODES = {
+    ScalingMode.DELAYED_TENSOR_SCALING: E4M3,
+    ScalingMode.CURRENT_TENSOR_SCALING: E4M3,
+    ScalingMode.MXFP8_1D_SCALING: E4M3,
+    ScalingMode.NVFP4_1D_SCALING: E2M1,
+    ScalingMode.NVFP4_2D_SCALING: E2M1,
+    ScalingMode.FP8_1D_BLOCK_SCALING: E4M3,
+    ScalingMode.FP8_2D_BLOCK_SCALING: E4M3,
+}
+EACH_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+# The names that readers of the tutorial and of the pages on quantisation and tensors import, by module.
+NAMES = {
+    "": """DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling ScalingMode
+        QuantizeLayout TensorUsage AbstractBaseTensor AbstractBaseTensor1x ScaledTensor NoScaleTensor ScaledTensor1x
+        ScaledTensor2x GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory MeshResource global_shard_guard
+        with_sharding_constraint_by_logical_axes dense grouped_dense CollectiveOp Format""",
+    "flax": "make_dot_general_cls make_grouped_dense_cls",
+    "sharding": "MeshResource global_shard_guard with_sharding_constraint_by_logical_axes",
+    "recipe": "DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling Format",
+    "quantize": """ScalingMode QuantizeLayout TensorUsage NoScaleTensor ScaledTensor1x ScaledTensor2x
+        GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory is_scaling_mode_supported""",
+    "quantize.tensor": "AbstractBaseTensor AbstractBaseTensor1x ScaledTensor ScaledTensor1x ScaledTensorFactory",
+    "cpp_extensions": "quantize quantize_dbias grouped_quantize dequantize gemm CollectiveOp",
+    "cpp_extensions.quantization": "quantize quantize_dbias grouped_quantize",
+    "quickstart_jax_utils": "speedometer compare_fwd_bwd",
+}
+
+
+def quantizer(mode, layout=QuantizeLayout.ROWWISE_COLWISE, **options):
+    return te.QuantizerFactory.create(1, mode, MODES[mode], layout, **options)
+
+
+def same_leaves(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
+def test_every_name_is_there_with_an_example(module, name):
+    found = getattr(importlib.import_module(f"{te.__name__}.{module}".rstrip(".")), name)
+    assert ">>>" in inspect.getdoc(found)
+
+
+def test_the_policies_are_the_cores():
+    assert te.checkpoint_policies.checkpoint_dots_and_te_gemms is (
+        sd.checkpoint_policies.checkpoint_dots_and_quantized_gemms
+    )
+    assert te.checkpoint_policies.dots_and_te_gemms_with_no_batch_dims is (
+        sd.checkpoint_policies.dots_and_quantized_gemms_with_no_batch_dims
+    )
+
+
+# Recipes
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (te.DelayedScaling(), recipes.FP8_DELAYED),
+        (te.Float8CurrentScaling(), recipes.FP8_CURRENT),
+        (te.MXFP8BlockScaling(), recipes.MXFP8),
+        (te.NVFP4BlockScaling(), recipes.NVFP4),
+        (te.Float8BlockScaling(), recipes.FP8_BLOCK),
+    ],
+    ids=lambda value: getattr(value, "name", type(value).__name__),
+)
+def test_a_recipe_class_is_one_of_our_recipes(theirs, ours):
+    assert theirs.core == ours
+    assert te.QuantizerFactory.create_set(fp8_recipe=theirs, stochastic_rounding_rng_state=jax.random.key(0)).core == (
+        dataclasses.replace(ours, name="quantizer_set")
+    )
+
+
+def test_options_of_recipes_reach_the_casts():
+    delayed = te.DelayedScaling(2, amax_history_len=16, amax_compute_algo="most_recent", fp8_format=te.E4M3).core
+    assert delayed.dgrad.lhs.delayed == recipes.Delayed(16, "most_recent", 2)
+    assert delayed.dgrad.lhs.format.name == "fp8_e4m3"
+    assert te.MXFP8BlockScaling(fp8_format=te.HYBRID).core.dgrad.lhs.format.name == "mxfp8_e5m2"
+    assert te.MXFP8BlockScaling(enable_2d_quantization=True).core.fwd.rhs.tile == (32, 32)
+    assert te.Float8CurrentScaling(use_power_2_scales=True).core.fwd.lhs.format.pow2
+    assert te.Float8BlockScaling(use_f32_scales=False).core.fwd.rhs.format.pow2
+    assert te.Float8BlockScaling(w_block_scaling_dim=1).core.fwd.rhs.tile == (1, 128)
+    bare = te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True).core
+    assert {str(cast) for _, _, cast in bare.casts()} == {"nvfp4 1×16"}
+
+
+def test_the_backward_pass_can_be_left_in_high_precision():
+    assert te.MXFP8BlockScaling(backward_override="high_precision").core.dgrad == recipes.Gemm()
+    assert te.MXFP8BlockScaling(backward_override="dequantized").core.wgrad is None
+    x, w = normal(0, (8, 64)), normal(1, (64, 4))
+    recipe = te.MXFP8BlockScaling(backward_override="dequantized").core
+    dw = jax.grad(lambda w: train.dense(x, w, recipe=recipe).sum())(w)
+    values = sd.dequantize(sd.quantize(x, "mxfp8"))
+    np.testing.assert_allclose(dw, np.broadcast_to(values.sum(0)[:, None], w.shape), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: te.DelayedScaling(fp8_dpa=True), "fp8_dpa.*can only be False"),
+        (lambda: te.DelayedScaling(scaling_factor_compute_algo=max), "scaling_factor_compute_algo.*can only be None"),
+        (lambda: te.DelayedScaling(reduce_amax=False), "reduce_amax"),
+        (lambda: te.DelayedScaling(amax_compute_algo=max), "not a function"),
+        (lambda: te.DelayedScaling(backward_override="dequantized"), "backward_override.*can only be None"),
+        (lambda: te.DelayedScaling(fp8_format=te.Format.E5M2), "E5M2"),
+        (lambda: te.MXFP8BlockScaling(margin=1), "margin"),
+        (lambda: te.MXFP8BlockScaling(backward_override="fp64"), "backward_override"),
+        (lambda: te.NVFP4BlockScaling(nvfp4_4over6="all"), "NVFP4_FOUR_OVER_SIX"),
+        (lambda: te.Float8BlockScaling(w_block_scaling_dim=3), "w_block_scaling_dim"),
+    ],
+)
+def test_fields_that_are_not_supported_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_recipe_is_a_value_and_not_a_class():
+    with pytest.raises(TypeError, match=r"give a value of it, MXFP8BlockScaling\(\)"):
+        te_flax.make_dot_general_cls(te.MXFP8BlockScaling)
+    with pytest.raises(TypeError, match=r"DelayedScaling\(\), .*a scaledot.Recipe or its name, not 8"):
+        core_recipe(8)
+    with pytest.raises(ValueError, match="mxfp8"):
+        core_recipe("mxfp9")
+    with pytest.raises(TypeError, match="use one of them"):
+        te.Recipe().core  # noqa: B018
+    with pytest.raises(ValueError, match="scaledot_residual"):
+        te_flax.make_grouped_dense_cls("mxfp8", "name")
+
+
+@pytest.mark.parametrize("module", [te, te.quantize, tex, te_flax], ids=lambda m: m.__name__)
+def test_names_that_are_not_offered_say_what_to_write_instead(module):
+    for name, words in {
+        "autocast": "argument",
+        "DenseGeneral": "make_dot_general_cls",
+        "NVFP4Quantizer": "create",
+    }.items():
+        with pytest.raises(AttributeError, match=words):
+            getattr(module, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        module.no_such_thing  # noqa: B018
+
+
+# Tensors
+
+
+@EACH_MODE
+def test_both_orientations_are_the_casts_of_the_core(mode):
+    x = normal(0, (128, 256))
+    tensor = tex.quantize(x, quantizer(mode))
+    cast = quantizer(mode).cast()
+    factor = {"factor": jnp.ones(())} if cast.delayed else {}
+    rows = sd.quantize(x, cast.format, block=cast.tile, **factor)
+    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **factor)
+    for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
+        same_leaves(held.array.data, q.data)
+        np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))
+    same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
+    assert tensor.dequantize().shape == tensor.rowwise.data.shape == x.shape
+    assert tensor.get_tensor().dtype == MODES[mode]
+
+
+@EACH_MODE
+def test_layouts_are_theirs(mode):
+    tensor = tex.quantize(jnp.ones((32, 64, 128)), quantizer(mode), flatten_axis=-2)
+    rowwise, colwise = tensor.rowwise, tensor.colwise
+    assert (rowwise.data_layout, rowwise.data.shape, rowwise.flatten_axis) == ("N", (32, 64, 128), 1)
+    if mode is ScalingMode.MXFP8_1D_SCALING:
+        assert (colwise.data_layout, colwise.data.shape, colwise.flatten_axis) == ("N", (32, 64, 128), 1)
+        assert (rowwise.scale_inv.shape, colwise.scale_inv.shape) == ((32, 64, 4), (1, 64, 128))
+    else:
+        assert (colwise.data_layout, colwise.data.shape, colwise.flatten_axis) == ("T", (64, 128, 32), 2)
+        assert colwise.dequantize().shape == (64, 128, 32)
+    if mode.is_tensor_scaling():
+        assert rowwise.scale_inv.shape == colwise.scale_inv.shape == rowwise.amax.shape == (1,)
+    if mode is ScalingMode.NVFP4_1D_SCALING:
+        assert (rowwise.scale_inv.shape, colwise.scale_inv.shape) == ((32, 64, 8), (64, 128, 2))
+    assert rowwise.scale_inv.dtype == mode.get_scale_dtype()
+    assert colwise.array.shape == (32, 64, 128)
+
+
+@EACH_MODE
+def test_shapes_need_not_divide(mode):
+    x = normal(0, (35, 50))
+    tensor = tex.quantize(x, quantizer(mode))
+    for held in (tensor.rowwise, tensor.colwise):
+        got = sd.dequantize(held.array)
+        bound = 0.5 if mode is ScalingMode.DELAYED_TENSOR_SCALING else 0.3
+        assert np.linalg.norm(got - x) < bound * np.linalg.norm(x)
+
+
+@EACH_MODE
+def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
+    x = normal(0, (32, 256))
+    both = tex.quantize(x, quantizer(mode))
+    for usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS):
+        assert both.get_tensor(usage) is both.rowwise
+    for usage in (TensorUsage.RHS, TensorUsage.LHS_TRANS):
+        assert both.get_tensor(usage=usage) is both.colwise
+    rows, columns = (
+        tex.quantize(x, quantizer(mode, layout)) for layout in (QuantizeLayout.ROWWISE, QuantizeLayout.COLWISE)
+    )
+    same_leaves(rows, both.rowwise)
+    same_leaves(columns, both.colwise)
+    assert rows.get_tensor(TensorUsage.LHS) is rows
+    with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} holds only the rowwise"):
+        rows.get_tensor(TensorUsage.LHS_TRANS)
+    with pytest.raises(ValueError, match="RHS_TRANS needs the rowwise"):
+        columns.get_tensor(TensorUsage.RHS_TRANS)
+
+
+def test_an_unquantised_tensor_serves_every_usage():
+    plain = tex.quantize(jnp.ones((2, 4)), None)
+    assert isinstance(plain, te.NoScaleTensor)
+    assert all(plain.get_tensor(usage) is plain for usage in TensorUsage)
+    assert plain.get_tensor() is plain.data
+    assert tex.quantize(plain, None) is plain
+    same_leaves(tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3))
+    assert te.ScaledTensorFactory.create(plain.data, None).dequantize() is plain.data
+
+
+@EACH_MODE
+def test_the_factory_makes_the_tensors_that_quantize_makes(mode):
+    x = normal(0, (64, 256), jnp.bfloat16)
+    made = tex.quantize(x, quantizer(mode))
+    rows, columns = made.rowwise, made.colwise
+    built = te.ScaledTensorFactory.create(
+        rows.data,
+        rows.scale_inv,
+        columns.data,
+        columns.scale_inv,
+        rows.amax,
+        columns.amax,
+        scaling_mode=mode,
+        dequantizer=None,
+        dq_dtype=jnp.bfloat16,
+        q_layout=QuantizeLayout.ROWWISE_COLWISE,
+    )
+    for a, b in ((built.rowwise, rows), (built.colwise, columns)):
+        np.testing.assert_array_equal(a.dequantize(), b.dequantize())
+        assert dataclasses.replace(a, tensor_scale=b.tensor_scale, format=b.format).stored.block == b.stored.block
+        assert a.dequantize().dtype == jnp.bfloat16
+    one = te.ScaledTensorFactory.create(
+        columns.data, columns.scale_inv, amax=columns.amax, scaling_mode=mode, q_layout=QuantizeLayout.COLWISE
+    )
+    np.testing.assert_array_equal(one.dequantize(), columns.dequantize())
+
+
+def test_scales_of_square_blocks_may_be_repeated_for_each_row():
+    held = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_2D_SCALING)).rowwise
+    repeated = te.ScaledTensorFactory.create_1x(
+        held.data, jnp.repeat(held.scale_inv, 16, axis=0), held.amax, held.scaling_mode, dq_dtype=jnp.float32
+    )
+    assert repeated.scale_inv.shape == (32, 4)
+    np.testing.assert_array_equal(repeated.dequantize(), held.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"flatten_axis": 0}, "`flatten_axis` 0 must have axes on both sides"),
+        ({"flatten_axis": 2}, "`flatten_axis` 2 must"),
+        ({"scale_inv": jnp.ones((4, 3), jnp.float8_e8m0fnu)}, r"`scale_inv` \(4, 3\) does not fit.*should be \(4, 2\)"),
+        ({"data_layout": "T"}, "rowwise data of MXFP8_1D_SCALING have `data_layout` 'N'"),
+        ({"data_layout": "X"}, "must be 'N' or 'T'"),
+        ({"q_layout": QuantizeLayout.ROWWISE_COLWISE}, "needs `colwise_data`"),
+        ({"group_sizes": jnp.array([4])}, "without an `original_shape`"),
+        ({"data": jnp.ones((4, 64), E2M1)}, "MXFP8_1D_SCALING has codes of .*not float4_e2m1fn"),
+    ],
+)
+def test_the_factory_names_what_does_not_fit(change, words):
+    codes = {"data": jnp.ones((4, 64), E4M3), "scale_inv": jnp.ones((4, 2), jnp.float8_e8m0fnu)}
+    with pytest.raises(ValueError, match=words):
+        te.ScaledTensorFactory.create(**{**codes, "scaling_mode": ScalingMode.MXFP8_1D_SCALING, **change})
+    scale = jnp.ones((4, 4), E4M3)
+    with pytest.raises(ValueError, match="amax / 2688"):
+        te.ScaledTensorFactory.create(jnp.ones((4, 64), E2M1), scale, scaling_mode=ScalingMode.NVFP4_1D_SCALING)
+
+
+@EACH_MODE
+def test_tensors_are_pytrees(mode):
+    q, x = quantizer(mode), normal(0, (3, 32, 256))
+    tensors = [tex.quantize(matrix, q) for matrix in x]
+    same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
+    stacked = jax.vmap(lambda x: tex.quantize(x, q))(x)
+    same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
+    values = jnp.stack([t.colwise.dequantize() for t in tensors])
+    np.testing.assert_array_equal(jax.vmap(lambda t: t.colwise.dequantize())(stacked), values)
+    np.testing.assert_array_equal(stacked.colwise.dequantize(), values)
+    assert stacked.colwise.array.shape == x.shape
+    _, scanned = jax.lax.scan(lambda carry, t: (carry, t.colwise.dequantize()), None, stacked)
+    np.testing.assert_array_equal(scanned, values)
+    chosen = jax.lax.cond(jnp.array(True), lambda: tensors[1], lambda: tensors[2])
+    same_leaves(chosen, tensors[1])
+    same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
+
+
+def test_gradients_pass_beside_a_tensor():
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+    held = tex.quantize(x, quantizer(ScalingMode.MXFP8_1D_SCALING))
+
+    @jax.jit
+    def loss(w, held):
+        return te.dense(held.dequantize(), w, quantizer_set=te.QuantizerFactory.create_set(fp8_recipe="mxfp8")).sum()
+
+    expected = jax.grad(lambda w: train.dense(held.dequantize(), w, recipe="mxfp8").sum())(w)
+    np.testing.assert_array_equal(jax.grad(loss)(w, held), expected)
+
+
+def test_a_tensor_can_be_saved_by_name_with_its_largest_codes():
+    named = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.ROWWISE, checkpoint_name="kept")
+
+    def f(x, w):
+        held = tex.quantize(jax.lax.stop_gradient(x), named).checkpoint(named)
+        return jnp.sum(jnp.sin(held.dequantize() * w))
+
+    x, w = normal(0, (4, 8)), normal(1, (4, 8))
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    expected = jax.grad(f, argnums=1)(x, w)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(f, policy=policy), argnums=1)(x, w), expected, rtol=1e-6)
+    assert np.all(np.isfinite(expected))
+    text = str(jax.make_jaxpr(lambda x: tex.quantize(x, named).checkpoint(named))(x))
+    assert text.count("name=kept") == 3
+    plain = tex.quantize(x, None)
+    assert plain.checkpoint(None) is plain
+
+
+# Functions
+
+
+def test_quantize_dbias_sums_what_is_not_quantised():
+    x = normal(0, (6, 32, 64), jnp.bfloat16)
+    q = quantizer(ScalingMode.MXFP8_1D_SCALING)
+    tensor, dbias = tex.quantize_dbias(x, q, flatten_axis=-1)
+    same_leaves(tensor, tex.quantize(x, q))
+    assert dbias.dtype == x.dtype
+    np.testing.assert_array_equal(dbias, jnp.sum(x.astype(jnp.float32), axis=(0, 1)).astype(x.dtype))
+    assert tex.quantize_dbias(x, q, flatten_axis=1)[1].shape == (32, 64)
+    assert tex.quantize_dbias(x, q, is_dbias=False)[1] is None
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if not m.row.delayed], ids=lambda m: m.name)
+def test_groups_are_quantised_as_if_each_were_alone(mode):
+    x, sizes = normal(0, (64, 256)), jnp.array([16, 0, 48])
+    tensor = tex.grouped_quantize(x, quantizer(mode, n_groups=3), sizes)
+    for held in (tensor.rowwise, tensor.colwise):
+        groups = held.dequantize()
+        assert [g.shape[0] for g in groups] == [16, 0, 48]
+        for rows, group in ((x[:16], groups[0]), (x[16:], groups[2])):
+            alone = tex.quantize(rows, quantizer(mode))
+            expected = sd.dequantize((alone.colwise if held.is_colwise else alone.rowwise).array)
+            np.testing.assert_array_equal(group, expected)
+        assert held.original_shape == x.shape
+    same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if not m.row.delayed], ids=lambda m: m.name)
+def test_one_matrix_per_group(mode):
+    w = normal(0, (2, 64, 256))
+    tensor = tex.grouped_quantize(w, quantizer(mode, n_groups=2))
+    for held in (tensor.rowwise, tensor.colwise):
+        for matrix, group in zip(w, held.dequantize(), strict=True):
+            alone = tex.quantize(matrix, quantizer(mode))
+            np.testing.assert_array_equal(
+                group, sd.dequantize((alone.colwise if held.is_colwise else alone.rowwise).array)
+            )
+
+
+def test_a_grouped_tensor_is_made_of_flat_codes_and_a_scale_per_group():
+    x, sizes = normal(0, (4, 32)), jnp.array([1, 3])
+    mode = ScalingMode.CURRENT_TENSOR_SCALING
+    made = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
+    built = te.ScaledTensorFactory.create_1x(
+        made.data.ravel(), made.scale_inv[:2, 0], None, mode, group_sizes=sizes, original_shape=(4, 32)
+    )
+    assert isinstance(built, te.GroupedScaledTensor1x)
+    for a, b in zip(built.dequantize(), made.dequantize(), strict=True):
+        np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
+
+
+def test_what_is_wrong_with_groups_is_said():
+    mode, x = ScalingMode.MXFP8_1D_SCALING, jnp.ones((8, 32))
+    for sizes, words in (([3, 4], r"\[3, 4\] sum to 7, not to 8 rows"), ([8], "for 2 groups, and there are 1")):
+        with pytest.raises(ValueError, match=words):
+            tex.grouped_quantize(x, quantizer(mode, n_groups=2), jnp.array(sizes))
+    with pytest.raises(ValueError, match=r"n_groups=2"):
+        tex.grouped_quantize(x, quantizer(mode), jnp.array([4, 4]))
+    with pytest.raises(ValueError, match="`flatten_axis` 1 of a grouped tensor can only be -1"):
+        tex.grouped_quantize(jnp.ones((2, 8, 32)), quantizer(mode, n_groups=2), flatten_axis=1)
+    with pytest.raises(ValueError, match="3 axes for one matrix per group"):
+        tex.grouped_quantize(x, quantizer(mode, n_groups=8))
+    with pytest.raises(ValueError, match="sum to 7"):
+        te.grouped_dense(x, jnp.ones((2, 32, 4)), jnp.array([3, 4]))
+    for change, words in (({"group_offset": 1}, "group_offset"), ({"kernel_fsdp_info": ("fsdp", 0)}, "fsdp_info")):
+        with pytest.raises(ValueError, match=words):
+            te.grouped_dense(x, jnp.ones((2, 32, 4)), jnp.array([4, 4]), **change)
+
+
+def test_dequantize_takes_tensors():
+    held = tex.quantize(jnp.ones((2, 32)), quantizer(ScalingMode.MXFP8_1D_SCALING))
+    np.testing.assert_array_equal(tex.dequantize(held), jnp.ones((2, 32)))
+    with pytest.raises(TypeError, match="not Array"):
+        tex.dequantize(jnp.ones(2))
+
+
+@EACH_MODE
+def test_gemm_is_the_product_of_the_core(mode):
+    x, w, g = normal(0, (64, 256)), normal(1, (256, 128)), normal(2, (64, 128))
+    q = quantizer(mode)
+    x2, w2, g2 = (tex.quantize(a, q) for a in (x, w, g))
+    numbers = {"fwd": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}
+    pairs = {"fwd": (x2.rowwise, w2.colwise), "dgrad": (g2.rowwise, w2.rowwise), "wgrad": (x2.colwise, g2.colwise)}
+    for product, (left, right) in pairs.items():
+        expected = sd.dot_general(left.array, right.array, (numbers[product], ((), ())))
+        np.testing.assert_array_equal(tex.gemm(left, right, contracting_dims=numbers[product]), expected)
+    both = tex.gemm(x2, w2)
+    np.testing.assert_array_equal(both, tex.gemm(x2.rowwise, w2.colwise))
+    np.testing.assert_array_equal(tex.gemm(x, w, lhs_quantizer=q, rhs_quantizer=q), both)
+    set_ = te.QuantizerSet(q, q, q)
+    np.testing.assert_array_equal(tex.gemm(x, w, quantizer_set=set_), both)
+    np.testing.assert_allclose(tex.gemm(x2, w2, bias=jnp.arange(128.0)), both + jnp.arange(128.0)[None], rtol=1e-6)
+    if mode.is_1d_block_scaling():
+        with pytest.raises(ValueError, match="`rhs` is summed over axes \\(0,\\), which needs its colwise"):
+            tex.gemm(x2, w2.rowwise)
+
+
+def test_gemm_of_plain_operands_and_several_axes():
+    x, w = normal(0, (2, 3, 4, 32)), normal(1, (4, 32, 5))
+    plain = tex.gemm(te.NoScaleTensor(x), w, contracting_dims=((2, 3), (0, 1)))
+    np.testing.assert_allclose(plain, jnp.einsum("abkl,kln->abn", x, w, precision="highest"), rtol=1e-5, atol=1e-5)
+    q = quantizer(ScalingMode.MXFP8_1D_SCALING)
+    y = tex.gemm(x, w, contracting_dims=((-2, -1), (0, 1)), lhs_quantizer=q, rhs_quantizer=q)
+    left, right = sd.quantize(x, "mxfp8"), sd.quantize(w, "mxfp8", axis=1)
+    np.testing.assert_array_equal(y, sd.dot_general(left, right, (((2, 3), (0, 1)), ((), ()))))
+    with pytest.raises(ValueError, match="transpose_batch_sequence"):
+        tex.gemm(x, w, transpose_batch_sequence=True)
+
+
+KEY = jax.random.key(5)
+
+
+@pytest.mark.parametrize("recipe", [r for r in te_tutorial.RECIPES if not r.delayed()], ids=lambda r: type(r).__name__)
+def test_dense_is_the_product_of_training(recipe):
+    x, w, b = normal(0, (2, 16, 64)), normal(1, (64, 48)), normal(2, (48,))
+    quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe, stochastic_rounding_rng_state=KEY)
+
+    def theirs(x, w, b):
+        return te.dense(x, w, b, contracting_dims=((-1,), (0,)), quantizer_set=quantizers)
+
+    def ours(x, w, b):
+        return train.dense(x, w, b, recipe=recipe.core, key=KEY)
+
+    g = normal(3, (2, 16, 48))
+    for f in (theirs, ours):
+        y, vjp = jax.vjp(f, x, w, b)
+        f.results = (y, *vjp(g))
+    same_leaves(theirs.results, ours.results)
+
+
+def test_the_gradient_of_a_delayed_set_is_the_next_set():
+    x, w = normal(0, (8, 32)), normal(1, (32, 16))
+    recipe = te.DelayedScaling(amax_history_len=4)
+    quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe)
+
+    def loss(w, quantizers):
+        return (te.dense(x, w, quantizer_set=quantizers) ** 2).sum()
+
+    def reference(w, state):
+        y, state = train.dense(x, w, recipe=recipe.core, state=state)
+        return (y**2).sum()
+
+    state = sd.init_state(recipe.core)
+    for _ in range(3):
+        dw, quantizers = jax.jit(jax.grad(loss, argnums=(0, 1)))(w, quantizers)
+        expected, state = jax.jit(jax.grad(reference, argnums=(0, 1)))(w, state)
+        np.testing.assert_array_equal(dw, expected)
+        for name, tensor in (("x", "x"), ("kernel", "w"), ("dgrad", "g")):
+            held = getattr(quantizers, name)
+            np.testing.assert_array_equal(held.amax_history, state[tensor].history)
+            assert held.scale.shape == (1,)
+            assert float(held.scale[0]) == float(state[tensor].factor)
+
+
+def test_updating_a_quantizer_is_the_step_of_the_state():
+    """The stream of magnitudes 2, 8, 1 gives the factors 1, 224, 56."""
+    q = quantizer(ScalingMode.DELAYED_TENSOR_SCALING, amax_history=jnp.zeros(4))
+    seen = []
+    for amax in (2.0, 8.0, 1.0):
+        seen.append(float(q.scale[0]))
+        q = q.update(tex.quantize(jnp.full((2, 4), amax), q).rowwise.amax)
+    assert seen == [1, 224, 56]
+    current = quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
+    assert current.update(jnp.ones(1)) is current
+
+
+def test_an_unquantised_dense_is_the_plain_product():
+    x, w, b = normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16)), normal(2, (16,))
+    y = te.dense(x, w, b)
+    assert y.dtype == jnp.bfloat16
+    exact = x.astype(jnp.float32) @ w + b[None]
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="transpose_batch_sequence"):
+        te.dense(x, w, transpose_batch_sequence=True)
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "fp8_delayed"])
+def test_grouped_dense_is_the_ragged_product_of_training(recipe):
+    x, w, b, sizes = normal(0, (12, 64)), normal(1, (3, 64, 32)), normal(2, (3, 32)), jnp.array([5, 0, 7])
+    quantizers = (
+        te.QuantizerFactory.create_set(fp8_recipe=recipe, stochastic_rounding_rng_state=KEY) if recipe else None
+    )
+    options = {"quantizer_set": quantizers} if quantizers else {}
+    y = te.grouped_dense(x, w, sizes, bias=b, **options)
+    used = recipe or recipes.Recipe("plain", recipes.Gemm(), recipes.Gemm(), recipes.Gemm())
+    state = sd.init_state(used) if recipe == "fp8_delayed" else None
+    expected = train.ragged_dot(x, w, sizes, b, recipe=used, key=KEY, state=state)
+    np.testing.assert_array_equal(y, expected[0] if state else expected)
+    turned = te.grouped_dense(x, jnp.swapaxes(w, 1, 2), sizes, ((1,), (2,)), b, **options)
+    np.testing.assert_array_equal(turned, y)
+    with pytest.raises(ValueError, match="contracting_dims"):
+        te.grouped_dense(x, w, sizes, ((0,), (1,)))
+
+
+def test_stochastic_rounding_and_rotation_of_a_quantizer():
+    x = normal(0, (64, 32))
+    raw = jnp.array([[1, 2, 3, 4]], jnp.uint32)
+    q = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw, use_rht=True)
+    tensor = tex.quantize(x, q)
+    assert (tensor.rowwise.has_rht_applied, tensor.colwise.has_rht_applied) == (False, True)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(raw[0, :2]), 3), 4)
+    rows = sd.quantize(x, "nvfp4", rounding="stochastic", key=key)
+    columns = sd.quantize(
+        x, "nvfp4", axis=0, rounding="stochastic", key=jax.random.fold_in(key, 1), rotation=sd.Hadamard()
+    )
+    same_leaves(tensor.rowwise.array.data, rows.data)
+    np.testing.assert_array_equal(sd.dequantize(tensor.colwise.array), sd.dequantize(columns))
+    np.testing.assert_allclose(tensor.colwise.dequantize(), sd.dequantize(columns).T, atol=1e-6)
+    assert np.linalg.norm(tensor.colwise.dequantize() - x.T) < 0.3 * np.linalg.norm(x)
+    flat = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw[0])
+    same_leaves(tex.quantize(x, flat).rowwise.data, tensor.rowwise.data)
+    with pytest.raises(ValueError, match=r"axis 0 of .* multiple of 16"):
+        tex.quantize(x[:20], q)
+    with pytest.raises(ValueError, match=r"\(4,\) or \(devices, 4\)"):
+        tex.quantize(x, quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw[0, :3]))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "words"),
+    [
+        (lambda: te.QuantizerFactory.create(1, "mxfp8"), TypeError, "must be a ScalingMode"),
+        (lambda: te.QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING), ValueError, "`q_dtype`.*float8"),
+        (lambda: quantizer(ScalingMode.MXFP8_1D_SCALING, foo=1), TypeError, "no option 'foo'; it takes scale"),
+        (lambda: te.QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.int8), ValueError, "not int8"),
+        (lambda: te.QuantizerFactory.create_set(fp8_recipe="nvfp4"), ValueError, "stochastic_rounding_rng_state"),
+        (lambda: te.QuantizerFactory.create_set(fp8_recipe="fp8_qat"), ValueError, "straight through"),
+        (
+            lambda: te.QuantizerFactory.create_set(fp8_recipe="int8", stochastic_rounding_rng_state=KEY),
+            ValueError,
+            "no ScalingMode",
+        ),
+        (
+            lambda: te.QuantizerFactory.create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, fp8_recipe="mxfp8"),
+            ValueError,
+            "not both",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_quantizer_is_said(make, kind, words):
+    with pytest.raises(kind, match=words):
+        make()
+
+
+def test_sets_and_several_quantizers():
+    first, second = te.QuantizerFactory.create(2, ScalingMode.MXFP8_1D_SCALING, E4M3)
+    assert first.cast() == second.cast()
+    sets = te.QuantizerFactory.create_set(2, ScalingMode.CURRENT_TENSOR_SCALING, E4M3, E5M2, is_2x2x=False)
+    assert sets[0].core == dataclasses.replace(recipes.FP8_CURRENT, name="quantizer_set")
+    assert sets[1].x.q_layout is QuantizeLayout.ROWWISE
+    assert te.noop_quantizer_set.core is None
+
+
+# Sharding
+
+
+def test_constraints_by_logical_axes_follow_the_guard_and_flax():
+    from flax import linen as nn
+
+    x = jnp.ones((8, 64))
+    names = (te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
+    constrain = te.with_sharding_constraint_by_logical_axes
+    assert constrain(x, names) is x
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    with jax.set_mesh(mesh), te.global_shard_guard(resource):
+        assert jax.jit(lambda x: constrain(x, names))(x).sharding.spec == PartitionSpec("data", "model")
+        assert constrain(x, None) is x
+        held = tex.quantize(x, quantizer(ScalingMode.NVFP4_1D_SCALING))
+        laid = jax.jit(lambda t: constrain(t, names))(held)
+        assert laid.rowwise.data.sharding.spec == PartitionSpec("data", "model")
+        assert laid.colwise.data.sharding.spec == PartitionSpec("model", "data")
+        assert laid.rowwise.scale_inv.sharding.spec == PartitionSpec("data", "model")
+        same_leaves(laid, held)
+        with pytest.raises(ValueError, match="one name for each axis"):
+            constrain(x, names[:1])
+        with nn.logical_axis_rules([("rows", "model")]):
+            assert jax.jit(lambda x: constrain(x, ("rows", None)))(x).sharding.spec == PartitionSpec("model")
+    nowhere = te.MeshResource(dp_resource="nowhere")
+    missing = pytest.raises(ValueError, match="no axis 'nowhere'; it has 'data', 'model'")
+    with jax.set_mesh(mesh), te.global_shard_guard(nowhere), missing:
+        constrain(x, names)
+    assert te.sharding.global_mesh_resource() == te.MeshResource()
+    with pytest.raises(TypeError, match="must be a MeshResource"), te.global_shard_guard("data"):
+        pass
+
+
+@pytest.mark.parametrize("op", te.CollectiveOp, ids=lambda op: op.name)
+def test_collective_products_give_the_same_numbers_laid_out_as_they_say(op):
+    x, w = normal(0, (2, 8, 64)), normal(1, (64, 32))
+    how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="mxfp8")}
+    ops = te.CollectiveOpSet.create(op)
+    single = te.dense(x, w, **how)
+    np.testing.assert_array_equal(te.dense(x, w, collective_op_set=ops, **how), single)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(dp_resource="data", tpsp_resource="model")):
+        y = jax.jit(lambda x, w: te.dense(x, w, collective_op_set=ops, **how))(x, w)
+        np.testing.assert_allclose(y, single, rtol=1e-5, atol=1e-4)
+        if op.is_all_gather:
+            assert y.sharding.spec == PartitionSpec("data", None, "model")
+        if op.is_reduce_scatter:
+            assert y.sharding.spec == PartitionSpec("data", "model")
+
+
+# The tutorial
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("recipe", te_tutorial.RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_the_tutorial_passes_its_own_accuracy_test(recipe):
+    te_tutorial.Layer(recipe, te_tutorial.CPU).compare()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_tutorials_variables():
+    layer = te_tutorial.Layer(te.DelayedScaling(amax_history_len=8), te_tutorial.CPU)
+    collections = layer.variables
+    assert set(collections) == {"params", te.NVTE_FP8_COLLECTION_NAME}
+    (held,) = collections[te.NVTE_FP8_COLLECTION_NAME].values()
+    assert jax.tree.map(jnp.shape, held) == {
+        f"{tensor}_{kind}": shape
+        for tensor in ("x", "kernel", "grad")
+        for kind, shape in (("scale", (1,)), ("amax_history", (8,)))
+    }
+    for stateless in te_tutorial.RECIPES[1:]:
+        assert set(te_tutorial.Layer(stateless, te_tutorial.CPU).variables) == {"params"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_speedometer_prints_and_returns_milliseconds(capsys):
+    times = te_tutorial.Layer(te.MXFP8BlockScaling(), te_tutorial.Size(1, 8, 32, 16)).time(2)
+    printed = [float(line.split()[2]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == list(times.values())
+    assert all(ms > 0 for ms in printed)
+    with pytest.raises(ValueError, match="a recipe is an argument"):
+        te.quickstart_jax_utils.create_train_step_fn(lambda w, x: x @ w, {"enabled": True})
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_comparing_finds_a_difference():
+    layer = te_tutorial.Layer(te.MXFP8BlockScaling(), te_tutorial.Size(1, 8, 32, 16))
+    wrong = {"params": jax.tree.map(lambda w: w + 1, layer.plain_variables["params"])}
+    with pytest.raises(AssertionError, match="result differs"):
+        te.quickstart_jax_utils.compare_fwd_bwd(
+            layer.plain.apply, layer.plain_variables, layer.plain.apply, wrong, input=layer.x, output_grad=layer.dy
+        )
