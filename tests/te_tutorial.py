@@ -58,7 +58,7 @@ class Layer:
         self.dy = jax.random.normal(dy_key, (*tokens, size.out), jnp.bfloat16)
         self.plain = Dense(size.out)
         self.quantised = Dense(size.out, te_flax.make_dot_general_cls(recipe))
-        self.variables = self.quantised.init(init_key, self.x)
+        self.variables = self.quantised.init(init_key, self.x[:1, :1])
         self.plain_variables = {"params": self.variables["params"]}
 
     @property

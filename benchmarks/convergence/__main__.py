@@ -2,6 +2,7 @@
 
 import argparse
 
+import jax
 from tqdm import tqdm
 
 from benchmarks import record
@@ -10,9 +11,10 @@ from benchmarks.convergence import bias, gpt, stall
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    jax.config.update("jax_default_matmul_precision", "highest")  # so that float32 is float32 on a GPU, too
     environment = record.environment()
-    whole = (options.steps, options.seeds) == (STEPS, SEEDS)
-    name = "convergence" if whole else f"convergence-{options.steps}x{options.seeds}"
+    environment["device"] = jax.devices()[0].device_kind
+    name = _name(options.steps, options.seeds, environment["device"])
     journal = record.RESULTS / f"{name}-jax{environment['jax']}.unfinished.jsonl"
     print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: error left; gpt: excess nats, gap to float32")
     with tqdm(total=bias.steps() + stall.steps() + gpt.updates(options.steps), unit="part", leave=False) as progress:
@@ -33,6 +35,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 STEPS, SEEDS = 600, 3
+
+
+def _name(steps: int, seeds: int, device: str) -> str:
+    """Of the results: by device, and a shorter run never takes the place of a whole one."""
+    where = [] if device == "cpu" else [device.lower().replace(" ", "-")]
+    size = [] if steps >= STEPS and seeds >= SEEDS else [f"{steps}x{seeds}"]
+    return "-".join(["convergence", *where, *size])
 
 
 def _parser() -> argparse.ArgumentParser:
