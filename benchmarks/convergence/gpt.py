@@ -182,12 +182,16 @@ def _judged(row: Row, found: dict, float32: dict) -> dict:
 
 def line(row: dict) -> str:
     """One row for people."""
-    bounds = [f"> {row['least']:g}"] if row["least"] is not None else []
-    bounds += [f"< {row['most']:g}"] if row["most"] is not None else []
     verdict = {True: "met", False: "MISSED", None: ""}[row["met"]]
     excess = float(np.mean(row["excess"]))
     numbers = f"{excess:8.4f} {row['gap']:+9.4f} ± {row['gap_standard_error']:.4f}"
-    return f"{row['name']:<30}{numbers}  {', '.join(bounds):<18}{verdict}".rstrip()
+    return f"{row['name']:<30}{numbers}  {bounds(row):<18}{verdict}".rstrip()
+
+
+def bounds(row: dict) -> str:
+    """What the gap must be, in words."""
+    sides = ((">", row["least"]), ("<", row["most"]))
+    return ", ".join(f"{sign} {value:g}" for sign, value in sides if value is not None)
 
 
 def relations(rows: list[dict]) -> list[dict]:
