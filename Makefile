@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test test-blackwell lint bench clean
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.formats
+	$(BIN)/python -m examples.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)
