@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but Python: each builds its own environment on first use.
+# `make demo`, `make formats` and `make test` need nothing but Python: each builds its own environment on first use.
 # PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs. TESTS=... are words for pytest.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c "import venv" 2>/dev/null && echo ok),$(p))))
 CONSTRAINTS ?= constraints.txt
@@ -6,10 +6,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-blackwell lint bench clean
+.PHONY: demo formats test test-blackwell lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
+
+formats: $(STAMP)
+	$(BIN)/python -m examples.formats
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)

@@ -115,8 +115,8 @@ def draw_ratios(ratios: Ratios) -> Figure:
     for axes, (product, title) in zip(panels, PRODUCTS.items(), strict=True):
         for i, (recipe, layers) in enumerate(ratios.items()):
             values = [layer[product] for layer in layers.values()]
-            width = max(1.2, 4 - 2 * i)  # what lies under another line is wider
-            axes.plot(values, "o-", color=COLOURS[recipe], label=recipe, markersize=2.5 * width + 1, linewidth=width)
+            width = max(1.2, 3.6 - 1.6 * i)  # what lies under another line is wider
+            axes.plot(values, "o-", color=COLOURS[recipe], label=recipe, markersize=2 + width, linewidth=width)
         names = [name.removeprefix("block_").replace("/", " ") for name in next(iter(ratios.values()))]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=9)
         axes.set_title(title, fontsize=10)
