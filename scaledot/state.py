@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.formats import Format
 from scaledot.numerics.bits import LARGEST_FACTOR, divide
 from scaledot.recipes import Cast, Recipe, find_recipe
 
@@ -160,10 +161,13 @@ def _limit(cast: Cast, history: jax.Array) -> jax.Array:
 
 
 def _factor(cast: Cast, amax: jax.Array) -> jax.Array:
-    """(F / amax) / 2^margin, at most 2^126; 0 where amax is 0."""
     assert cast.delayed is not None
-    unit = np.float32(2.0**-cast.delayed.margin)
-    factor = jnp.minimum(divide(np.float32(cast.format.max), amax) * unit, LARGEST_FACTOR)
+    return factor_from(cast.format, amax, cast.delayed.margin)
+
+
+def factor_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
+    """(F / amax) / 2^margin, at most 2^126; 0 where amax is 0."""
+    factor = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_FACTOR)
     return jnp.where(amax > 0, factor, np.float32(0))
 
 

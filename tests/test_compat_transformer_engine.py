@@ -573,7 +573,11 @@ def test_stochastic_rounding_and_rotation_of_a_quantizer():
     [
         (lambda: te.QuantizerFactory.create(1, "mxfp8"), TypeError, "must be a ScalingMode"),
         (lambda: te.QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING), ValueError, "`q_dtype`.*float8"),
-        (lambda: quantizer(ScalingMode.MXFP8_1D_SCALING, foo=1), TypeError, "no option 'foo'; it takes scale"),
+        (
+            lambda: quantizer(ScalingMode.MXFP8_1D_SCALING, foo=1),
+            TypeError,
+            "MXFP8_1D_SCALING has no option 'foo'; it takes none",
+        ),
         (lambda: te.QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.int8), ValueError, "not int8"),
         (lambda: te.QuantizerFactory.create_set(fp8_recipe="nvfp4"), ValueError, "stochastic_rounding_rng_state"),
         (lambda: te.QuantizerFactory.create_set(fp8_recipe="fp8_qat"), ValueError, "straight through"),
@@ -603,7 +607,215 @@ def test_sets_and_several_quantizers():
     assert te.noop_quantizer_set.core is None
 
 
+def test_a_set_says_all_of_a_recipe_or_refuses_it():
+    for recipe in (
+        te.MXFP8BlockScaling(backward_override="high_precision"),
+        dataclasses.replace(recipes.MXFP8, wgrad=recipes.Gemm()),
+    ):
+        with pytest.raises(ValueError, match="no set of quantizers has the casts"):
+            te.QuantizerFactory.create_set(fp8_recipe=recipe)
+    assert te.QuantizerFactory.create_set(fp8_recipe=None).core is None
+
+
+def test_options_of_sets():
+    create_set = te.QuantizerFactory.create_set
+    one_sided = create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, is_2x2x=False)
+    assert one_sided.kernel.q_layout is QuantizeLayout.COLWISE
+    x, w = normal(0, (4, 64)), normal(1, (64, 8))
+    y = tex.gemm(tex.quantize(x, one_sided.x), tex.quantize(w, one_sided.kernel))
+    np.testing.assert_array_equal(
+        y, sd.dot_general(*(sd.quantize(a, "mxfp8", axis=n) for a, n in ((x, 1), (w, 0))), (((1,), (0,)), ((), ())))
+    )
+    chance = create_set(1, ScalingMode.NVFP4_1D_SCALING, E2M1, E2M1, stochastic_rounding_rng_state=KEY)
+    assert (chance.x.cast().rounding, chance.dgrad.cast().rounding) == ("nearest", "stochastic")
+    two = create_set(2, fp8_recipe="nvfp4", stochastic_rounding_rng_state=KEY)
+    assert not np.array_equal(*(jax.random.key_data(quantizers.key) for quantizers in two))
+    raw = create_set(fp8_recipe="nvfp4", stochastic_rounding_rng_state=jax.random.PRNGKey(0))
+    assert te.dense(x, w, quantizer_set=raw).shape == (4, 8)
+    for words, how in (
+        ("dtypes of its own", {"fwd_dtype": E4M3, "fp8_recipe": "mxfp8"}),
+        (
+            "rounds to nearest",
+            {
+                "scaling_mode": ScalingMode.MXFP8_1D_SCALING,
+                "fwd_dtype": E4M3,
+                "bwd_dtype": E4M3,
+                "stochastic_rounding_rng_state": KEY,
+            },
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            create_set(**how)
+    with pytest.raises(TypeError, match="must be a QuantizeLayout"):
+        quantizer(ScalingMode.MXFP8_1D_SCALING, "rowwise")
+    with pytest.raises(TypeError, match="must be of QuantizerFactory.create_set"):
+        te.dense(x, w, quantizer_set=te.MXFP8BlockScaling())
+
+
+def test_several_quantizers_and_matrices_round_by_their_own_chance():
+    first, second = te.QuantizerFactory.create(2, ScalingMode.NVFP4_1D_SCALING, E2M1, stochastic_rounding_rng_state=KEY)
+    x = normal(0, (32, 64))
+    assert not np.array_equal(*(np.asarray(tex.quantize(x, q).rowwise.data, np.float32) for q in (first, second)))
+    grouped = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=KEY, n_groups=2)
+    codes = np.asarray(tex.grouped_quantize(jnp.stack([x, x]), grouped).rowwise.data, np.float32)
+    assert not np.array_equal(codes[0], codes[1])
+
+
+def test_blocks_run_along_an_axis_in_the_middle():
+    x = normal(2, (32, 64, 96)) * jnp.where(jnp.arange(32) == 0, 1e6, 1.0)[:, None, None]
+    w, q = normal(5, (64, 16)), quantizer(ScalingMode.MXFP8_1D_SCALING)
+    y = tex.gemm(x, w, contracting_dims=((1,), (0,)), lhs_quantizer=q, rhs_quantizer=q)
+    numbers = (((1,), (0,)), ((), ()))
+    np.testing.assert_array_equal(
+        y, sd.dot_general(sd.quantize(x, "mxfp8", axis=1), sd.quantize(w, "mxfp8", axis=0), numbers)
+    )
+    with pytest.raises(ValueError, match="blocks along axis 0"):
+        tex.gemm(tex.quantize(x, q, flatten_axis=1).colwise, w, contracting_dims=((1,), (0,)))
+
+
+def test_a_given_amax_is_used():
+    x, wide = normal(0, (16, 64)), jnp.array([10.0])
+    held = tex.quantize(te.NoScaleTensor(x, wide), quantizer(ScalingMode.CURRENT_TENSOR_SCALING)).rowwise
+    np.testing.assert_allclose(448 * held.scale_inv, wide, rtol=1e-6)
+    own = jnp.max(jnp.abs(x)).reshape(1)
+    for mode in (ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.NVFP4_1D_SCALING):
+        alone, given = (tex.quantize(a, quantizer(mode)).rowwise for a in (x, te.NoScaleTensor(x, own)))
+        np.testing.assert_array_equal(given.amax, own)
+        np.testing.assert_allclose(given.dequantize(), alone.dequantize(), rtol=1e-6)
+    second = tex.quantize(te.NoScaleTensor(x, wide), quantizer(ScalingMode.NVFP4_1D_SCALING)).rowwise
+    np.testing.assert_allclose(second.tensor_scale, 10 / 2688, rtol=1e-6)
+    zero = tex.quantize(te.NoScaleTensor(x * 0, jnp.zeros(1)), quantizer(ScalingMode.CURRENT_TENSOR_SCALING))
+    np.testing.assert_array_equal(zero.dequantize(), 0 * x)
+
+
+@pytest.mark.parametrize(
+    "mode", [ScalingMode.NVFP4_1D_SCALING, ScalingMode.CURRENT_TENSOR_SCALING], ids=lambda m: m.name
+)
+def test_the_amax_of_a_tensor_is_its_largest_magnitude(mode):
+    for x in (normal(0, (32, 64)), jnp.zeros((32, 64)), jnp.full((32, 64), 1e-37)):
+        np.testing.assert_array_equal(tex.quantize(x, quantizer(mode)).rowwise.amax, jnp.max(jnp.abs(x)).reshape(1))
+    rotated = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_1D_SCALING, use_rht=True)).colwise
+    np.testing.assert_allclose(rotated.amax, rotated.tensor_scale * 2688, rtol=1e-6)
+
+
+def test_grouped_tensors_from_codes():
+    mode, sizes = ScalingMode.NVFP4_1D_SCALING, jnp.array([3, 5])
+    x = normal(0, (8, 32))
+    made = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
+    amax = jnp.stack([jnp.abs(x[:3]).max(), jnp.abs(x[3:]).max()])
+    built = te.ScaledTensorFactory.create(
+        made.data,
+        made.scale_inv,
+        amax=amax,
+        scaling_mode=mode,
+        dq_dtype=jnp.float32,
+        group_sizes=sizes,
+        original_shape=(8, 32),
+    )
+    for a, b in zip(built.dequantize(), made.dequantize(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    codes, tensor_wide = jnp.ones((8, 32), E4M3), ScalingMode.CURRENT_TENSOR_SCALING
+    for change, words in (
+        ({"data_layout": "T"}, "is 'N'"),
+        ({"group_sizes": jnp.array([3, 3])}, "sum to 6, not to 8"),
+        ({"scale_inv": jnp.ones((8, 2))}, "does not fit"),
+    ):
+        given = {"data": codes, "scale_inv": jnp.ones(2), "scaling_mode": tensor_wide, "group_sizes": sizes}
+        with pytest.raises(ValueError, match=words):
+            te.ScaledTensorFactory.create_1x(**{**given, "original_shape": (8, 32), **change})
+    with pytest.raises(TypeError, match="dq_dtype="):
+        te.ScaledTensorFactory.create_1x(codes, jnp.ones(1), None, tensor_wide, jnp.float32)
+
+
+def test_dense_keeps_codes_under_the_name_of_its_quantizers():
+    named = te.QuantizerFactory.create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, checkpoint_name="kept")
+    x, w = normal(0, (8, 64)), normal(1, (64, 16))
+
+    def saved(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        f = jax.checkpoint(lambda x, w: jnp.sin(te.dense(jnp.cos(x), w, quantizer_set=named)).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(f, argnums=1))(x, w))
+
+    assert "name=kept" in saved("kept")
+    assert "scaledot_residual" not in saved("kept")
+    with pytest.raises(ValueError, match="leave `checkpoint_name` away"):
+        te.grouped_dense(x, w[None], jnp.array([8]), quantizer_set=named)
+
+
+def test_sets_of_micro_batches_are_merged():
+    x, w = normal(0, (8, 32)), normal(1, (32, 16))
+    start = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_history_len=4))
+
+    def step(quantizers, x):
+        return jax.grad(lambda q: te.dense(x, w, quantizer_set=q).sum())(quantizers)
+
+    merged = te.QuantizerSet.merge(step(start, x[:4]), step(start, x[4:]))
+    same_leaves(merged, step(start, x))
+    assert te.QuantizerSet.merge(te.noop_quantizer_set).core is None
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_experts_are_called_as_theirs_are():
+    from flax import linen as nn
+
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x, kernel, sizes):
+            return te_flax.make_grouped_dense_cls(te.MXFP8BlockScaling())(x, kernel, sizes)
+
+    x, kernel, sizes = normal(0, (8, 32)), normal(1, (2, 32, 16)), jnp.array([3, 5])
+    expected = train.ragged_dot(x, kernel, sizes, recipe="mxfp8")
+    np.testing.assert_array_equal(Experts().apply({}, x, kernel, sizes), expected)
+    np.testing.assert_array_equal(te_flax.make_grouped_dense_cls("mxfp8")().apply({}, x, kernel, sizes), expected)
+    plain = te_flax.make_grouped_dense_cls(None).apply({}, x, kernel, sizes)
+    np.testing.assert_allclose(plain, jax.lax.ragged_dot(x, kernel, sizes), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="sum to 7"):
+        Experts().apply({}, x, kernel, jnp.array([3, 4]))
+
+
+@pytest.mark.parametrize(
+    "of", ["", ".flax", ".quantize", ".cpp_extensions", ".recipe", ".sharding", ".quantize.tensor"]
+)
+def test_importing_a_name_that_is_not_offered_says_what_to_write_instead(of):
+    with pytest.raises(ImportError, match="a recipe is an argument here"):
+        exec(f"from {te.__name__}{of} import autocast")
+
+
+def test_the_shape_of_a_bias_is_checked():
+    x, w = jnp.ones((2, 32)), jnp.ones((32, 4))
+    for f in (te.dense, tex.gemm):
+        with pytest.raises(ValueError, match=r"`bias` \(1,\) must have the shape of .*\(4,\)"):
+            f(x, w, jnp.ones(1))
+    assert tex.gemm(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="amax_scope"):
+        tex.quantize(x, None, amax_scope="tpsp")
+
+
 # Sharding
+
+
+def test_stacked_tensors_and_idle_axes_are_laid_out_by_name():
+    mesh = jax.make_mesh((2, 4, 1), ("dp", "tp", "fsdp"), axis_types=(AxisType.Auto,) * 3)
+    q = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.COLWISE)
+    names = (None, te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource("dp", "tp", fsdp_resource="fsdp")):
+        stacked = jax.vmap(q.quantize)(jnp.ones((8, 64, 128)))
+        laid = jax.jit(lambda t: te.with_sharding_constraint_by_logical_axes(t, names))(stacked)
+        assert laid.data.sharding.spec == PartitionSpec(None, "tp", "dp")
+
+
+def test_a_collective_product_lays_out_gradients_and_batches():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    ops = te.CollectiveOpSet.create(te.CollectiveOp.ALL_GATHER)
+    x, w = normal(0, (4, 32, 64)), normal(1, (64, 32))
+
+    def f(x, w):
+        return te.dense(x, w, contracting_dims=((2,), (0,)), collective_op_set=ops)
+
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(fsdp_resource="dp", tpsp_resource="tp")):
+        assert jax.jit(f)(x, w).sharding.spec == PartitionSpec("dp", None, "tp")
+        dx = jax.jit(jax.grad(lambda x: f(x, w).sum()))(x)
+    assert dx.sharding.spec == PartitionSpec("dp", "tp")
 
 
 def test_constraints_by_logical_axes_follow_the_guard_and_flax():

@@ -67,9 +67,12 @@ def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def widen(codes: jax.Array) -> jax.Array:
-    """Raw bits of unsigned or 4-bit float codes as uint32."""
+    """Raw bits of unsigned or 4-bit float codes as uint32.
+
+    Under jax 0.12 XLA's CPU cannot compile the bits of a slice of 4-bit floats, as a scan takes them, without a barrier.
+    """
     if codes.dtype == jnp.float4_e2m1fn:
-        codes = lax.bitcast_convert_type(codes, jnp.uint4)
+        codes = lax.bitcast_convert_type(lax.optimization_barrier(codes), jnp.uint4)
     return codes.astype(jnp.uint8).astype(jnp.uint32)
 
 

@@ -61,7 +61,9 @@ class Laid:
         every = range(len(self.tile))
         return tuple(sorted(every, key=lambda a: (a == self.rotated_axis, a)))
 
-    def quantize(self, x: jax.Array, factor: jax.Array | None = None, key: jax.Array | None = None) -> ScaledArray:
+    def quantize(
+        self, x: jax.Array, factor: jax.Array | None = None, key: jax.Array | None = None, tensor_scale=None
+    ) -> ScaledArray:
         cast = self.cast
         return quantize(
             padded(x, self.rotated_axis, cast),
@@ -73,6 +75,7 @@ class Laid:
             key=key if cast.rounding == "stochastic" else None,
             rotation=cast.rotation,
             factor=factor,
+            tensor_scale=tensor_scale,
             pad=True,
         )
 

@@ -42,6 +42,7 @@ def dot_general(
       key: for a recipe that rounds stochastically, new in each step. A forward pass that nobody differentiates needs
         it only if forward casts are stochastic.
 
+    >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 64)), jnp.ones((64, 3))
     >>> dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
     Array([[64., 64., 64.],
@@ -68,6 +69,7 @@ def einsum(
 ):
     """`jnp.einsum` of two operands under a recipe; arguments as in `dot_general`.
 
+    >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 5, 32)), jnp.ones((32, 4, 8))
     >>> einsum("bsd,dhk->bshk", x, w, recipe="fp8_current").shape
     (2, 5, 4, 8)
@@ -98,6 +100,7 @@ def dense(
     The bias is added in float32 before the one rounding of the result, which has the dtype of x unless
     `preferred_element_type` says otherwise: w may be a float32 master weight. Other arguments as in `dot_general`.
 
+    >>> import jax.numpy as jnp
     >>> dense(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.array([0.0, 0.5]), recipe="mxfp8")
     Array([[32. , 32.5],
            [32. , 32.5]], dtype=float32)

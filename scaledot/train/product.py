@@ -78,6 +78,7 @@ class Rule:
     precision: Any = None
     out_sharding: Any = None
     kernel: Choice = None
+    residual_name: str = RESIDUAL_NAME
 
 
 class Operands(NamedTuple):
@@ -206,7 +207,7 @@ class Casts:
         cast = cast_of(self.rule.recipe, product, tensor)
         if cast is None:
             return q
-        named = from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL_NAME), as_bits(q)))
+        named = from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, self.rule.residual_name), as_bits(q)))
         self.seen[tensor, self.rule.kind.lay(cast, product, tensor)] = named
         return named
 

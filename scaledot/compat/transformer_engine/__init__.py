@@ -10,8 +10,6 @@ any GPU for every recipe, shapes that do not divide by a block, vmap, batch dime
 of added. Their global `autocast` and their own layers are not offered; the error says what to write instead.
 """
 
-import importlib
-
 from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, quantize, recipe, sharding
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
 from scaledot.compat.transformer_engine.dense import dense, grouped_dense
@@ -92,11 +90,5 @@ __all__ = [
     "with_sharding_constraint_by_logical_axes",
 ]
 
-_refuse = refuse(__name__)
-
-
-def __getattr__(name: str):
-    """`flax` is loaded when it is asked for, so that nothing else needs it."""
-    if name in ("flax", "quickstart_jax_utils"):
-        return importlib.import_module(f"{__name__}.{name}")
-    return _refuse(name)
+_ON_DEMAND = ("flax", "quickstart_jax_utils")  # nothing else needs Flax
+__getattr__ = refuse(__name__, _ON_DEMAND)

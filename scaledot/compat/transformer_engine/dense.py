@@ -9,21 +9,22 @@ from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOpSet,
     Dims,
     axes_of,
+    check_bias,
     laid_out,
     noop_collective_op_set,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
-from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerSet, noop_quantizer_set
+from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
+from scaledot.compat.transformer_engine.recipe import UNQUANTISED
 from scaledot.compat.transformer_engine.sharding import constrained
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
-from scaledot.recipes import Gemm, Recipe
 from scaledot.state import State
 from scaledot.train import ragged_dot
 from scaledot.train.dots import contract_under
+from scaledot.train.product import RESIDUAL_NAME
 
-_PLAIN = Recipe("unquantised", Gemm(), Gemm(), Gemm())
 Names = Sequence[str | None] | None
 
 
@@ -41,8 +42,8 @@ def dense(
 ) -> jax.Array:
     """x times kernel plus bias, quantised forward and backward; the result has the dtype of x.
 
-    The gradient of a quantizer set with delayed scaling is the set of the next step; of a set used twice in one step,
-    merge the two gradients with `scaledot.state.merge` or use `scaledot.train`, which hands states on.
+    The gradient of a quantizer set with delayed scaling is the set of the next step; `QuantizerSet.merge` makes one of
+    those of several micro-batches. A set that is used twice in one step needs `scaledot.train`, which hands states on.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizers = QuantizerFactory.create_set(fp8_recipe="fp8_delayed")
@@ -52,14 +53,16 @@ def dense(
     Array([224.], dtype=float32)
     """
     check_untransposed(transpose_batch_sequence)
-    x = constrained(float_operand(x, "x"), input_axes)
+    _check_set(quantizer_set)
+    x = laid_out(constrained(float_operand(x, "x"), input_axes), collective_op_set.backward)
     kernel = constrained(float_operand(kernel, "kernel"), kernel_axes)
     bias = None if bias is None else float_operand(bias, "bias")
     axes = tuple(axes_of(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
     contraction = from_dimension_numbers((axes, ((), ())), x.ndim, kernel.ndim)
-    recipe, state = quantizer_set.core or _PLAIN, quantizer_set.state
-    plain = {"precision": None, "out_sharding": None}
-    y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **plain))
+    check_bias(bias, tuple(size for axis, size in enumerate(kernel.shape) if axis not in axes[1]))
+    recipe, state = quantizer_set.core or UNQUANTISED, quantizer_set.state
+    how = {"precision": None, "out_sharding": None, "residual_name": quantizer_set.checkpoint_name or RESIDUAL_NAME}
+    y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **how))
     return laid_out(constrained(y, output_axes), collective_op_set.forward)
 
 
@@ -83,6 +86,9 @@ def grouped_dense(
     >>> grouped_dense(jnp.ones((3, 32)), kernel, jnp.array([1, 2]), quantizer_set=quantizers)[:, 0]
     Array([32., 96., 96.], dtype=float32)
     """
+    _check_set(quantizer_set)
+    if quantizer_set.checkpoint_name is not None:
+        raise ValueError(f"what grouped_dense keeps has the name {RESIDUAL_NAME!r}; leave `checkpoint_name` away")
     if group_offset is not None:
         raise ValueError("`group_offset` can only be None; give the rows and sizes of the groups that are here")
     if kernel_fsdp_info[0] is not None:
@@ -93,10 +99,15 @@ def grouped_dense(
         raise ValueError(f"`contracting_dims` {contracting_dims} must be ((1,), (1,)) or ((1,), (2,))")
     kernel = kernel if kernel_axes == (1,) else jnp.swapaxes(kernel, 1, 2)
     groups = summing_groups(group_sizes, x.shape[0])
-    recipe, state = quantizer_set.core or _PLAIN, quantizer_set.state
+    recipe, state = quantizer_set.core or UNQUANTISED, quantizer_set.state
     dtype = x.dtype if preferred_element_type is None else preferred_element_type
     how = {"recipe": recipe, "state": state, "key": quantizer_set.key}
     return _result(ragged_dot(x, kernel, groups, bias, precision, dtype, **how))
+
+
+def _check_set(quantizer_set: QuantizerSet) -> None:
+    if not isinstance(quantizer_set, QuantizerSet):
+        raise TypeError(f"`quantizer_set` must be of QuantizerFactory.create_set, not {quantizer_set!r}")
 
 
 def _result(returned: jax.Array | tuple[jax.Array, State]) -> jax.Array:

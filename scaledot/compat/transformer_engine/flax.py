@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from scaledot import linen
+from flax import linen as nn
+
+from scaledot import linen, train
 from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
 from scaledot.compat.transformer_engine.recipe import core_recipe
 
 
@@ -23,13 +26,23 @@ def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
     return linen.make_dot_general_cls(core_recipe(quantization_recipe))
 
 
-def make_grouped_dense_cls(
-    quantization_recipe: Any, quantization_checkpoint_name: str | None = None
-) -> type[linen.GroupedDense]:
-    """A class whose instances are called with (x, kernel, group_sizes), for the experts of a mixture.
+class GroupedDense(linen.GroupedDense):
+    """The experts of a mixture; called without arguments, an instance is itself, so that it passes for its class."""
+
+    def __call__(self, *args, **kwargs):
+        return self.multiplied(*args, **kwargs) if args or kwargs else self
+
+    @nn.compact
+    def multiplied(self, x, kernel, group_sizes, **options):
+        groups = summing_groups(group_sizes, x.shape[0])
+        return self.under_recipe(train.ragged_dot, x, kernel, groups, **options)
+
+
+def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_name: str | None = None) -> GroupedDense:
+    """A module that is called with (x, kernel, group_sizes), for the experts of a mixture; a recipe of None is plain.
 
     >>> import jax.numpy as jnp
-    >>> experts = make_grouped_dense_cls("mxfp8")()
+    >>> experts = make_grouped_dense_cls("mxfp8")
     >>> x, kernel = jnp.ones((4, 32)), jnp.ones((2, 32, 8))
     >>> experts.apply({}, x, kernel, jnp.array([1, 3])).shape
     (4, 8)
@@ -39,7 +52,7 @@ def make_grouped_dense_cls(
             "`quantization_checkpoint_name` can only be None: what is kept has the name 'scaledot_residual' "
             "(scaledot.checkpoint_policies.save_quantized_residuals)"
         )
-    return linen.make_grouped_dense_cls(core_recipe(quantization_recipe))
+    return GroupedDense(core_recipe(quantization_recipe))
 
 
 __all__ = ["make_dot_general_cls", "make_grouped_dense_cls"]

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from scaledot import recipes
+from scaledot.compat.transformer_engine.not_offered import refuse
 from scaledot.formats import FORMATS
 from scaledot.recipes import FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4, Cast, Delayed, Gemm, find_recipe, of_tensors
 
@@ -63,7 +64,10 @@ class Recipe:
             raise ValueError(
                 f"`backward_override` must be None, 'high_precision' or 'dequantized', not {self.backward_override!r}"
             )
-        if getattr(self, "fp8_format", None) == Format.E5M2:
+        fp8_format = getattr(self, "fp8_format", Format.HYBRID)
+        if not isinstance(fp8_format, Format):
+            raise TypeError(f"`fp8_format` must be Format.HYBRID or Format.E4M3, not {fp8_format!r}")
+        if fp8_format is Format.E5M2:
             raise ValueError("`fp8_format` E5M2 would leave two bits to weights; use Format.HYBRID or Format.E4M3")
 
     @property
@@ -133,10 +137,13 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         if callable(self.amax_compute_algo):
             raise ValueError("`amax_compute_algo` of DelayedScaling must be 'max' or 'most_recent', not a function")
+        self._how()  # raises where a field is wrong
+
+    def _how(self) -> Delayed:
+        return Delayed(self.amax_history_len, self.amax_compute_algo, self.margin)
 
     def _whole(self) -> recipes.Recipe:
-        how = Delayed(self.amax_history_len, self.amax_compute_algo, self.margin)
-        forward, backward = (Cast(FORMATS[f"fp8_{name}"], delayed=how) for name in self.fp8_format.value)
+        forward, backward = (Cast(FORMATS[f"fp8_{name}"], delayed=self._how()) for name in self.fp8_format.value)
         return _of_tensors(FP8_DELAYED, (forward, forward, backward))
 
 
@@ -250,12 +257,17 @@ def _pow2(name: str, wanted: bool):
     return dataclasses.replace(row, name=f"{name}_pow2", pow2=True) if wanted else row
 
 
+UNQUANTISED = recipes.Recipe("unquantised", Gemm(), Gemm(), Gemm())
+
+
 def core_recipe(given: Any) -> recipes.Recipe:
-    """Our recipe for one of theirs, one of ours or a name.
+    """Our recipe for one of theirs, one of ours or a name; None quantises nothing.
 
     >>> core_recipe(MXFP8BlockScaling()) == core_recipe("mxfp8") == recipes.MXFP8
     True
     """
+    if given is None:
+        return UNQUANTISED
     if isinstance(given, Recipe):
         return given.core
     if inspect.isclass(given) and issubclass(given, Recipe):
@@ -266,3 +278,6 @@ def core_recipe(given: Any) -> recipes.Recipe:
         )
         raise TypeError(f"`recipe` must be one of {known}, a scaledot.Recipe or its name, not {given!r}")
     return find_recipe(given)
+
+
+__getattr__ = refuse(__name__)

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from scaledot.compat.transformer_engine.not_offered import refuse
+
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
@@ -122,6 +124,11 @@ def _usable(mesh, axis: Any, size: int) -> Any:
     return None if not names or size % parts else names
 
 
+def _in_use(axis: str | None) -> str | None:
+    """An axis, unless the mesh has only one device along it."""
+    return None if axis is None or jax.sharding.get_abstract_mesh().shape.get(axis) == 1 else axis
+
+
 def _mesh_axes(names: Sequence[str | None]) -> list[Any]:
     """Flax's rules where there are any; a Flax that was never imported has none."""
     linen = sys.modules.get("flax.linen")
@@ -131,10 +138,15 @@ def _mesh_axes(names: Sequence[str | None]) -> list[Any]:
     return [rules.get(name) for name in names]
 
 
+def batch_axis() -> str | None:
+    """The mesh axis that batches lie along."""
+    return _rules(global_mesh_resource())[BATCH_AXES]
+
+
 def _rules(resource: MeshResource) -> dict[str | None, str | None]:
-    tensor = resource.tpsp_resource or resource.tp_resource
+    tensor = _in_use(resource.tpsp_resource) or resource.tp_resource
     return {
-        BATCH_AXES: resource.fsdp_resource or resource.dp_resource,
+        BATCH_AXES: _in_use(resource.fsdp_resource) or resource.dp_resource,
         SEQLEN_TP_AXES: resource.tpsp_resource,
         SEQLEN_CP_AXES: resource.cp_resource,
         HEAD_AXES: tensor,
@@ -142,3 +154,6 @@ def _rules(resource: MeshResource) -> dict[str | None, str | None]:
         W_FSDP_AXES: resource.fsdp_resource,
         W_TP_AXES: tensor,
     }
+
+
+__getattr__ = refuse(__name__)

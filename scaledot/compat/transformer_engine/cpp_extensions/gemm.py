@@ -11,7 +11,7 @@ import numpy as np
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.views import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
-from scaledot.compat.transformer_engine.sharding import constrained_to, global_mesh_resource
+from scaledot.compat.transformer_engine.sharding import batch_axis, constrained_to, global_mesh_resource
 from scaledot.numerics import blocks
 from scaledot.ops.dot import dot_general
 
@@ -75,10 +75,9 @@ def laid_out(y: jax.Array, op: CollectiveOp) -> jax.Array:
         return y
     if y.ndim != 3:
         raise ValueError(f"a collective product gives (batch, sequence, features), not {y.shape}")
-    resource = global_mesh_resource()
-    tpsp = resource.tpsp_resource
+    tpsp = global_mesh_resource().tpsp_resource
     sequence, features = (None, tpsp) if op.is_all_gather else (tpsp, None)
-    return constrained_to(y, (resource.dp_resource, sequence, features))
+    return constrained_to(y, (batch_axis(), sequence, features))
 
 
 def gemm(
@@ -94,7 +93,8 @@ def gemm(
 ) -> jax.Array:
     """The product of tensors, arrays, or arrays that quantizers quantise first; plus a bias, rounded once.
 
-    `contracting_dims` count the untransposed axes. A tensor that holds both orientations gives the one that is needed.
+    The result has the dtype of lhs. `contracting_dims` count the untransposed axes. A tensor that holds both
+    orientations gives the one that is needed. What is quantised has no gradient: `dense` is the one to differentiate.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
@@ -108,13 +108,19 @@ def gemm(
     left = _operand(lhs, contracting_dims[0], lhs_quantizer, "lhs")
     right = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
     numbers = (tuple(axes_of(d, q.ndim) for d, q in zip(contracting_dims, (left, right), strict=True)), ((), ()))
-    dtype = np.dtype(jnp.promote_types(left.dtype, right.dtype))
-    wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+    dtype = np.dtype(left.dtype)
+    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
     y = dot_general(left, right, numbers, preferred_element_type=dtype if bias is None else wide)
     if bias is not None:
-        free = right.ndim - len(numbers[0][1])
-        y = (y + jnp.asarray(bias, wide).reshape(y.shape[y.ndim - free :])[(None,) * (y.ndim - free)]).astype(dtype)
+        bias = jnp.asarray(bias, wide)
+        check_bias(bias, y.shape[left.ndim - len(numbers[0][0]) :])
+        y = (y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)).astype(dtype)
     return laid_out(y, collective_op)
+
+
+def check_bias(bias: Any, shape: tuple[int, ...]) -> None:
+    if bias is not None and bias.shape != shape:
+        raise ValueError(f"`bias` {bias.shape} must have the shape of the kernel's other axes, {shape}")
 
 
 def axes_of(dims: Any, ndim: int) -> tuple[int, ...]:
@@ -131,14 +137,16 @@ def _operand(x: Any, dims: Any, quantizer: Quantizer | None, name: str) -> Any:
             return x
         axes = axes_of(dims, x.ndim)
         rowwise = x.ndim - 1 in axes
-        cut = x.ndim - len(axes) if rowwise else len(axes)
+        cut = min(axes) if rowwise else max(axes) + 1
         x = quantizer.quantize(x, is_rowwise=rowwise, is_colwise=not rowwise, flatten_axis=cut)
     if isinstance(x, ScaledTensor2x):
         x = x.rowwise_tensor if x.ndim - 1 in axes_of(dims, x.ndim) else x.colwise_tensor
-    summed = axes_of(dims, x.ndim)
-    if x.scaling_mode.is_1d_block_scaling() and (x.ndim - 1 in summed) == x.is_colwise:
+    q, summed = x.array, axes_of(dims, x.ndim)
+    blocked = [axis for axis, size in enumerate(blocks.expand(q.block, q.ndim)) if size > 1]
+    if x.scaling_mode.is_1d_block_scaling() and blocked and blocked[0] not in summed:
         held, missing = ("colwise", "rowwise") if x.is_colwise else ("rowwise", "colwise")
         raise ValueError(
-            f"`{name}` is summed over axes {summed}, which needs its {missing} orientation; it holds the {held} one"
+            f"`{name}` is summed over axes {summed}, which needs its {missing} orientation; it holds the {held} one, "
+            f"with blocks along axis {blocked[0]}"
         )
-    return x.array
+    return q

@@ -23,6 +23,8 @@ def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=
     (dtype(float8_e4m3fn), (2, 2), Array(3., dtype=float32))
     """
     check_untransposed(transpose_batch_sequence)
+    if amax_scope is not None:
+        raise ValueError("`amax_scope` can only be None: scales are those of whole arrays, however they are sharded")
     if quantizer is None:
         return x if isinstance(x, NoScaleTensor) else NoScaleTensor(jnp.asarray(x))
     return quantizer.quantize(x, flatten_axis=flatten_axis)

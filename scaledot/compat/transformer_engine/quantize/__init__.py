@@ -3,11 +3,8 @@
 from scaledot.compat.transformer_engine.not_offered import refuse
 from scaledot.compat.transformer_engine.quantize import tensor
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
-from scaledot.compat.transformer_engine.quantize.quantizer_factory import (
-    QuantizerFactory,
-    QuantizerSet,
-    noop_quantizer_set,
-)
+from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
+from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
 from scaledot.compat.transformer_engine.quantize.scaling_modes import (
     QuantizeLayout,
     ScalingMode,

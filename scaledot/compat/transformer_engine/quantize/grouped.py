@@ -58,13 +58,17 @@ class GroupedCasts:
         return quantize_grouped(self.x, self.group_sizes, cast.format, axis=axes, block=cast.tile, **how)
 
     def _of_matrices(self, is_colwise: bool) -> ScaledArray:
-        return jax.vmap(lambda matrix: _matrix(self.quantizer, matrix, is_colwise))(self.x)
+        key = self.quantizer.bits(is_colwise)
+        if key is None:
+            return jax.vmap(lambda matrix: _matrix(self.quantizer, matrix, is_colwise, None))(self.x)
+        keys = jax.random.split(key, self.x.shape[0])
+        return jax.vmap(lambda matrix, key: _matrix(self.quantizer, matrix, is_colwise, key))(self.x, keys)
 
 
-def _matrix(quantizer: "Quantizer", x: jax.Array, is_colwise: bool) -> ScaledArray:
+def _matrix(quantizer: "Quantizer", x: jax.Array, is_colwise: bool, key: jax.Array | None) -> ScaledArray:
     cast = quantizer.cast(is_colwise)
     axes = (1, 0) if is_colwise else (0, 1)
-    how = {"rounding": cast.rounding, "key": quantizer.bits(is_colwise), "pad": True}
+    how = {"rounding": cast.rounding, "key": key, "pad": True}
     return quantize(x, cast.format, axis=axes, block=cast.tile, **how)
 
 

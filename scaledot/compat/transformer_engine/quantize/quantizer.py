@@ -23,12 +23,14 @@ from scaledot.compat.transformer_engine.quantize.views import (
     ScaledTensor1x,
     ScaledTensor2x,
     cut_at,
+    tensor_scale_of,
 )
 from scaledot.formats import Format
+from scaledot.numerics.hadamard import rotate
 from scaledot.ops.plan import float_array
 from scaledot.ops.quantize import amax as largest
 from scaledot.recipes import Cast, Delayed
-from scaledot.state import AmaxHistory, advance
+from scaledot.state import AmaxHistory, advance, factor_from, factor_of
 from scaledot.train.casts import Laid, Sides
 
 _STATIC: Any = {"static": True}
@@ -92,6 +94,14 @@ class Quantizer:
             delayed=delayed,
         )
 
+    @property
+    def state(self) -> AmaxHistory:
+        """Of delayed scaling."""
+        return AmaxHistory(self.amax_history, self.scale)
+
+    def with_state(self, state: AmaxHistory) -> "Quantizer":
+        return dataclasses.replace(self, amax_history=state.history, scale=state.factor)
+
     def _rotates(self, is_colwise: bool) -> bool:
         return self.use_rht and is_colwise and self.scaling_mode is ScalingMode.NVFP4_1D_SCALING
 
@@ -99,7 +109,7 @@ class Quantizer:
     def key(self) -> jax.Array | None:
         """The key of stochastic rounding."""
         state = self.stochastic_rounding_rng_state
-        if state is None or jnp.issubdtype(state.dtype, jax.dtypes.prng_key):
+        if state is None or jnp.issubdtype(state.dtype, jax.dtypes.prng_key) or state.shape == (2,):
             return state
         if state.shape[-1] != 4 or state.ndim > 2:
             raise ValueError(
@@ -116,8 +126,11 @@ class Quantizer:
     def quantize(self, x, is_rowwise=None, is_colwise=None, dq_dtype=None, flatten_axis: int = -1, group_sizes=None):
         """x, an array or a NoScaleTensor, in the orientations of `q_layout` or of the arguments.
 
-        Axes need not divide by the block. With `n_groups`, rows in groups of `group_sizes`, or one matrix per group.
+        Axes need not divide by the block. The `amax` of a NoScaleTensor takes the place of the array's own, where there
+        is one scale per tensor and no rotation. With `n_groups`, rows in groups of `group_sizes`, or one matrix per
+        group.
         """
+        given_amax = x.amax if isinstance(x, NoScaleTensor) else None
         x = float_array(x.data if isinstance(x, NoScaleTensor) else x)
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
@@ -125,7 +138,7 @@ class Quantizer:
             raise ValueError("neither `is_rowwise` nor `is_colwise`: nothing to quantise")
         dtype = x.dtype if dq_dtype is None else dq_dtype
         if self.n_groups is None and group_sizes is None:
-            made = _Casts(self, x, cut_at(flatten_axis, x.ndim), dtype)
+            made = _Casts(self, x, cut_at(flatten_axis, x.ndim), dtype, given_amax)
         else:
             made = GroupedCasts(self, x, group_sizes, flatten_axis, dtype)
         tensors = [made.tensor(is_colwise=side) for side, wanted in ((False, rowwise), (True, colwise)) if wanted]
@@ -135,15 +148,15 @@ class Quantizer:
         """The quantizer of the next step, given the largest magnitude of this one."""
         if not self.scaling_mode.row.delayed:
             return self
-        history, factor = advance(self.cast(), AmaxHistory(self.amax_history, self.scale), jnp.reshape(new_amax, ()))
-        return dataclasses.replace(self, scale=factor, amax_history=history)
+        return self.with_state(advance(self.cast(), self.state, jnp.reshape(new_amax, ())))
 
 
 class _Casts:
     """Both orientations of an array; casts that lie on it alike are made once."""
 
-    def __init__(self, quantizer: Quantizer, x: jax.Array, cut: int, dtype):
+    def __init__(self, quantizer: Quantizer, x: jax.Array, cut: int, dtype, given_amax):
         self.quantizer, self.x, self.cut, self.dtype = quantizer, x, cut, dtype
+        self.given_amax = None if given_amax is None else jnp.asarray(given_amax, jnp.float32).reshape(())
         self.seen: dict[Laid, ScaledArray] = {}
 
     def tensor(self, is_colwise: bool) -> ScaledTensor1x:
@@ -178,11 +191,28 @@ class _Casts:
                 "transform of its colwise cast; pad it, or use use_rht=False"
             )
         if laid not in self.seen:
-            factor = self.quantizer.scale.reshape(()) if cast.delayed is not None else None
-            self.seen[laid] = laid.quantize(self.x, factor, self.quantizer.bits(is_colwise))
+            given = {"tensor_scale": self._tensor_scale(cast)}
+            self.seen[laid] = laid.quantize(self.x, self._factor(cast), self.quantizer.bits(is_colwise), **given)
         return self.seen[laid]
 
+    def _factor(self, cast: Cast) -> jax.Array | None:
+        if cast.delayed is not None:
+            return factor_of(cast, self.quantizer.state)
+        if self.given_amax is None or not cast.is_per_tensor:
+            return None
+        factor = factor_from(cast.format, self.given_amax)
+        return jnp.where(factor > 0, factor, np.float32(1))
+
+    def _tensor_scale(self, cast: Cast) -> jax.Array | None:
+        if self.given_amax is None or not cast.format.two_level or cast.rotation is not None:
+            return None
+        return tensor_scale_of(self.given_amax)
+
     def _amax(self, q: ScaledArray) -> jax.Array | None:
-        if q.tensor_scale is not None:  # of the rotated tensor, where it is rotated
-            return (q.tensor_scale * np.float32(6 * 448)).reshape(1)
-        return largest(self.x).reshape(1) if self.quantizer.scaling_mode.is_tensor_scaling() else None
+        mode = self.quantizer.scaling_mode
+        if not mode.is_tensor_scaling() and not mode.is_nvfp4_scaling:
+            return None
+        if q.rotation is not None:
+            turned = rotate(self.x.astype(jnp.float32), dataclasses.replace(ROTATION, axis=self.cut - 1))
+            return largest(turned).reshape(1)
+        return (largest(self.x) if self.given_amax is None else self.given_amax).reshape(1)

@@ -1,4 +1,4 @@
-"""Sets of quantizers, which are recipes, and the factory of both."""
+"""The factory of quantizers and of sets of them."""
 
 import dataclasses
 from typing import Any
@@ -8,56 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
-from scaledot.compat.transformer_engine.recipe import core_recipe
-from scaledot.recipes import Cast, Gemm, Recipe
-from scaledot.state import AmaxHistory, State
+from scaledot.compat.transformer_engine.recipe import UNQUANTISED, core_recipe
+from scaledot.recipes import Cast, Recipe
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class QuantizerSet:
-    """The quantizers of a layer; None leaves a tensor as it is.
-
-    >>> print(QuantizerFactory.create_set(fp8_recipe="mxfp8").core)
-    quantizer_set
-      fwd    x mxfp8 1×32      w mxfp8 1×32
-      dgrad  g mxfp8 1×32      w mxfp8 1×32
-      wgrad  x mxfp8 1×32      g mxfp8 1×32
-    """
-
-    x: Quantizer | None = None
-    kernel: Quantizer | None = None
-    dgrad: Quantizer | None = None
-
-    @property
-    def core(self) -> Recipe | None:
-        """The recipe that the set stands for; None if nothing is quantised."""
-        if self.x is None and self.kernel is None and self.dgrad is None:
-            return None
-        rows, columns = ({"x": q, "w": w, "g": g} for q, w, g in (self._casts(False), self._casts(True)))
-        fwd, dgrad = Gemm(rows["x"], rows["w"]), Gemm(rows["g"], rows["w"])
-        return Recipe("quantizer_set", fwd, dgrad, Gemm(columns["x"], columns["g"]))
-
-    def _casts(self, is_colwise: bool) -> list[Cast | None]:
-        return [None if q is None else q.cast(is_colwise) for q in (self.x, self.kernel, self.dgrad)]
-
-    @property
-    def state(self) -> State | None:
-        """The state of delayed scaling, None if there is none."""
-        named = {"x": self.x, "w": self.kernel, "g": self.dgrad}
-        delayed = {t: q for t, q in named.items() if q is not None and q.scaling_mode.row.delayed}
-        return {t: AmaxHistory(q.amax_history, q.scale) for t, q in delayed.items()} or None
-
-    @property
-    def key(self) -> jax.Array | None:
-        """The key of the first stochastic quantizer; casts of a step draw independent bits from it."""
-        keys = (q.key for q in (self.x, self.kernel, self.dgrad) if q is not None)
-        return next((key for key in keys if key is not None), None)
-
-
-noop_quantizer_set = QuantizerSet()
-_OPTIONS = ("scale", "amax_history", "stochastic_rounding_rng_state", "margin", "amax_compute_algo", "use_rht")
+_CHANCE = ("stochastic_rounding_rng_state",)
+_OPTIONS = {
+    ScalingMode.DELAYED_TENSOR_SCALING: ("scale", "amax_history", "margin", "amax_compute_algo"),
+    ScalingMode.NVFP4_1D_SCALING: (*_CHANCE, "use_rht"),
+    ScalingMode.NVFP4_2D_SCALING: _CHANCE,
+}
 
 
 class QuantizerFactory:
@@ -88,14 +49,20 @@ class QuantizerFactory:
         """
         if not isinstance(scaling_mode, ScalingMode):
             raise TypeError(f"`scaling_mode` must be a ScalingMode, not {scaling_mode!r}")
-        unknown = [name for name in options if name not in _OPTIONS]
+        allowed = _OPTIONS.get(scaling_mode, ())
+        unknown = [name for name in options if name not in allowed]
         if unknown:
-            raise TypeError(f"a quantizer has no option {unknown[0]!r}; it takes {', '.join(_OPTIONS)}")
+            raise TypeError(
+                f"{scaling_mode.name} has no option {unknown[0]!r}; it takes {', '.join(allowed) or 'none'}"
+            )
+        if not isinstance(q_layout, QuantizeLayout):
+            raise TypeError(f"`q_layout` must be a QuantizeLayout, not {q_layout!r}")
         if scaling_mode is ScalingMode.NO_SCALING:
             made: list[Quantizer | None] = [None] * n_quantizers
         else:
             how = {"q_dtype": q_dtype, "scaling_mode": scaling_mode, "q_layout": q_layout, "n_groups": n_groups}
-            made = [_quantizer(checkpoint_name=checkpoint_name, **how, **options) for _ in range(n_quantizers)]
+            how["checkpoint_name"] = checkpoint_name
+            made = [_quantizer(**how, **_of_one(options, i)) for i in range(n_quantizers)]
         return made[0] if n_quantizers == 1 else tuple(made)
 
     @staticmethod
@@ -122,13 +89,17 @@ class QuantizerFactory:
             raise ValueError("give `scaling_mode` with its dtypes, or `fp8_recipe`, not both")
         layout = QuantizeLayout.ROWWISE if is_2x2x is False else QuantizeLayout.ROWWISE_COLWISE
         shared = {"q_layout": layout, "n_groups": n_groups, "checkpoint_name": checkpoint_name}
-        if fp8_recipe is not None:
-            one = set_of(core_recipe(fp8_recipe), stochastic_rounding_rng_state, shared)
-        else:
-            mode = ScalingMode.NO_SCALING if scaling_mode is None else scaling_mode
-            dtypes = (fwd_dtype, fwd_dtype, bwd_dtype)
-            one = QuantizerSet(*(QuantizerFactory.create(1, mode, dtype, **shared) for dtype in dtypes))
-        return one if n_quantizer_sets == 1 else (one,) * n_quantizer_sets
+        if fp8_recipe is not None and (fwd_dtype is not None or bwd_dtype is not None):
+            raise ValueError("`fp8_recipe` has dtypes of its own; leave `fwd_dtype` and `bwd_dtype` away")
+        made = []
+        for i in range(n_quantizer_sets):
+            key = _of_one({"key": stochastic_rounding_rng_state}, i)["key"]
+            if fp8_recipe is not None:
+                made.append(set_of(core_recipe(fp8_recipe), key, shared))
+            else:
+                mode = ScalingMode.NO_SCALING if scaling_mode is None else scaling_mode
+                made.append(_set_by_mode(mode, fwd_dtype, bwd_dtype, key, shared))
+        return made[0] if n_quantizer_sets == 1 else tuple(made)
 
 
 _E4M3_E5M2 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -146,17 +117,52 @@ def _quantizer(q_dtype, scaling_mode: ScalingMode, **options) -> Quantizer:
     return Quantizer(q_dtype=np.dtype(q_dtype), scaling_mode=scaling_mode, **options)
 
 
+def _set_by_mode(mode: ScalingMode, fwd_dtype, bwd_dtype, key, shared: dict[str, Any]) -> QuantizerSet:
+    """x, kernel and gradient in one mode; a key rounds gradients by chance."""
+    if key is not None and "stochastic_rounding_rng_state" not in _OPTIONS.get(mode, ()):
+        raise ValueError(f"{mode.name} rounds to nearest; leave `stochastic_rounding_rng_state` away")
+    alone = shared["q_layout"] is QuantizeLayout.ROWWISE
+    of_kernel = dict(shared)
+    if alone and mode.is_1d_block_scaling():
+        of_kernel["q_layout"] = QuantizeLayout.COLWISE
+    chance = {} if key is None else {"stochastic_rounding_rng_state": key}
+    create = QuantizerFactory.create
+    return QuantizerSet(
+        create(1, mode, fwd_dtype, **shared),
+        create(1, mode, fwd_dtype, **of_kernel),
+        create(1, mode, bwd_dtype, **shared, **chance),
+    )
+
+
+def _of_one(options: dict[str, Any], index: int) -> dict[str, Any]:
+    """The options of one of several; each rounds by its own chance."""
+    keyed = {name: fold(value, index) if index else value for name, value in options.items() if name in _KEYS}
+    return options | keyed
+
+
+def fold(state, index: int):
+    """A key of its own for each index, from a JAX key or from numbers as theirs."""
+    if state is None:
+        return None
+    if jnp.issubdtype(state.dtype, jax.dtypes.prng_key) or state.shape == (2,):
+        return jax.random.fold_in(state, index)
+    return state.at[..., -1].add(index)
+
+
+_KEYS = ("key", *_CHANCE)
+
+
 def set_of(recipe: Recipe, key, shared: dict[str, Any]) -> QuantizerSet:
     """The quantizers whose casts a recipe has; raises for a recipe that no three quantizers can say."""
     if recipe.dgrad is None or recipe.wgrad is None:
         raise ValueError(f"{recipe.name} is straight through in its backward pass, which quantizers cannot say")
     pairs = (recipe.fwd.lhs, recipe.wgrad.lhs), (recipe.fwd.rhs, recipe.dgrad.rhs), (recipe.dgrad.lhs, recipe.wgrad.rhs)
     made = QuantizerSet(*(_for_casts(recipe, row, column, key, shared) for row, column in pairs))
-    found = made.core
+    found = made.core or UNQUANTISED
     if recipe.stochastic and key is None:
         words = f"{recipe.name} rounds {', '.join(recipe.stochastic)} by chance"
         raise ValueError(f"{words}; give `stochastic_rounding_rng_state`, a key that is new in each step")
-    if found is not None and dataclasses.replace(found, name=recipe.name) != recipe:
+    if dataclasses.replace(found, name=recipe.name) != recipe:
         raise ValueError(
             f"no set of quantizers has the casts of\n{recipe}\nuse `scaledot.train`, which takes the recipe"
         )

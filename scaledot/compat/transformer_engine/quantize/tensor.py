@@ -1,5 +1,6 @@
 """Tensor classes and their factory, where theirs are."""
 
+from scaledot.compat.transformer_engine.not_offered import refuse
 from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsage
 from scaledot.compat.transformer_engine.quantize.tensor_factory import ScaledTensorFactory
 from scaledot.compat.transformer_engine.quantize.views import (
@@ -25,3 +26,4 @@ __all__ = [
     "TensorUsage",
     "with_sharding_constraint_by_logical_axes",
 ]
+__getattr__ = refuse(__name__)

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.quantize.views import (
     GroupedScaledTensor1x,
@@ -12,6 +14,7 @@ from scaledot.compat.transformer_engine.quantize.views import (
     ScaledTensor1x,
     ScaledTensor2x,
     cut_at,
+    tensor_scale_of,
 )
 from scaledot.numerics import blocks
 
@@ -54,12 +57,16 @@ class ScaledTensorFactory:
         """
         if scaling_mode is ScalingMode.NO_SCALING:
             return NoScaleTensor(data, amax)
-        _check_layout(scaling_mode, data_layout, is_colwise)
+        if isinstance(dequantizer, np.dtype) or hasattr(dequantizer, "dtype"):
+            raise TypeError(f"`dequantizer` is {dequantizer!r}; a dtype is given as dq_dtype=")
         how = {"scaling_mode": scaling_mode, "dq_dtype": np.dtype(dq_dtype), "is_colwise": is_colwise}
         if original_shape is not None:
+            if data_layout != "N":
+                raise ValueError("`data_layout` of a grouped tensor is 'N': its rows are not transposed")
             return _grouped(data, scale_inv, amax, group_sizes, tuple(original_shape), how)
         if group_sizes is not None:
             raise ValueError("`group_sizes` are given without an `original_shape`")
+        _check_layout(scaling_mode, data_layout, is_colwise)
         rank = data.ndim
         cut = cut_at(flatten_axis, rank)
         layout = {"data_layout": data_layout, "flatten_axis": rank - cut if data_layout == "T" else cut, "rank": rank}
@@ -92,29 +99,24 @@ class ScaledTensorFactory:
         >>> ScaledTensorFactory.create_2x(codes, scale, codes.T, scale, scaling_mode=mode).colwise.data.shape
         (2, 3)
         """
-        layouts = data_layout or scaling_mode.get_data_layout()
-        if len(layouts) != 2:
-            raise ValueError(f"`data_layout` {layouts!r} must have a letter for rowwise and one for colwise data")
-        shared = {
-            "scaling_mode": scaling_mode,
-            "dq_dtype": dq_dtype,
-            "flatten_axis": flatten_axis,
-            "group_sizes": group_sizes,
-            "original_shape": original_shape,
-        }
-        rowwise = ScaledTensorFactory.create_1x(
-            data, scale_inv, amax, data_layout=layouts[0], has_rht_applied=rowwise_has_rht_applied, **shared
-        )
-        colwise = ScaledTensorFactory.create_1x(
+        return ScaledTensorFactory.create(
+            data,
+            scale_inv,
             colwise_data,
             colwise_scale_inv,
-            amax if colwise_amax is None else colwise_amax,
-            is_colwise=True,
-            data_layout=layouts[1],
-            has_rht_applied=colwise_has_rht_applied,
-            **shared,
+            amax,
+            colwise_amax,
+            scaling_mode,
+            dequantizer,
+            dq_dtype,
+            data_layout,
+            QuantizeLayout.ROWWISE_COLWISE,
+            flatten_axis,
+            group_sizes,
+            original_shape,
+            rowwise_has_rht_applied,
+            colwise_has_rht_applied,
         )
-        return ScaledTensor2x(rowwise, colwise)
 
     @staticmethod
     def create(
@@ -142,6 +144,12 @@ class ScaledTensorFactory:
         >>> ScaledTensorFactory.create(codes, scale, **how).is_colwise
         True
         """
+        if q_layout.is_colwise_only:
+            colwise_data = data if colwise_data is None else colwise_data
+            colwise_scale_inv = scale_inv if colwise_scale_inv is None else colwise_scale_inv
+        elif q_layout.is_rowwise_colwise and (colwise_data is None or colwise_scale_inv is None):
+            raise ValueError("`q_layout` ROWWISE_COLWISE needs `colwise_data` and `colwise_scale_inv`")
+        layouts = data_layout or ("NN" if original_shape is not None else scaling_mode.get_data_layout())
         shared = {
             "scaling_mode": scaling_mode,
             "dq_dtype": dq_dtype,
@@ -149,35 +157,15 @@ class ScaledTensorFactory:
             "group_sizes": group_sizes,
             "original_shape": original_shape,
         }
-        if q_layout.is_rowwise_colwise:
-            if colwise_data is None or colwise_scale_inv is None:
-                raise ValueError("`q_layout` ROWWISE_COLWISE needs `colwise_data` and `colwise_scale_inv`")
-            return ScaledTensorFactory.create_2x(
-                data,
-                scale_inv,
-                colwise_data,
-                colwise_scale_inv,
-                amax,
-                colwise_amax,
-                data_layout=data_layout,
-                rowwise_has_rht_applied=rowwise_has_rht_applied,
-                colwise_has_rht_applied=colwise_has_rht_applied,
-                **shared,
-            )
-        if q_layout.is_rowwise_only:
-            layout = (data_layout or "N")[0]
-            return ScaledTensorFactory.create_1x(
-                data, scale_inv, amax, data_layout=layout, has_rht_applied=rowwise_has_rht_applied, **shared
-            )
-        return ScaledTensorFactory.create_1x(
-            data if colwise_data is None else colwise_data,
-            scale_inv if colwise_scale_inv is None else colwise_scale_inv,
-            amax if colwise_amax is None else colwise_amax,
-            is_colwise=True,
-            data_layout=(data_layout or scaling_mode.get_data_layout())[-1],
-            has_rht_applied=colwise_has_rht_applied,
-            **shared,
-        )
+        tensors = []
+        if q_layout.has_rowwise:
+            how = {"data_layout": layouts[0], "has_rht_applied": rowwise_has_rht_applied}
+            tensors.append(ScaledTensorFactory.create_1x(data, scale_inv, amax, **how, **shared))
+        if q_layout.has_colwise:
+            how = {"data_layout": layouts[-1], "has_rht_applied": colwise_has_rht_applied, "is_colwise": True}
+            largest = amax if colwise_amax is None else colwise_amax
+            tensors.append(ScaledTensorFactory.create_1x(colwise_data, colwise_scale_inv, largest, **how, **shared))
+        return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
 
 def _check_layout(mode: ScalingMode, data_layout: str, is_colwise: bool) -> None:
@@ -200,10 +188,20 @@ def _check_scale(tensor: ScaledTensor1x) -> None:
 
 
 def _grouped(data, scale_inv, amax, group_sizes, shape: tuple[int, ...], how: dict[str, Any]) -> GroupedScaledTensor1x:
-    """Codes may be flat, as theirs are, and a scale per group is repeated for its rows."""
-    if group_sizes is not None and scale_inv.ndim == 1:
-        scale_inv = jnp.repeat(scale_inv, group_sizes, total_repeat_length=shape[0])[:, None]
+    """Codes may be flat, as theirs are; scales and amax of groups are repeated for their rows."""
+    if group_sizes is not None:
+        group_sizes = summing_groups(group_sizes, shape[0])
+        scale_inv, amax = (_per_row(of_groups, group_sizes, shape[0]) for of_groups in (scale_inv, amax))
     elif scale_inv.ndim == 1:
         scale_inv = scale_inv.reshape(-1, *(1,) * (len(shape) - 1))
-    rank = {"flatten_axis": len(shape) - 1, "rank": len(shape), "original_shape": shape}
-    return GroupedScaledTensor1x(data.reshape(shape), scale_inv, amax, group_sizes=group_sizes, **how, **rank)
+    second = None if amax is None or not how["scaling_mode"].is_nvfp4_scaling else tensor_scale_of(amax).reshape(-1)
+    layout = {"flatten_axis": len(shape) - 1, "rank": len(shape), "original_shape": shape}
+    tensor = GroupedScaledTensor1x(data.reshape(shape), scale_inv, amax, second, group_sizes, **how, **layout)
+    _check_scale(tensor)
+    return tensor
+
+
+def _per_row(of_groups, group_sizes: jax.Array, rows: int):
+    if of_groups is None or of_groups.ndim != 1:
+        return of_groups
+    return jnp.repeat(of_groups, group_sizes, total_repeat_length=rows)[:, None]

@@ -21,6 +21,7 @@ from scaledot.compat.transformer_engine.quantize.scaling_modes import ScalingMod
 from scaledot.compat.transformer_engine.sharding import constrained
 from scaledot.formats import Format
 from scaledot.numerics import blocks
+from scaledot.numerics.bits import ONE, SMALLEST_SCALE, divide
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.ops.quantize import dequantize
 from scaledot.train.product import as_bits, from_bits
@@ -177,8 +178,8 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         if len(names) != self.data.ndim:
             raise ValueError(f"`logical_axis_names` {names} must have one name for each axis of {self.data.shape}")
         if self.data_layout == "T":
-            cut = self.data.ndim - self.flatten_axis
-            names = (*names[cut:], *names[:cut])
+            batch, cut = self.data.ndim - self._rank, self.data.ndim - self.flatten_axis
+            names = (*names[:batch], *names[cut:], *names[batch:cut])
         scale = constrained(self.scale_inv, names) if self.scaling_mode.is_block_scaling else self.scale_inv
         return dataclasses.replace(self, data=constrained(self.data, names), scale_inv=scale)
 
@@ -215,7 +216,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
             return self.tensor_scale.reshape(self._batch)
         if self.amax is None:
             raise ValueError(f"`amax` of a {self.scaling_mode.name} tensor is missing; its tensor scale is amax / 2688")
-        return (self.amax.astype(jnp.float32) / np.float32(6 * 448)).reshape(self._batch)
+        return tensor_scale_of(self.amax).reshape(self._batch)
 
 
 @jax.tree_util.register_dataclass
@@ -305,6 +306,12 @@ class ScaledTensor2x(AbstractBaseTensor, ScaledTensor):
 
     def checkpoint(self, quantizer: Any) -> "ScaledTensor2x":
         return _named(self, quantizer)
+
+
+def tensor_scale_of(amax: Any) -> jax.Array:
+    """The second level of NVFP4: the largest magnitude over that of codes and block scales."""
+    amax = jnp.asarray(amax, jnp.float32)
+    return jnp.where(amax == 0, ONE, jnp.maximum(divide(amax, np.float32(6 * 448)), SMALLEST_SCALE))
 
 
 def _named(tensor: Any, quantizer: Any) -> Any:
