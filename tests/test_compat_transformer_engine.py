@@ -648,7 +648,7 @@ def test_options_of_sets():
             create_set(**how)
     with pytest.raises(TypeError, match="must be a QuantizeLayout"):
         quantizer(ScalingMode.MXFP8_1D_SCALING, "rowwise")
-    with pytest.raises(TypeError, match="must be of QuantizerFactory.create_set"):
+    with pytest.raises(TypeError, match=r"must be of QuantizerFactory\.create_set"):
         te.dense(x, w, quantizer_set=te.MXFP8BlockScaling())
 
 

@@ -69,7 +69,7 @@ def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
 def widen(codes: jax.Array) -> jax.Array:
     """Raw bits of unsigned or 4-bit float codes as uint32.
 
-    Under jax 0.12 XLA's CPU cannot compile the bits of a slice of 4-bit floats, as a scan takes them, without a barrier.
+    Under jax 0.12 XLA's CPU cannot compile the bits of a slice of 4-bit floats, as scans take them, without a barrier.
     """
     if codes.dtype == jnp.float4_e2m1fn:
         codes = lax.bitcast_convert_type(lax.optimization_barrier(codes), jnp.uint4)
