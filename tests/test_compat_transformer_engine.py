@@ -621,6 +621,7 @@ def test_options_of_sets():
     create_set = te.QuantizerFactory.create_set
     one_sided = create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, is_2x2x=False)
     assert one_sided.kernel.q_layout is QuantizeLayout.COLWISE
+    assert create_set(fp8_recipe="mxfp8", is_2x2x=False).kernel.q_layout is QuantizeLayout.COLWISE
     x, w = normal(0, (4, 64)), normal(1, (64, 8))
     y = tex.gemm(tex.quantize(x, one_sided.x), tex.quantize(w, one_sided.kernel))
     np.testing.assert_array_equal(

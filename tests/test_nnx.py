@@ -139,6 +139,7 @@ def test_a_model_is_converted_in_place_by_path():
     assert model.attention.query.dot_general.recipe.name == "nvfp4"
     assert model.split.einsum_op.recipe is SHORT
     y = run(model, x)
+    # Four products of attention of 16 % each (nvfp4 by nvfp4 in squares) add up to 32 % if errors are independent.
     assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.4
     model.eval()
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), y, rtol=1e-5, atol=1e-5)

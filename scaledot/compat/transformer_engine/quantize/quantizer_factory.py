@@ -13,11 +13,11 @@ from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLa
 from scaledot.compat.transformer_engine.recipe import UNQUANTISED, core_recipe
 from scaledot.recipes import Cast, Recipe
 
-_CHANCE = ("stochastic_rounding_rng_state",)
+_CHANCE = "stochastic_rounding_rng_state"
 _OPTIONS = {
     ScalingMode.DELAYED_TENSOR_SCALING: ("scale", "amax_history", "margin", "amax_compute_algo"),
-    ScalingMode.NVFP4_1D_SCALING: (*_CHANCE, "use_rht"),
-    ScalingMode.NVFP4_2D_SCALING: _CHANCE,
+    ScalingMode.NVFP4_1D_SCALING: (_CHANCE, "use_rht"),
+    ScalingMode.NVFP4_2D_SCALING: (_CHANCE,),
 }
 
 
@@ -81,8 +81,8 @@ class QuantizerFactory:
 
         stochastic_rounding_rng_state: a key, for recipes that round by chance, new in each step.
 
-        >>> quantizers = QuantizerFactory.create_set(1, ScalingMode.CURRENT_TENSOR_SCALING, *_E4M3_E5M2)
-        >>> quantizers.dgrad.q_dtype
+        >>> mode, dtypes = ScalingMode.CURRENT_TENSOR_SCALING, (jnp.float8_e4m3fn, jnp.float8_e5m2)
+        >>> QuantizerFactory.create_set(1, mode, *dtypes).dgrad.q_dtype
         dtype(float8_e5m2)
         """
         if scaling_mode is not None and fp8_recipe is not None:
@@ -93,16 +93,13 @@ class QuantizerFactory:
             raise ValueError("`fp8_recipe` has dtypes of its own; leave `fwd_dtype` and `bwd_dtype` away")
         made = []
         for i in range(n_quantizer_sets):
-            key = _of_one({"key": stochastic_rounding_rng_state}, i)["key"]
+            key = _own_key(stochastic_rounding_rng_state, i)
             if fp8_recipe is not None:
                 made.append(set_of(core_recipe(fp8_recipe), key, shared))
             else:
                 mode = ScalingMode.NO_SCALING if scaling_mode is None else scaling_mode
                 made.append(_set_by_mode(mode, fwd_dtype, bwd_dtype, key, shared))
         return made[0] if n_quantizer_sets == 1 else tuple(made)
-
-
-_E4M3_E5M2 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def _quantizer(q_dtype, scaling_mode: ScalingMode, **options) -> Quantizer:
@@ -119,49 +116,55 @@ def _quantizer(q_dtype, scaling_mode: ScalingMode, **options) -> Quantizer:
 
 def _set_by_mode(mode: ScalingMode, fwd_dtype, bwd_dtype, key, shared: dict[str, Any]) -> QuantizerSet:
     """x, kernel and gradient in one mode; a key rounds gradients by chance."""
-    if key is not None and "stochastic_rounding_rng_state" not in _OPTIONS.get(mode, ()):
-        raise ValueError(f"{mode.name} rounds to nearest; leave `stochastic_rounding_rng_state` away")
-    alone = shared["q_layout"] is QuantizeLayout.ROWWISE
-    of_kernel = dict(shared)
-    if alone and mode.is_1d_block_scaling():
-        of_kernel["q_layout"] = QuantizeLayout.COLWISE
-    chance = {} if key is None else {"stochastic_rounding_rng_state": key}
-    create = QuantizerFactory.create
+    if key is not None and _CHANCE not in _OPTIONS.get(mode, ()):
+        raise ValueError(f"{mode.name} rounds to nearest; leave `{_CHANCE}` away")
+    create, chance = QuantizerFactory.create, {} if key is None else {_CHANCE: key}
     return QuantizerSet(
         create(1, mode, fwd_dtype, **shared),
-        create(1, mode, fwd_dtype, **of_kernel),
+        create(1, mode, fwd_dtype, **_of_kernel(mode, shared)),
         create(1, mode, bwd_dtype, **shared, **chance),
     )
 
 
+def _of_kernel(mode: ScalingMode, shared: dict[str, Any]) -> dict[str, Any]:
+    """Forward sums over the rows of a kernel: where only forward is served, its blocks run down them."""
+    only_forward = shared["q_layout"] is QuantizeLayout.ROWWISE and mode.is_1d_block_scaling()
+    return {**shared, "q_layout": QuantizeLayout.COLWISE} if only_forward else shared
+
+
 def _of_one(options: dict[str, Any], index: int) -> dict[str, Any]:
-    """The options of one of several; each rounds by its own chance."""
-    keyed = {name: fold(value, index) if index else value for name, value in options.items() if name in _KEYS}
-    return options | keyed
+    """The options of one quantizer of several."""
+    return options | {_CHANCE: _own_key(options[_CHANCE], index)} if _CHANCE in options else options
 
 
-def fold(state, index: int):
-    """A key of its own for each index, from a JAX key or from numbers as theirs."""
-    if state is None:
-        return None
+def _own_key(state, index: int):
+    """Another key for each index, from a JAX key or from numbers as theirs."""
+    if state is None or index == 0:
+        return state
     if jnp.issubdtype(state.dtype, jax.dtypes.prng_key) or state.shape == (2,):
         return jax.random.fold_in(state, index)
     return state.at[..., -1].add(index)
-
-
-_KEYS = ("key", *_CHANCE)
 
 
 def set_of(recipe: Recipe, key, shared: dict[str, Any]) -> QuantizerSet:
     """The quantizers whose casts a recipe has; raises for a recipe that no three quantizers can say."""
     if recipe.dgrad is None or recipe.wgrad is None:
         raise ValueError(f"{recipe.name} is straight through in its backward pass, which quantizers cannot say")
-    pairs = (recipe.fwd.lhs, recipe.wgrad.lhs), (recipe.fwd.rhs, recipe.dgrad.rhs), (recipe.dgrad.lhs, recipe.wgrad.rhs)
-    made = QuantizerSet(*(_for_casts(recipe, row, column, key, shared) for row, column in pairs))
+    x, kernel, g = (
+        _for_casts(recipe, row, column, key, shared)
+        for row, column in (
+            (recipe.fwd.lhs, recipe.wgrad.lhs),
+            (recipe.fwd.rhs, recipe.dgrad.rhs),
+            (recipe.dgrad.lhs, recipe.wgrad.rhs),
+        )
+    )
+    if kernel is not None:
+        kernel = dataclasses.replace(kernel, **_of_kernel(kernel.scaling_mode, shared))
+    made = QuantizerSet(x, kernel, g)
     found = made.core or UNQUANTISED
     if recipe.stochastic and key is None:
         words = f"{recipe.name} rounds {', '.join(recipe.stochastic)} by chance"
-        raise ValueError(f"{words}; give `stochastic_rounding_rng_state`, a key that is new in each step")
+        raise ValueError(f"{words}; give `{_CHANCE}`, a key that is new in each step")
     if dataclasses.replace(found, name=recipe.name) != recipe:
         raise ValueError(
             f"no set of quantizers has the casts of\n{recipe}\nuse `scaledot.train`, which takes the recipe"
@@ -174,7 +177,7 @@ def _for_casts(recipe: Recipe, row: Cast | None, column: Cast | None, key, share
         return None
     options = dict(shared)
     if row.rounding == "stochastic":
-        options["stochastic_rounding_rng_state"] = key
+        options[_CHANCE] = key
     if row.delayed is not None:
         options["amax_history"] = jnp.zeros(row.delayed.length, jnp.float32)
         options |= {"margin": row.delayed.margin, "amax_compute_algo": row.delayed.algorithm}
