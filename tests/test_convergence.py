@@ -33,7 +33,7 @@ def test_the_page_is_made_from_the_results():
     assert page.PICTURE.stat().st_size > 10_000
 
 
-def test_every_gate_of_the_quoted_results_holds():
+def test_the_quoted_results_are_as_expected_and_the_gpt_keeps_its_gates():
     record = page.read(page.QUOTED)
     assert record["seeds"] >= 3
     assert all(row["as_expected"] for row in record["bias"] + record["stall"])

@@ -75,48 +75,16 @@ class ScaledTensorFactory:
         return tensor
 
     @staticmethod
-    def create_2x(
-        data,
-        scale_inv,
-        colwise_data,
-        colwise_scale_inv,
-        amax=None,
-        colwise_amax=None,
-        scaling_mode: ScalingMode = ScalingMode.NO_SCALING,
-        dequantizer=None,
-        dq_dtype=jnp.bfloat16,
-        data_layout: str | None = None,
-        flatten_axis: int = -1,
-        group_sizes=None,
-        original_shape: tuple[int, ...] | None = None,
-        rowwise_has_rht_applied: bool = False,
-        colwise_has_rht_applied: bool = False,
-    ) -> ScaledTensor2x:
-        """Both orientations; `data_layout` has a letter for each, the mode's own by default.
+    def create_2x(data, scale_inv, colwise_data, colwise_scale_inv, *others, **options) -> ScaledTensor2x:
+        """Both orientations; other arguments are those of `create`, and `data_layout` has a letter for each.
 
         >>> codes, scale = jnp.ones((3, 2), jnp.float8_e4m3fn), jnp.ones(1)
         >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
         >>> ScaledTensorFactory.create_2x(codes, scale, codes.T, scale, scaling_mode=mode).colwise.data.shape
         (2, 3)
         """
-        return ScaledTensorFactory.create(
-            data,
-            scale_inv,
-            colwise_data,
-            colwise_scale_inv,
-            amax,
-            colwise_amax,
-            scaling_mode,
-            dequantizer,
-            dq_dtype,
-            data_layout,
-            QuantizeLayout.ROWWISE_COLWISE,
-            flatten_axis,
-            group_sizes,
-            original_shape,
-            rowwise_has_rht_applied,
-            colwise_has_rht_applied,
-        )
+        both = (data, scale_inv, colwise_data, colwise_scale_inv)
+        return ScaledTensorFactory.create(*both, *others, q_layout=QuantizeLayout.ROWWISE_COLWISE, **options)
 
     @staticmethod
     def create(
@@ -152,6 +120,7 @@ class ScaledTensorFactory:
         layouts = data_layout or ("NN" if original_shape is not None else scaling_mode.get_data_layout())
         shared = {
             "scaling_mode": scaling_mode,
+            "dequantizer": dequantizer,
             "dq_dtype": dq_dtype,
             "flatten_axis": flatten_axis,
             "group_sizes": group_sizes,

@@ -1,0 +1,33 @@
+"""What tests of TransformerEngine's surface share: its modes, a quantizer of each, and how tensors are compared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scaledot.compat import transformer_engine as te
+from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
+
+KEY = jax.random.key(5)
+E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+MODES = {
+    ScalingMode.DELAYED_TENSOR_SCALING: E4M3,
+    ScalingMode.CURRENT_TENSOR_SCALING: E4M3,
+    ScalingMode.MXFP8_1D_SCALING: E4M3,
+    ScalingMode.NVFP4_1D_SCALING: E2M1,
+    ScalingMode.NVFP4_2D_SCALING: E2M1,
+    ScalingMode.FP8_1D_BLOCK_SCALING: E4M3,
+    ScalingMode.FP8_2D_BLOCK_SCALING: E4M3,
+}
+EACH_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+
+
+def quantizer(mode, layout=QuantizeLayout.ROWWISE_COLWISE, **options):
+    return te.QuantizerFactory.create(1, mode, MODES[mode], layout, **options)
+
+
+def same_leaves(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

@@ -1,0 +1,85 @@
+"""TransformerEngine's names of mesh axes, and its collective products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from te_modes import quantizer, same_leaves
+from training import normal
+
+from scaledot.compat import transformer_engine as te
+from scaledot.compat.transformer_engine import cpp_extensions as tex
+from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
+
+
+def test_stacked_tensors_and_idle_axes_are_laid_out_by_name():
+    mesh = jax.make_mesh((2, 4, 1), ("dp", "tp", "fsdp"), axis_types=(AxisType.Auto,) * 3)
+    q = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.COLWISE)
+    names = (None, te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource("dp", "tp", fsdp_resource="fsdp")):
+        stacked = jax.vmap(q.quantize)(jnp.ones((8, 64, 128)))
+        laid = jax.jit(lambda t: te.with_sharding_constraint_by_logical_axes(t, names))(stacked)
+        assert laid.data.sharding.spec == PartitionSpec(None, "tp", "dp")
+
+
+def test_a_collective_product_lays_out_gradients_and_batches():
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    ops = te.CollectiveOpSet.create(te.CollectiveOp.ALL_GATHER)
+    x, w = normal(0, (4, 32, 64)), normal(1, (64, 32))
+
+    def f(x, w):
+        return te.dense(x, w, contracting_dims=((2,), (0,)), collective_op_set=ops)
+
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(fsdp_resource="dp", tpsp_resource="tp")):
+        assert jax.jit(f)(x, w).sharding.spec == PartitionSpec("dp", None, "tp")
+        dx = jax.jit(jax.grad(lambda x: f(x, w).sum()))(x)
+    assert dx.sharding.spec == PartitionSpec("dp", "tp")
+
+
+def test_constraints_by_logical_axes_follow_the_guard_and_flax():
+    from flax import linen as nn
+
+    x = jnp.ones((8, 64))
+    names = (te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
+    constrain = te.with_sharding_constraint_by_logical_axes
+    assert constrain(x, names) is x
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    resource = te.MeshResource(dp_resource="data", tp_resource="model")
+    with jax.set_mesh(mesh), te.global_shard_guard(resource):
+        assert jax.jit(lambda x: constrain(x, names))(x).sharding.spec == PartitionSpec("data", "model")
+        assert constrain(x, None) is x
+        held = tex.quantize(x, quantizer(ScalingMode.NVFP4_1D_SCALING))
+        laid = jax.jit(lambda t: constrain(t, names))(held)
+        assert laid.rowwise.data.sharding.spec == PartitionSpec("data", "model")
+        assert laid.colwise.data.sharding.spec == PartitionSpec("model", "data")
+        assert laid.rowwise.scale_inv.sharding.spec == PartitionSpec("data", "model")
+        same_leaves(laid, held)
+        with pytest.raises(ValueError, match="one name for each axis"):
+            constrain(x, names[:1])
+        with nn.logical_axis_rules([("rows", "model")]):
+            assert jax.jit(lambda x: constrain(x, ("rows", None)))(x).sharding.spec == PartitionSpec("model")
+    nowhere = te.MeshResource(dp_resource="nowhere")
+    missing = pytest.raises(ValueError, match="no axis 'nowhere'; it has 'data', 'model'")
+    with jax.set_mesh(mesh), te.global_shard_guard(nowhere), missing:
+        constrain(x, names)
+    assert te.sharding.global_mesh_resource() == te.MeshResource()
+    with pytest.raises(TypeError, match="must be a MeshResource"), te.global_shard_guard("data"):
+        pass
+
+
+@pytest.mark.parametrize("op", te.CollectiveOp, ids=lambda op: op.name)
+def test_collective_products_give_the_same_numbers_laid_out_as_they_say(op):
+    x, w = normal(0, (2, 8, 64)), normal(1, (64, 32))
+    how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="mxfp8")}
+    ops = te.CollectiveOpSet.create(op)
+    single = te.dense(x, w, **how)
+    np.testing.assert_array_equal(te.dense(x, w, collective_op_set=ops, **how), single)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(dp_resource="data", tpsp_resource="model")):
+        y = jax.jit(lambda x, w: te.dense(x, w, collective_op_set=ops, **how))(x, w)
+        np.testing.assert_allclose(y, single, rtol=1e-5, atol=1e-4)
+        if op.is_all_gather:
+            assert y.sharding.spec == PartitionSpec("data", None, "model")
+        if op.is_reduce_scatter:
+            assert y.sharding.spec == PartitionSpec("data", "model")

@@ -1,0 +1,197 @@
+"""TransformerEngine's tensors: views over the casts of the core, and pytrees."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from te_modes import E2M1, E4M3, EACH_MODE, MODES, quantizer, same_leaves
+from training import normal
+
+import scaledot as sd
+from scaledot import train
+from scaledot.compat import transformer_engine as te
+from scaledot.compat.transformer_engine import cpp_extensions as tex
+from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode, TensorUsage
+
+
+@EACH_MODE
+def test_both_orientations_are_the_casts_of_the_core(mode):
+    x = normal(0, (128, 256))
+    tensor = tex.quantize(x, quantizer(mode))
+    cast = quantizer(mode).cast()
+    factor = {"factor": jnp.ones(())} if cast.delayed else {}
+    rows = sd.quantize(x, cast.format, block=cast.tile, **factor)
+    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **factor)
+    for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
+        same_leaves(held.array.data, q.data)
+        np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))
+    same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
+    assert tensor.dequantize().shape == tensor.rowwise.data.shape == x.shape
+    assert tensor.get_tensor().dtype == MODES[mode]
+
+
+@EACH_MODE
+def test_layouts_are_theirs(mode):
+    tensor = tex.quantize(jnp.ones((32, 64, 128)), quantizer(mode), flatten_axis=-2)
+    rowwise, colwise = tensor.rowwise, tensor.colwise
+    assert (rowwise.data_layout, rowwise.data.shape, rowwise.flatten_axis) == ("N", (32, 64, 128), 1)
+    if mode is ScalingMode.MXFP8_1D_SCALING:
+        assert (colwise.data_layout, colwise.data.shape, colwise.flatten_axis) == ("N", (32, 64, 128), 1)
+        assert (rowwise.scale_inv.shape, colwise.scale_inv.shape) == ((32, 64, 4), (1, 64, 128))
+    else:
+        assert (colwise.data_layout, colwise.data.shape, colwise.flatten_axis) == ("T", (64, 128, 32), 2)
+        assert colwise.dequantize().shape == (64, 128, 32)
+    if mode.is_tensor_scaling():
+        assert rowwise.scale_inv.shape == colwise.scale_inv.shape == rowwise.amax.shape == (1,)
+    if mode is ScalingMode.NVFP4_1D_SCALING:
+        assert (rowwise.scale_inv.shape, colwise.scale_inv.shape) == ((32, 64, 8), (64, 128, 2))
+    assert rowwise.scale_inv.dtype == mode.get_scale_dtype()
+    assert colwise.array.shape == (32, 64, 128)
+
+
+@EACH_MODE
+def test_shapes_need_not_divide(mode):
+    x = normal(0, (35, 50))
+    tensor = tex.quantize(x, quantizer(mode))
+    for held in (tensor.rowwise, tensor.colwise):
+        got = sd.dequantize(held.array)
+        bound = 0.5 if mode is ScalingMode.DELAYED_TENSOR_SCALING else 0.3
+        assert np.linalg.norm(got - x) < bound * np.linalg.norm(x)
+
+
+@EACH_MODE
+def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
+    x = normal(0, (32, 256))
+    both = tex.quantize(x, quantizer(mode))
+    for usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS):
+        assert both.get_tensor(usage) is both.rowwise
+    for usage in (TensorUsage.RHS, TensorUsage.LHS_TRANS):
+        assert both.get_tensor(usage=usage) is both.colwise
+    rows, columns = (
+        tex.quantize(x, quantizer(mode, layout)) for layout in (QuantizeLayout.ROWWISE, QuantizeLayout.COLWISE)
+    )
+    same_leaves(rows, both.rowwise)
+    same_leaves(columns, both.colwise)
+    assert rows.get_tensor(TensorUsage.LHS) is rows
+    with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} holds only the rowwise"):
+        rows.get_tensor(TensorUsage.LHS_TRANS)
+    with pytest.raises(ValueError, match="RHS_TRANS needs the rowwise"):
+        columns.get_tensor(TensorUsage.RHS_TRANS)
+
+
+def test_an_unquantised_tensor_serves_every_usage():
+    plain = tex.quantize(jnp.ones((2, 4)), None)
+    assert isinstance(plain, te.NoScaleTensor)
+    assert all(plain.get_tensor(usage) is plain for usage in TensorUsage)
+    assert plain.get_tensor() is plain.data
+    assert tex.quantize(plain, None) is plain
+    same_leaves(tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3))
+    assert te.ScaledTensorFactory.create(plain.data, None).dequantize() is plain.data
+
+
+@EACH_MODE
+def test_the_factory_makes_the_tensors_that_quantize_makes(mode):
+    x = normal(0, (64, 256), jnp.bfloat16)
+    made = tex.quantize(x, quantizer(mode))
+    rows, columns = made.rowwise, made.colwise
+    built = te.ScaledTensorFactory.create(
+        rows.data,
+        rows.scale_inv,
+        columns.data,
+        columns.scale_inv,
+        rows.amax,
+        columns.amax,
+        scaling_mode=mode,
+        dequantizer=None,
+        dq_dtype=jnp.bfloat16,
+        q_layout=QuantizeLayout.ROWWISE_COLWISE,
+    )
+    for a, b in ((built.rowwise, rows), (built.colwise, columns)):
+        np.testing.assert_array_equal(a.dequantize(), b.dequantize())
+        assert dataclasses.replace(a, tensor_scale=b.tensor_scale, format=b.format).stored.block == b.stored.block
+        assert a.dequantize().dtype == jnp.bfloat16
+    one = te.ScaledTensorFactory.create(
+        columns.data, columns.scale_inv, amax=columns.amax, scaling_mode=mode, q_layout=QuantizeLayout.COLWISE
+    )
+    np.testing.assert_array_equal(one.dequantize(), columns.dequantize())
+
+
+def test_scales_of_square_blocks_may_be_repeated_for_each_row():
+    held = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_2D_SCALING)).rowwise
+    repeated = te.ScaledTensorFactory.create_1x(
+        held.data, jnp.repeat(held.scale_inv, 16, axis=0), held.amax, held.scaling_mode, dq_dtype=jnp.float32
+    )
+    assert repeated.scale_inv.shape == (32, 4)
+    np.testing.assert_array_equal(repeated.dequantize(), held.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"flatten_axis": 0}, "`flatten_axis` 0 must have axes on both sides"),
+        ({"flatten_axis": 2}, "`flatten_axis` 2 must"),
+        ({"scale_inv": jnp.ones((4, 3), jnp.float8_e8m0fnu)}, r"`scale_inv` \(4, 3\) does not fit.*should be \(4, 2\)"),
+        ({"data_layout": "T"}, "rowwise data of MXFP8_1D_SCALING have `data_layout` 'N'"),
+        ({"data_layout": "X"}, "must be 'N' or 'T'"),
+        ({"q_layout": QuantizeLayout.ROWWISE_COLWISE}, "needs `colwise_data`"),
+        ({"group_sizes": jnp.array([4])}, "without an `original_shape`"),
+        ({"data": jnp.ones((4, 64), E2M1)}, "MXFP8_1D_SCALING has codes of .*not float4_e2m1fn"),
+    ],
+)
+def test_the_factory_names_what_does_not_fit(change, words):
+    codes = {"data": jnp.ones((4, 64), E4M3), "scale_inv": jnp.ones((4, 2), jnp.float8_e8m0fnu)}
+    with pytest.raises(ValueError, match=words):
+        te.ScaledTensorFactory.create(**{**codes, "scaling_mode": ScalingMode.MXFP8_1D_SCALING, **change})
+    scale = jnp.ones((4, 4), E4M3)
+    with pytest.raises(ValueError, match="amax / 2688"):
+        te.ScaledTensorFactory.create(jnp.ones((4, 64), E2M1), scale, scaling_mode=ScalingMode.NVFP4_1D_SCALING)
+
+
+@EACH_MODE
+def test_tensors_are_pytrees(mode):
+    q, x = quantizer(mode), normal(0, (3, 32, 256))
+    tensors = [tex.quantize(matrix, q) for matrix in x]
+    same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
+    stacked = jax.vmap(lambda x: tex.quantize(x, q))(x)
+    same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
+    values = jnp.stack([t.colwise.dequantize() for t in tensors])
+    np.testing.assert_array_equal(jax.vmap(lambda t: t.colwise.dequantize())(stacked), values)
+    np.testing.assert_array_equal(stacked.colwise.dequantize(), values)
+    assert stacked.colwise.array.shape == x.shape
+    _, scanned = jax.lax.scan(lambda carry, t: (carry, t.colwise.dequantize()), None, stacked)
+    np.testing.assert_array_equal(scanned, values)
+    chosen = jax.lax.cond(jnp.array(True), lambda: tensors[1], lambda: tensors[2])
+    same_leaves(chosen, tensors[1])
+    same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
+
+
+def test_gradients_pass_beside_a_tensor():
+    x, w = normal(0, (8, 64)), normal(1, (64, 32))
+    held = tex.quantize(x, quantizer(ScalingMode.MXFP8_1D_SCALING))
+
+    @jax.jit
+    def loss(w, held):
+        return te.dense(held.dequantize(), w, quantizer_set=te.QuantizerFactory.create_set(fp8_recipe="mxfp8")).sum()
+
+    expected = jax.grad(lambda w: train.dense(held.dequantize(), w, recipe="mxfp8").sum())(w)
+    np.testing.assert_array_equal(jax.grad(loss)(w, held), expected)
+
+
+def test_a_tensor_can_be_saved_by_name_with_its_largest_codes():
+    named = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.ROWWISE, checkpoint_name="kept")
+
+    def f(x, w):
+        held = tex.quantize(jax.lax.stop_gradient(x), named).checkpoint(named)
+        return jnp.sum(jnp.sin(held.dequantize() * w))
+
+    x, w = normal(0, (4, 8)), normal(1, (4, 8))
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    expected = jax.grad(f, argnums=1)(x, w)
+    np.testing.assert_allclose(jax.grad(jax.checkpoint(f, policy=policy), argnums=1)(x, w), expected, rtol=1e-6)
+    assert np.all(np.isfinite(expected))
+    text = str(jax.make_jaxpr(lambda x: tex.quantize(x, named).checkpoint(named))(x))
+    assert text.count("name=kept") == 3
+    plain = tex.quantize(x, None)
+    assert plain.checkpoint(None) is plain
