@@ -15,6 +15,7 @@ from jax import lax
 
 from scaledot.kernels import block_scaled, forms, xla
 from scaledot.kernels.forms import Form
+from scaledot.kernels.mosaic import dot as mosaic_dot
 from scaledot.kernels.spec import Problem
 
 
@@ -131,10 +132,21 @@ _BLOCK_SCALED = Kernel(
     lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
     block_scaled.run,
 )
+
+
+def _run_mosaic(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
+    """The kernel where the program runs on CUDA; elsewhere, as when an array is put on a CPU, what XLA would do."""
+    kernel = functools.partial(mosaic_dot.run, problem)
+    if jax.default_backend() != "gpu":
+        return kernel(lhs, rhs)
+    return lax.platform_dependent(lhs, rhs, cuda=kernel, default=functools.partial(_CODES.run, problem))
+
+
+_MOSAIC = Kernel("mosaic_float8", mosaic_dot.supports, mosaic_dot.how, _run_mosaic)
 _INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
 _CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
 _UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
 _DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)
 
-DOT = (_PLAIN, _BLOCK_SCALED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+DOT = (_PLAIN, _BLOCK_SCALED, _MOSAIC, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)

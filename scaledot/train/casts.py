@@ -6,7 +6,7 @@ and which it sums over, and from there on a cast is a call of `quantize`.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,12 @@ class Laid:
         return cls(cast, sides.tile(cast), None if cast.rotation is None else sides.axis)
 
     @property
+    def is_own_way(self) -> bool:
+        """Whether it is anything but: scaled by the largest magnitude or a given factor, as it is, to nearest."""
+        cast = self.cast
+        return cast.rounding != "nearest" or cast.rotation is not None or cast.calibration != "absmax"
+
+    @property
     def axes(self) -> tuple[int, ...]:
         """All axes, the rotated one last, as `quantize` takes them."""
         every = range(len(self.tile))
@@ -102,6 +108,9 @@ class Arrays:
 
     def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
         return laid.quantize(x, factor, key)
+
+    def fused(self, tensor: str, laid: dict[str, Laid], x: jax.Array, factor, amax: bool, sums: bool) -> Any:
+        return None
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return x

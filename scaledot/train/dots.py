@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+from scaledot.kernels.mosaic import casts, support
 from scaledot.kernels.spec import Contraction
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.einsum import two_terms
@@ -13,7 +14,7 @@ from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.flatten import Layout, flattened
-from scaledot.train.product import Operands, Rule, product
+from scaledot.train.product import Made, Operands, Rule, product
 
 
 def dot_general(
@@ -120,7 +121,8 @@ def dense(
 def contract_under(recipe, contraction: Contraction, x, w, b, preferred, state, key, **wanted):
     """A contraction of checked operands under a recipe."""
     recipe = find_recipe(recipe)
-    rows, summed, columns = flattened(contraction, cuts=any(cast.cuts for _, _, cast in recipe.casts()))
+    to_matrices = support.device_reason() is None or any(cast.cuts for _, _, cast in recipe.casts())
+    rows, summed, columns = flattened(contraction, to_matrices)
     left, right, out, bias = (
         Layout.of(of, groups)
         for of, groups in (
@@ -160,10 +162,25 @@ class Dot(Arrays):
     def of(self, product: str) -> Contraction:
         return self.contraction if product == "fwd" else getattr(self.contraction, product)
 
-    def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
+    def sides(self, product: str, tensor: str) -> Sides:
         of = self.of(product)
         side = PRODUCTS[product].index(tensor)
-        return Laid.on(cast, Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted))
+        return Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
+
+    def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
+        return Laid.on(cast, self.sides(product, tensor))
+
+    def fused(self, tensor: str, laid: dict[str, Laid], x: jax.Array, factor, amax: bool, sums: bool) -> Made | None:
+        if x.ndim != 2 or any(each.is_own_way for each in laid.values()):
+            return None
+        views = tuple(casts.View(each.cast.format, each.tile, self.sides(p, tensor).axis) for p, each in laid.items())
+        if casts.supports(x.shape, x.dtype, views) is not None:
+            return None
+        made = casts.run(x, views, factor, amax, sums and self.out.endswith(self.features))
+        return Made(dict(zip(laid, made.arrays, strict=True)), made.amax, made.sums)
+
+    def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
+        return super().inside(laid, x, casts.logical(q))
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
-        return contract(self.of(product), lhs, rhs, **wanted)
+        return contract(self.of(product), casts.logical(lhs), casts.logical(rhs), **wanted)

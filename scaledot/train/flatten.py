@@ -19,14 +19,14 @@ class Group(NamedTuple):
     members: str
 
 
-def flattened(contraction: Contraction, cuts: bool) -> tuple[tuple[Group, ...], ...]:
+def flattened(contraction: Contraction, to_matrices: bool) -> tuple[tuple[Group, ...], ...]:
     """What to flatten among the rows of x, what is summed, and the columns of w, each one group or none.
 
-    A recipe that cuts no axis into blocks needs no flattening, only something to sum over.
+    A recipe that cuts no axis into blocks needs no matrices, only something to sum over.
     """
     sides = contraction.lhs_free, contraction.contracted, contraction.rhs_free
     fresh = iter(labels(3, contraction.lhs + contraction.rhs))
-    flatten = [not members or (cuts and len(members) > 1) for members in sides]
+    flatten = [not members or (to_matrices and len(members) > 1) for members in sides]
     rows, summed, columns = (
         (Group(members[:1] or next(fresh), members),) if flat else ()
         for members, flat in zip(sides, flatten, strict=True)

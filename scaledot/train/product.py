@@ -47,6 +47,11 @@ class Kind(Protocol):
         """Codes of x, in the form that `multiply` takes."""
         ...
 
+    def fused(self, tensor: str, laid: dict[str, Any], x: jax.Array, factor, amax: bool, sums: bool) -> "Made | None":
+        """The casts of several products made in one pass, which may also look for the largest magnitude and sum over
+        everything that shares a bias; None where no kernel does that."""
+        ...
+
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> Any:
         """An unquantised operand in the form that `multiply` takes."""
         ...
@@ -110,11 +115,19 @@ class Residuals(NamedTuple):
     like: tuple[Like, Like, Like | None]
 
 
+class Made(NamedTuple):
+    """A tensor as each product takes it, and what its casts saw on the way; None where they did not look."""
+
+    operands: dict[str, Any]
+    amax: jax.Array | None = None
+    sums: jax.Array | None = None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(rule: Rule, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
     """The forward product alone, as it is computed when nobody differentiates."""
     casts = Casts(rule, operands.groups, state, key)
-    x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
+    x, w = (casts.made(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
     return _forward_product(rule, operands, x, w), state
 
 
@@ -131,14 +144,15 @@ def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None
     _check_key(rule.recipe, key, rule.recipe.stochastic)
     operands = _differentiated_once(operands)
     casts = Casts(rule, operands.groups, state, key)
-    kept_x, kept_w = casts.residual("wgrad", "x", operands.x), casts.residual("dgrad", "w", operands.w)
-    x, w = casts.made("fwd", "x", operands.x), casts.made("fwd", "w", operands.w)
-    inside_x, inside_w = casts.inside("dgrad", "x", operands.x, x), casts.inside("wgrad", "w", operands.w, w)
+    x, kept_x = casts.made_and_kept("x", operands.x, "wgrad")
+    w, kept_w = casts.made_and_kept("w", operands.w, "dgrad")
+    inside_x = casts.inside("dgrad", "x", operands.x, x.operands["fwd"])
+    inside_w = casts.inside("wgrad", "w", operands.w, w.operands["fwd"])
     name = BATCHED_GEMM_NAME if rule.kind.has_batch else GEMM_NAME
-    y = checkpoint_name(_forward_product(rule, operands, x, w), name)
+    y = checkpoint_name(_forward_product(rule, operands, x.operands["fwd"], w.operands["fwd"]), name)
     x_like, w_like = Like(jax.typeof(operands.x)), Like(jax.typeof(operands.w))
     like = x_like, w_like, None if operands.bias is None else Like(jax.typeof(operands.bias))
-    amaxes = {t: rule.kind.amax(t, a, operands.groups) for t, a in (("x", operands.x), ("w", operands.w)) if t in state}
+    amaxes = {t: casts.amax(t, a, made) for t, a, made in (("x", operands.x, x), ("w", operands.w, w)) if t in state}
     kept = Residuals(as_bits(kept_x), as_bits(kept_w), inside_x, inside_w, state, amaxes, operands.groups, key, like)
     return (y, state), kept
 
@@ -149,10 +163,11 @@ def _backward(rule: Rule, kept: Residuals, cotangents: tuple[jax.Array, State]):
     x_like, w_like, bias_like = kept.like
     casts = Casts(rule, kept.groups, kept.state, kept.key)
     x, w = from_bits(kept.x), from_bits(kept.w)
-    dx = casts.gradient("dgrad", casts.made("dgrad", "g", g), w, x_like, kept.inside_x)
-    dw = casts.gradient("wgrad", x, casts.made("wgrad", "g", g), w_like, kept.inside_w)
-    db = None if bias_like is None else _as_primal(rule.kind.bias_gradient(g, kept.groups), bias_like)
-    amaxes = kept.amax | ({"g": rule.kind.amax("g", g, kept.groups)} if "g" in kept.state else {})
+    made = casts.made("g", g, ("dgrad", "wgrad"), sums=bias_like is not None)
+    dx = casts.gradient("dgrad", made.operands["dgrad"], w, x_like, kept.inside_x)
+    dw = casts.gradient("wgrad", x, made.operands["wgrad"], w_like, kept.inside_w)
+    db = None if bias_like is None else _as_primal(casts.sums(g, made), bias_like)
+    amaxes = kept.amax | ({"g": casts.amax("g", g, made)} if "g" in kept.state else {})
     return Operands(dx, dw, db, _no_tangent(kept.groups)), _next(rule, kept.state, amaxes, later), _no_tangent(kept.key)
 
 
@@ -184,32 +199,44 @@ class Casts:
 
     def __init__(self, rule: Rule, groups, state: State, key: jax.Array | None):
         self.rule, self.groups, self.state, self.key = rule, groups, state, key
-        self.seen: dict[tuple[str, Hashable], Any] = {}
 
-    def made(self, product: str, tensor: str, x: jax.Array) -> Any:
-        """x as one product takes it: cast, or as it is."""
-        kind, cast = self.rule.kind, cast_of(self.rule.recipe, product, tensor)
-        if cast is None:
-            return kind.plain(product, tensor, x, self.groups)
-        laid = kind.lay(cast, product, tensor)
-        if (tensor, laid) not in self.seen:
-            factor, key = self._factor(cast, tensor), self._key(laid, cast, tensor)
-            self.seen[tensor, laid] = kind.quantize(laid, x, self.groups, factor, key)
-        return self.seen[tensor, laid]
+    def made(self, tensor: str, x: jax.Array, products: tuple[str, ...], sums: bool = False) -> Made:
+        """x as each product takes it: cast, in one pass where a kernel can, or as it is."""
+        kind, recipe = self.rule.kind, self.rule.recipe
+        casts = {p: cast for p in products if (cast := cast_of(recipe, p, tensor)) is not None}
+        laid = {p: kind.lay(cast, p, tensor) for p, cast in casts.items()}
+        plain = {p: kind.plain(p, tensor, x, self.groups) for p in products if p not in laid}
+        factors = {p: self._factor(cast, tensor) for p, cast in casts.items()}
+        if laid and not plain and not isinstance(self.rule.kernel, str):
+            fused = kind.fused(tensor, laid, x, next(iter(factors.values())), amax=tensor in self.state, sums=sums)
+            if fused is not None:
+                return fused
+        codes = {}
+        for p, cast in casts.items():
+            if laid[p] not in codes:
+                codes[laid[p]] = kind.quantize(laid[p], x, self.groups, factors[p], self._key(laid[p], cast, tensor))
+        return Made({p: codes[laid[p]] if p in laid else plain[p] for p in products})
 
-    def residual(self, product: str, tensor: str, x: jax.Array) -> Any:
-        """x as a product of the backward pass takes it, named; straight-through it is what forward multiplies.
+    def made_and_kept(self, tensor: str, x: jax.Array, later: str) -> tuple[Made, Any]:
+        """x as forward takes it, and as a product of the backward pass does, named; straight-through they are one.
 
-        Made before the casts of forward, so that forward takes what carries the name where it is the same cast.
+        Forward takes what carries the name where it is the same cast.
         """
-        product = "fwd" if getattr(self.rule.recipe, product) is None else product
-        q = self.made(product, tensor, x)
-        cast = cast_of(self.rule.recipe, product, tensor)
-        if cast is None:
-            return q
-        named = from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, self.rule.residual_name), as_bits(q)))
-        self.seen[tensor, self.rule.kind.lay(cast, product, tensor)] = named
-        return named
+        recipe = self.rule.recipe
+        later = "fwd" if getattr(recipe, later) is None else later
+        made = self.made(tensor, x, (later, "fwd"))
+        kept = made.operands[later]
+        if cast_of(recipe, later, tensor) is None:
+            return made, kept
+        named = from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, self.rule.residual_name), as_bits(kept)))
+        return made._replace(operands={p: named if q is kept else q for p, q in made.operands.items()}), named
+
+    def amax(self, tensor: str, x: jax.Array, made: Made) -> jax.Array:
+        return self.rule.kind.amax(tensor, x, self.groups) if made.amax is None else made.amax
+
+    def sums(self, g: jax.Array, made: Made) -> jax.Array:
+        """float32 sums of a gradient over everything that shares a bias."""
+        return self.rule.kind.bias_gradient(g, self.groups) if made.sums is None else made.sums
 
     def inside(self, product: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
         """Where a straight-through gradient passes; None for everywhere."""

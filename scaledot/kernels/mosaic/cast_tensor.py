@@ -1,0 +1,172 @@
+"""One pass from a matrix to 8-bit floats under one factor, row-major and transposed, with what else that pass can see.
+
+Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can. So a program takes the even and the odd rows
+of its tile apart, and packs the codes of two rows that belong to one column into one 16-bit word: the transposed matrix
+of words is the transposed matrix of codes.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scaledot.kernels.mosaic.matmul import tiled
+from scaledot.numerics.bits import finite_magnitude, float_of, flush
+
+PAIRS = 64  # pairs of rows in a tile
+LANE_COLUMNS = 8  # columns over which a warpgroup's layout repeats
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """columns: of a tile. stages: tiles that are fetched ahead. resident: programs on one multiprocessor. walk: tiles
+    that a program takes below each other, while its neighbours take those beside."""
+
+    columns: int = 128
+    stages: int = 3
+    resident: int = 1
+    walk: int = 16
+
+
+class Wanted(NamedTuple):
+    """Which results to write: codes as they lie, codes transposed, the largest magnitude, sums of each column."""
+
+    rows: bool = True
+    transposed: bool = True
+    amax: bool = False
+    sums: bool = False
+
+
+class Result(NamedTuple):
+    rows: jax.Array | None
+    transposed: jax.Array | None
+    amax: jax.Array | None
+    sums: jax.Array | None
+
+
+def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Config, multiprocessors: int) -> Result:
+    """Codes of x (M, K) times a float32 factor (1,); M and K must be multiples of 128."""
+    m, k = x.shape
+    columns, programs = config.columns, multiprocessors * config.resident
+    grid_m, grid_k = m // (2 * PAIRS), k // columns
+    walk = math.gcd(grid_m, config.walk)
+    units = grid_m // walk * grid_k
+    limit = float(jnp.finfo(dtype).max)
+
+    def kernel(x_gmem, factor_gmem, *refs):
+        refs = iter(refs)
+        rows_gmem, words_gmem, amax_gmem, sums_gmem = (next(refs) if want else None for want in wanted)
+        x_ring, rows_smem, words_smem, full = refs
+        program = lax.axis_index("program")
+        count = pl.cdiv(units - program, programs) * walk
+
+        def place(step):
+            unit = program + lax.div(step, walk) * programs
+            strip, column = lax.div(unit, grid_k), lax.rem(unit, grid_k)
+            row = strip * walk + lax.rem(step, walk)
+            return strip, pl.ds(row * PAIRS, PAIRS), pl.ds(column * columns, columns)
+
+        def fetch(step):
+            _, pairs, along = place(step)
+            slot = lax.rem(step, config.stages)
+            for parity in range(2):
+                plgpu.copy_gmem_to_smem(x_gmem.at[pairs, parity, along], x_ring.at[slot, parity], full.at[slot])
+
+        factor = factor_gmem[0]
+
+        def step_of(step, seen):
+            largest, total = seen
+            slot = lax.rem(step, config.stages)
+            strip, pairs, along = place(step)
+            plgpu.barrier_wait(full.at[slot])
+            values = [
+                plgpu.load(x_ring.at[slot, parity], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                for parity in range(2)
+            ]
+            if wanted.amax:
+                largest = _larger(largest, values)
+            codes = [jnp.clip(flush(v) * factor, -limit, limit).astype(dtype) for v in values]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            if wanted.rows:
+                for parity in range(2):
+                    rows_smem[parity] = codes[parity]
+            if wanted.transposed:
+                even, odd = (lax.bitcast_convert_type(c, jnp.uint8).astype(jnp.uint16) for c in codes)
+                words_smem.T[...] = even | (odd << 8)
+            if wanted.sums:
+                pair = values[0] + values[1]
+                total = jnp.where(lax.rem(step, walk) == 0, pair, total + pair)
+
+                @pl.when(lax.rem(step, walk) == walk - 1)
+                def _():
+                    sums_gmem[strip, along] = jnp.sum(total, axis=0)
+
+            plgpu.commit_smem()
+            if wanted.rows:
+                for parity in range(2):
+                    plgpu.copy_smem_to_gmem(rows_smem.at[parity], rows_gmem.at[pairs, parity, along])
+            if wanted.transposed:
+                plgpu.copy_smem_to_gmem(words_smem, words_gmem.at[along, pairs])
+
+            @pl.when(step + config.stages < count)
+            def _():
+                fetch(step + config.stages)
+
+            return largest, total
+
+        for step in range(config.stages):
+            pl.when(step < count)(lambda step=step: fetch(step))
+        no_bits = plgpu.layout_cast(jnp.zeros((PAIRS, LANE_COLUMNS), jnp.int32), plgpu.Layout.WGMMA)
+        no_sums = plgpu.layout_cast(jnp.zeros((PAIRS, columns), jnp.float32), plgpu.Layout.WGMMA)
+        largest, _ = lax.fori_loop(0, count, step_of, (no_bits, no_sums if wanted.sums else 0.0))
+        if wanted.amax:
+            amax_gmem[program] = jnp.max(jnp.max(float_of(largest.astype(jnp.uint32)), axis=1), axis=0)
+        plgpu.wait_smem_to_gmem(0)
+
+    outputs = (
+        jax.ShapeDtypeStruct((m // 2, 2, k), dtype),
+        jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
+        jax.ShapeDtypeStruct((programs,), jnp.float32),
+        jax.ShapeDtypeStruct((grid_m // walk, k), jnp.float32),
+    )
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(output for output, want in zip(outputs, wanted, strict=True) if want),
+        grid=(programs,),
+        grid_names=("program",),
+        scratch_types=[
+            plgpu.SMEM((config.stages, 2, PAIRS, columns), x.dtype, transforms=_tiled(columns, x.dtype)),
+            plgpu.SMEM((2, PAIRS, columns), dtype, transforms=_tiled(columns, dtype)),
+            plgpu.SMEM((columns, PAIRS), jnp.uint16, transforms=_tiled(PAIRS, jnp.uint16)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    written = iter(run(x.reshape(m // 2, 2, k), factor))
+    rows, words, amax, sums = (next(written) if want else None for want in wanted)
+    return Result(
+        None if rows is None else rows.reshape(m, k),
+        None if words is None else lax.bitcast_convert_type(words, dtype).reshape(k, m),
+        None if amax is None else jnp.max(amax),
+        None if sums is None else jnp.sum(sums, axis=0),
+    )
+
+
+def _tiled(columns: int, dtype):
+    itemsize = np.dtype(dtype).itemsize
+    return tiled(columns * itemsize, itemsize)
+
+
+def _larger(largest: jax.Array, values: list[jax.Array]) -> jax.Array:
+    """The largest finite magnitudes so far, as bits, one for each place of the layout."""
+    for value in values:
+        magnitude = finite_magnitude(value)
+        for first in range(0, value.shape[1], LANE_COLUMNS):
+            largest = jnp.maximum(largest, magnitude[:, first : first + LANE_COLUMNS])
+    return largest
