@@ -134,19 +134,24 @@ _BLOCK_SCALED = Kernel(
 )
 
 
-def _run_mosaic(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
-    """The kernel where the program runs on CUDA; elsewhere, as when an array is put on a CPU, what XLA would do."""
-    kernel = functools.partial(mosaic_dot.run, problem)
-    if jax.default_backend() != "gpu":
-        return kernel(lhs, rhs)
-    return lax.platform_dependent(lhs, rhs, cuda=kernel, default=functools.partial(_CODES.run, problem))
+def _mosaic(name: str, product: mosaic_dot.Product, elsewhere: Kernel) -> Kernel:
+    """A kernel for CUDA; where a program runs on something else, as on an array put on a CPU, XLA's takes its place."""
+
+    def run(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
+        kernel = functools.partial(product.run, problem)
+        if jax.default_backend() != "gpu":
+            return kernel(lhs, rhs)
+        return lax.platform_dependent(lhs, rhs, cuda=kernel, default=functools.partial(elsewhere.run, problem))
+
+    return Kernel(name, product.supports, product.how, run)
 
 
-_MOSAIC = Kernel("mosaic_float8", mosaic_dot.supports, mosaic_dot.how, _run_mosaic)
 _INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
 _CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
 _UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
 _DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)
+_MOSAIC_FLOAT8 = _mosaic("mosaic_float8", mosaic_dot.FLOAT8, _CODES)
+_MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES, _DEQUANTIZE)
 
-DOT = (_PLAIN, _BLOCK_SCALED, _MOSAIC, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+DOT = (_PLAIN, _BLOCK_SCALED, _MOSAIC_FLOAT8, _MOSAIC_VALUES, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)

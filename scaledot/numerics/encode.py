@@ -48,9 +48,9 @@ def decode(codes: jax.Array, format: Format) -> jax.Array:
     """The float32 values that codes stand for, before any scale."""
     if format.codebook is not None:
         return _look_up(widen(codes), format.codebook)
-    if format.is_integer or format.bits == 8:
+    if format.is_integer or format.bits >= 8:
         return codes.astype(jnp.float32)
-    return _decode_float(widen(codes), format)
+    return decode_float(widen(codes), format)
 
 
 def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -85,20 +85,45 @@ def _nan_to_zero(w: jax.Array) -> jax.Array:
 
 
 def _encode_float(w: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+    return narrow(float_code(w, format, uniform).astype(jnp.uint8), format.code_dtype)
+
+
+def float_code(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+    """uint32 bits of the codes of a float format, by arithmetic that kernels have, too."""
     info = ml_dtypes.finfo(format.element_dtype)
     mantissa, least_field = int(info.nmant), np.uint32(127 + int(info.minexp))
     bits = bits_of(w)
     sign = (w < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
-    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
-    field = jnp.maximum(clipped >> 23, least_field)
-    in_steps = float_of(clipped) * float_of((np.uint32(254 + mantissa) - field) << 23)
+    in_steps, field = _in_steps(bits, format)
     code = (round_count(in_steps, uniform) + ((field - least_field) << mantissa)) | (sign << (format.bits - 1))
     nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
-    code = jnp.where((bits & MAGNITUDE) > np.uint32(0x7F800000), np.uint32(nan), code)
-    return narrow(code.astype(jnp.uint8), format.code_dtype)
+    return jnp.where(_is_nan(bits), np.uint32(nan), code)
 
 
-def _decode_float(bits: jax.Array, format: Format) -> jax.Array:
+def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+    """The float32 values that the codes of w stand for; NaN as in codes."""
+    bits = bits_of(w)
+    in_steps, field = _in_steps(bits, format)
+    step = float_of((field - np.uint32(format.mantissa_bits)) << 23)
+    value = round_count(in_steps, uniform).astype(jnp.int32).astype(jnp.float32) * step
+    nan = bits_of(np.float32(np.nan)) if format.bits == 8 else np.uint32(0)
+    return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | (bits & SIGN)))
+
+
+def _in_steps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Clipped magnitudes in units of the element's steps where they lie, and the exponent field that decides those."""
+    info = ml_dtypes.finfo(format.element_dtype)
+    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
+    field = jnp.maximum(clipped >> 23, np.uint32(127 + int(info.minexp)))
+    return float_of(clipped) * float_of((np.uint32(254 + int(info.nmant)) - field) << 23), field
+
+
+def _is_nan(bits: jax.Array) -> jax.Array:
+    return (bits & MAGNITUDE) > np.uint32(0x7F800000)
+
+
+def decode_float(bits: jax.Array, format: Format) -> jax.Array:
+    """The values of a float format's codes, given as uint32 bits."""
     info = ml_dtypes.finfo(format.element_dtype)
     mantissa, minexp = int(info.nmant), int(info.minexp)
     sign_bit = format.bits - 1

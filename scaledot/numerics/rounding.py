@@ -25,13 +25,18 @@ def round_count(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
     """The same for 0 <= w < 2^22, as uint32; adding 2^23 makes the sum's own rounding leave the integer in its bits."""
     if uniform is None:
         return lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
-    return round_integer(w, uniform).astype(jnp.int32).astype(jnp.uint32)
+    below = w.astype(jnp.int32)
+    return (below + (w - below.astype(jnp.float32) > uniform).astype(jnp.int32)).astype(jnp.uint32)
 
 
 def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32)."""
-    first, second = _seeds(key)
-    hashed = _mix(_mix(_flat_index(shape) ^ first) + second)
+    return uniform_at(_flat_index(shape), *seeds_of(key))
+
+
+def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    """The same for uint32 flat indices and the two words of a key."""
+    hashed = _mix(_mix(index ^ first) + second)
     return (hashed >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
 
 
@@ -62,7 +67,7 @@ def _flat_index(shape: tuple[int, ...]) -> jax.Array:
     return index
 
 
-def _seeds(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def seeds_of(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two well-mixed words from all words of the key."""
     words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     first, second = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)

@@ -174,7 +174,7 @@ def _e8m0_levels(code: jax.Array, two_factors: bool) -> Levels:
 
 def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Levels:
     largest = np.float32(format.max)
-    up, down = _tensor_level(format, dtype, tensor_scale, tensor_amax)
+    up, down = tensor_level(format, dtype, tensor_scale, tensor_amax)
     wide_up, wide_down = beside(up, amax.ndim), beside(down, amax.ndim)
     if format.rule == "te":
         relative = amax * (wide_up * np.float32(1 / format.max))
@@ -192,7 +192,7 @@ def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Leve
     return Levels(stored, down if format.two_level else None, *_e4m3_cast(value, wide_up, wide_down, format))
 
 
-def _tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
+def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
     """What block maxima are multiplied by to reach e4m3's range, and what block scales are multiplied by to return."""
     if not format.two_level:
         return jnp.ones((), jnp.float32), jnp.ones((), jnp.float32)

@@ -56,12 +56,6 @@ class Laid:
         return cls(cast, sides.tile(cast), None if cast.rotation is None else sides.axis)
 
     @property
-    def is_own_way(self) -> bool:
-        """Whether it is anything but: scaled by the largest magnitude or a given factor, as it is, to nearest."""
-        cast = self.cast
-        return cast.rounding != "nearest" or cast.rotation is not None or cast.calibration != "absmax"
-
-    @property
     def axes(self) -> tuple[int, ...]:
         """All axes, the rotated one last, as `quantize` takes them."""
         every = range(len(self.tile))
@@ -109,7 +103,7 @@ class Arrays:
     def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
         return laid.quantize(x, factor, key)
 
-    def fused(self, tensor: str, laid: dict[str, Laid], x: jax.Array, factor, amax: bool, sums: bool) -> Any:
+    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, factor, amax: bool, sums: bool) -> Any:
         return None
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:

@@ -170,14 +170,18 @@ class Dot(Arrays):
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
         return Laid.on(cast, self.sides(product, tensor))
 
-    def fused(self, tensor: str, laid: dict[str, Laid], x: jax.Array, factor, amax: bool, sums: bool) -> Made | None:
-        if x.ndim != 2 or any(each.is_own_way for each in laid.values()):
+    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x: jax.Array, factor, amax: bool, sums: bool):
+        if x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
             return None
-        views = tuple(casts.View(each.cast.format, each.tile, self.sides(p, tensor).axis) for p, each in laid.items())
+        views = tuple(self._view(p, tensor, each, p == later) for p, each in laid.items())
         if casts.supports(x.shape, x.dtype, views) is not None:
             return None
-        made = casts.run(x, views, factor, amax, sums and self.out.endswith(self.features))
+        made = casts.run(x, views, [keys[p] for p in laid], factor, amax, sums and self.out.endswith(self.features))
         return Made(dict(zip(laid, made.arrays, strict=True)), made.amax, made.sums)
+
+    def _view(self, product: str, tensor: str, laid: Laid, kept: bool) -> casts.View:
+        cast, axis = laid.cast, self.sides(product, tensor).axis
+        return casts.View(cast.format, laid.tile, axis, kept, cast.rounding == "stochastic", cast.rotation)
 
     def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
         return super().inside(laid, x, casts.logical(q))

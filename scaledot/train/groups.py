@@ -134,7 +134,7 @@ class Groups:
             return _along_features(laid, padded(x, 1, laid.cast), groups, key)
         return _down_the_rows(laid, x, groups, key)
 
-    def fused(self, tensor: str, laid: dict[str, Any], x: jax.Array, factor, amax: bool, sums: bool) -> None:
+    def fused(self, tensor: str, laid: dict[str, Any], keys, later, x, factor, amax: bool, sums: bool) -> None:
         return None
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:

@@ -47,9 +47,11 @@ class Kind(Protocol):
         """Codes of x, in the form that `multiply` takes."""
         ...
 
-    def fused(self, tensor: str, laid: dict[str, Any], x: jax.Array, factor, amax: bool, sums: bool) -> "Made | None":
+    def fused(
+        self, tensor: str, laid: dict[str, Any], keys, later: str | None, x, factor, amax: bool, sums: bool
+    ) -> "Made | None":
         """The casts of several products made in one pass, which may also look for the largest magnitude and sum over
-        everything that shares a bias; None where no kernel does that."""
+        everything that shares a bias; None where no kernel does that. The product `later` takes codes."""
         ...
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> Any:
@@ -200,21 +202,25 @@ class Casts:
     def __init__(self, rule: Rule, groups, state: State, key: jax.Array | None):
         self.rule, self.groups, self.state, self.key = rule, groups, state, key
 
-    def made(self, tensor: str, x: jax.Array, products: tuple[str, ...], sums: bool = False) -> Made:
-        """x as each product takes it: cast, in one pass where a kernel can, or as it is."""
+    def made(
+        self, tensor: str, x: jax.Array, products: tuple[str, ...], later: str | None = None, sums: bool = False
+    ) -> Made:
+        """x as each product takes it: cast, in one pass where a kernel can, or as it is. That for `later` is kept."""
         kind, recipe = self.rule.kind, self.rule.recipe
         casts = {p: cast for p in products if (cast := cast_of(recipe, p, tensor)) is not None}
         laid = {p: kind.lay(cast, p, tensor) for p, cast in casts.items()}
         plain = {p: kind.plain(p, tensor, x, self.groups) for p in products if p not in laid}
         factors = {p: self._factor(cast, tensor) for p, cast in casts.items()}
+        keys = {p: self._key(laid[p], cast, tensor) for p, cast in casts.items()}
         if laid and not plain and not isinstance(self.rule.kernel, str):
-            fused = kind.fused(tensor, laid, x, next(iter(factors.values())), amax=tensor in self.state, sums=sums)
+            factor = next(iter(factors.values()))
+            fused = kind.fused(tensor, laid, keys, later, x, factor, amax=tensor in self.state, sums=sums)
             if fused is not None:
                 return fused
         codes = {}
-        for p, cast in casts.items():
+        for p in laid:
             if laid[p] not in codes:
-                codes[laid[p]] = kind.quantize(laid[p], x, self.groups, factors[p], self._key(laid[p], cast, tensor))
+                codes[laid[p]] = kind.quantize(laid[p], x, self.groups, factors[p], keys[p])
         return Made({p: codes[laid[p]] if p in laid else plain[p] for p in products})
 
     def made_and_kept(self, tensor: str, x: jax.Array, later: str) -> tuple[Made, Any]:
@@ -224,7 +230,7 @@ class Casts:
         """
         recipe = self.rule.recipe
         later = "fwd" if getattr(recipe, later) is None else later
-        made = self.made(tensor, x, (later, "fwd"))
+        made = self.made(tensor, x, (later, "fwd"), later)
         kept = made.operands[later]
         if cast_of(recipe, later, tensor) is None:
             return made, kept

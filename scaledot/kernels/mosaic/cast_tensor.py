@@ -16,10 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scaledot.formats import Format
 from scaledot.kernels.mosaic.matmul import tiled
 from scaledot.numerics.bits import finite_magnitude, float_of, flush
+from scaledot.numerics.scale import levels_of
 
+THREADS = 128  # of a program: one warpgroup
 PAIRS = 64  # pairs of rows in a tile
+WHOLE = 128  # what rows and columns must be multiples of
 LANE_COLUMNS = 8  # columns over which a warpgroup's layout repeats
 
 
@@ -44,24 +48,65 @@ class Wanted(NamedTuple):
 
 
 class Result(NamedTuple):
+    """amax: one number of each program; sums: one row of each strip of rows."""
+
     rows: jax.Array | None
     transposed: jax.Array | None
     amax: jax.Array | None
     sums: jax.Array | None
+    scale: jax.Array | None
+
+
+def config_for(dtype, wanted: Wanted) -> Config:
+    """Tiles whose rows are 256 bytes wide; half of that where sums of columns need registers."""
+    if dtype.itemsize == 4:
+        return Config(columns=64, stages=2, resident=2)
+    return Config(columns=64, stages=4, resident=2) if wanted.sums else Config()
+
+
+def amax(x: jax.Array, *, config: Config, multiprocessors: int) -> jax.Array:
+    """Largest finite magnitudes of x (M, K), one of each program."""
+    wanted = Wanted(rows=False, transposed=False, amax=True)
+    seen = _pass(x, None, None, x.dtype, wanted=wanted, config=config, multiprocessors=multiprocessors).amax
+    assert seen is not None
+    return seen
 
 
 def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Config, multiprocessors: int) -> Result:
     """Codes of x (M, K) times a float32 factor (1,); M and K must be multiples of 128."""
+    return _pass(x, factor, None, dtype, wanted=wanted, config=config, multiprocessors=multiprocessors)
+
+
+def cast_by_amax(
+    x: jax.Array, seen: jax.Array, format: Format, *, wanted: Wanted, config: Config, multiprocessors: int
+) -> Result:
+    """The same with the factor that a format makes of the largest magnitude, from what `amax` saw; and its scale."""
+    dtype = format.element_dtype
+    return _pass(x, seen, format, dtype, wanted=wanted, config=config, multiprocessors=multiprocessors)
+
+
+def _pass(
+    x: jax.Array,
+    given: jax.Array | None,
+    format: Format | None,
+    dtype,
+    *,
+    wanted: Wanted,
+    config: Config,
+    multiprocessors: int,
+) -> Result:
     m, k = x.shape
     columns, programs = config.columns, multiprocessors * config.resident
     grid_m, grid_k = m // (2 * PAIRS), k // columns
     walk = math.gcd(grid_m, config.walk)
     units = grid_m // walk * grid_k
-    limit = float(jnp.finfo(dtype).max)
+    slots = pl.cdiv(programs, THREADS) * THREADS
+    writes = (*wanted, format is not None)
 
-    def kernel(x_gmem, factor_gmem, *refs):
+    def kernel(x_gmem, *refs):
         refs = iter(refs)
-        rows_gmem, words_gmem, amax_gmem, sums_gmem = (next(refs) if want else None for want in wanted)
+        given_gmem = None if given is None else next(refs)
+        rows_gmem, words_gmem, amax_gmem, sums_gmem, scale_gmem = (next(refs) if want else None for want in writes)
         x_ring, rows_smem, words_smem, full = refs
         program = lax.axis_index("program")
         count = pl.cdiv(units - program, programs) * walk
@@ -78,7 +123,9 @@ def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Conf
             for parity in range(2):
                 plgpu.copy_gmem_to_smem(x_gmem.at[pairs, parity, along], x_ring.at[slot, parity], full.at[slot])
 
-        factor = factor_gmem[0]
+        for step in range(config.stages):
+            pl.when(step < count)(lambda step=step: fetch(step))
+        factor = None if given is None else _factor(given_gmem, format, scale_gmem, program)
 
         def step_of(step, seen):
             largest, total = seen
@@ -91,7 +138,7 @@ def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Conf
             ]
             if wanted.amax:
                 largest = _larger(largest, values)
-            codes = [jnp.clip(flush(v) * factor, -limit, limit).astype(dtype) for v in values]
+            codes = [] if factor is None else [_codes(v, factor, dtype) for v in values]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if wanted.rows:
                 for parity in range(2):
@@ -120,42 +167,59 @@ def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Conf
 
             return largest, total
 
-        for step in range(config.stages):
-            pl.when(step < count)(lambda step=step: fetch(step))
         no_bits = plgpu.layout_cast(jnp.zeros((PAIRS, LANE_COLUMNS), jnp.int32), plgpu.Layout.WGMMA)
         no_sums = plgpu.layout_cast(jnp.zeros((PAIRS, columns), jnp.float32), plgpu.Layout.WGMMA)
         largest, _ = lax.fori_loop(0, count, step_of, (no_bits, no_sums if wanted.sums else 0.0))
         if wanted.amax:
-            amax_gmem[program] = jnp.max(jnp.max(float_of(largest.astype(jnp.uint32)), axis=1), axis=0)
+            most = jnp.max(jnp.max(float_of(largest.astype(jnp.uint32)), axis=1), axis=0)
+            for slot in range(0, slots, programs):  # those that no program has are written, too
+                pl.when(program + slot < slots)(lambda slot=slot: amax_gmem.__setitem__(program + slot, most))
         plgpu.wait_smem_to_gmem(0)
 
     outputs = (
         jax.ShapeDtypeStruct((m // 2, 2, k), dtype),
         jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
-        jax.ShapeDtypeStruct((programs,), jnp.float32),
+        jax.ShapeDtypeStruct((slots,), jnp.float32),
         jax.ShapeDtypeStruct((grid_m // walk, k), jnp.float32),
+        jax.ShapeDtypeStruct((1,), jnp.float32),
     )
     run = plgpu.kernel(
         kernel,
-        out_type=tuple(output for output, want in zip(outputs, wanted, strict=True) if want),
+        out_type=tuple(output for output, want in zip(outputs, writes, strict=True) if want),
         grid=(programs,),
         grid_names=("program",),
         scratch_types=[
             plgpu.SMEM((config.stages, 2, PAIRS, columns), x.dtype, transforms=_tiled(columns, x.dtype)),
-            plgpu.SMEM((2, PAIRS, columns), dtype, transforms=_tiled(columns, dtype)),
-            plgpu.SMEM((columns, PAIRS), jnp.uint16, transforms=_tiled(PAIRS, jnp.uint16)),
+            plgpu.SMEM((2, PAIRS, columns), dtype, transforms=_tiled(columns, dtype)) if wanted.rows else None,
+            plgpu.SMEM((columns, PAIRS), jnp.uint16, transforms=_tiled(PAIRS, jnp.uint16)) if wanted.transposed else None,
             plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    written = iter(run(x.reshape(m // 2, 2, k), factor))
-    rows, words, amax, sums = (next(written) if want else None for want in wanted)
+    written = iter(run(x.reshape(m // 2, 2, k), *([] if given is None else [given])))
+    rows, words, seen, sums, scale = (next(written) if want else None for want in writes)
     return Result(
         None if rows is None else rows.reshape(m, k),
         None if words is None else lax.bitcast_convert_type(words, dtype).reshape(k, m),
-        None if amax is None else jnp.max(amax),
-        None if sums is None else jnp.sum(sums, axis=0),
+        seen,
+        sums,
+        scale,
     )
+
+
+def _factor(given_gmem, format: Format | None, scale_gmem, program) -> jax.Array:
+    """The factor that was given, or that of the largest magnitude; then the first program writes the scale."""
+    if format is None:
+        return given_gmem[0]
+    seen = plgpu.load(given_gmem, layout=plgpu.Layout.WG_STRIDED(given_gmem.shape, vec_size=1))
+    levels = levels_of(jnp.max(seen), format, np.dtype(np.float32))
+    pl.when(program == 0)(lambda: scale_gmem.__setitem__(0, levels.scale))
+    return levels.factors[0]
+
+
+def _codes(values: jax.Array, factor: jax.Array, dtype) -> jax.Array:
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.clip(flush(values) * factor, -limit, limit).astype(dtype)
 
 
 def _tiled(columns: int, dtype):

@@ -10,32 +10,45 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from scaledot.array import ScaledArray
-from scaledot.formats import Format
+from scaledot.formats import FORMATS, Format, Quirks
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import flush
-from scaledot.numerics.calibrate import block_amax
-from scaledot.numerics.scale import Levels, levels_from_factor, levels_of
+from scaledot.numerics.bits import ONE, divide, flush
+from scaledot.numerics.encode import decode_float
+from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import seeds_of
+from scaledot.numerics.scale import multipliers, tensor_level
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INPUTS = ("bfloat16", "float16", "float32")
-WHOLE = 128  # rows and columns are filled up to multiples of it
+# Values that tensor cores multiply exactly, under one scale.
+VALUES = Format("values", element="bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How one product takes a matrix: cast to a format in tiles of (rows, columns), and summed over an axis."""
+    """How one product takes a matrix: cast to a format in tiles of (rows, columns), and summed over an axis.
+
+    kept: whether it waits for the backward pass, as codes; otherwise it may be the values that codes stand for.
+    """
 
     format: Format
     tile: tuple[int, int]
     summed: int
+    kept: bool = False
+    stochastic: bool = False
+    rotation: Hadamard | None = None
 
     @property
-    def is_per_tensor(self) -> bool:
-        return self.tile == (0, 0)
+    def shape(self) -> str | None:
+        """How its blocks lie, if they are as long as the format says."""
+        (size,) = self.format.block or (0,)
+        lines = {(1, size): "along", (size, 1): "down"}
+        return "square" if self.tile == (size, size) else lines.get(self.tile) if self.tile[self.summed] > 1 else None
 
 
 @jax.tree_util.register_dataclass
@@ -45,16 +58,40 @@ class Transposed:
 
     stored: ScaledArray
 
+    def logical(self) -> ScaledArray:
+        return self.stored.T
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowPairs:
+    """A matrix of 4-bit codes whose bytes hold those of two rows, the even one's below."""
+
+    stored: ScaledArray
+
+    def logical(self) -> ScaledArray:
+        """The values that the codes stand for, under the tensor scale."""
+        q, format = self.stored, self.stored.format
+        pairs = jnp.stack([q.data & np.uint8(15), q.data >> 4], axis=1).astype(jnp.uint32)
+        values = decode_float(pairs.reshape(2 * q.shape[0], q.shape[1]), format)
+        for factor in multipliers(q.scale, None, format):
+            values = values * blocks.spread(factor, values.shape, q.block)
+        return as_values(flush(values).astype(jnp.bfloat16), q.tensor_scale, q.dtype, q.rotation)
+
+
+def as_values(data: jax.Array, scale: jax.Array, dtype, rotation: Hadamard | None = None) -> ScaledArray:
+    return ScaledArray(data, scale.reshape(1, 1), format=VALUES, block=(0, 0), dtype=dtype, rotation=rotation)
+
 
 def logical(q):
-    """A quantised matrix with its axes in their own order."""
-    return q.stored.T if isinstance(q, Transposed) else q
+    """A quantised matrix with its axes in their own order, one element each."""
+    return q.logical() if isinstance(q, Transposed | RowPairs) else q
 
 
 class Fused(NamedTuple):
     """One ScaledArray or Transposed for each view, the largest magnitude, and float32 sums of the columns."""
 
-    arrays: tuple[ScaledArray | Transposed, ...]
+    arrays: tuple[ScaledArray | Transposed | RowPairs, ...]
     amax: jax.Array | None
     sums: jax.Array | None
 
@@ -69,54 +106,121 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
         return f"it casts matrices, not an array of shape {shape}"
     if np.dtype(dtype).name not in INPUTS:
         return f"it reads {', '.join(INPUTS)}, not {dtype}"
-    for view in views:
-        if view.format.element not in FLOAT8 or view.format.scale != "float32" or not view.is_per_tensor:
-            return f"{view.format.name} in tiles of {view.tile} is not an 8-bit float under one scale"
     if len({view.format for view in views}) > 1:
         return "the two products take different formats"
-    return None
+    if all(map(_is_tensor_cast, views)):
+        return None
+    return next(filter(None, (_block_reason(shape, view) for view in views)), None)
 
 
-def run(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
-    """The casts of all views; `factor` is a given one, None for that of the matrix itself."""
-    return _tensor_cast(x, views, factor, amax, sums)
+def _is_tensor_cast(view: View) -> bool:
+    """An 8-bit float under one scale, to nearest."""
+    plain = view.format.quirks == Quirks() and view.rotation is None and not view.stochastic
+    return plain and view.format.element in FLOAT8 and view.format.scale == "float32" and view.tile == (0, 0)
+
+
+def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
+    format = view.format
+    known = (format.element in FLOAT8 and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
+    if not known or view.shape is None:
+        return f"{format.name} in tiles of {view.tile} is neither an 8-bit float under one scale, nor MXFP8, nor NVFP4"
+    if view.rotation is None:
+        return None
+    (size,) = format.block or (0,)
+    if view.shape != "down" or view.rotation.size != size:
+        return f"a rotation of {view.rotation.size} is made down columns in blocks of as many"
+    return None if not shape[0] % size else f"{shape[0]} rows are not whole groups of a rotation of {size}"
+
+
+def run(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
+    """The casts of all views. `factor` is a given one, None for that of the matrix; keys: one of each view or None."""
+    if _is_tensor_cast(views[0]):
+        return _tensor_cast(x, views, factor, amax, sums)
+    return Fused(_block_casts(x, views, keys), None, None)
+
+
+def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArray | RowPairs, ...]:
+    from scaledot.kernels.mosaic import cast_blocks
+
+    (m, k), format = x.shape, views[0].format
+    (size,) = format.block or (0,)
+    filled = _filled(x, size, cast_blocks.COLUMNS)
+    wanted = tuple(
+        cast_blocks.View(format, view.shape, not view.kept, view.stochastic, view.rotation) for view in views
+    )
+    levels = _levels(filled, views, size)
+    up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
+    seeds = jnp.stack([_seeds(view, key) for view, key in zip(views, keys, strict=True)])
+    made = cast_blocks.cast(filled, wanted, up, seeds, k)
+
+    def array(view: View, level: Level, one) -> ScaledArray | RowPairs:
+        tensor_scale = level.down if format.two_level else None
+        rotation = None if view.rotation is None else dataclasses.replace(view.rotation, axis=-2)
+        if one.scale is None:
+            return vary_all(as_values(one.data[:m, :k], level.down, x.dtype, rotation), x)
+        grid = blocks.grid((m, k), view.tile)
+        scale = lax.bitcast_convert_type(one.scale[: grid[0], : grid[1]], format.scale_dtype(x.dtype))
+        what = {"format": format, "block": blocks.trim(view.tile), "dtype": x.dtype, "rotation": rotation}
+        if format.bits == 8:
+            return vary_all(ScaledArray(one.data[:m, :k], scale, tensor_scale, **what), x)
+        return vary_all(RowPairs(ScaledArray(one.data[: (m + 1) // 2, :k], scale, tensor_scale, **what)), x)
+
+    return tuple(map(array, views, levels, made))
+
+
+class Level(NamedTuple):
+    """What brings the largest block maximum to the largest scale, and what block scales are multiplied by to return."""
+
+    up: jax.Array
+    down: jax.Array
+
+
+def _levels(x: jax.Array, views: tuple[View, ...], size: int) -> list[Level]:
+    from scaledot.kernels.mosaic import cast_blocks
+
+    if not views[0].format.two_level:
+        return [Level(ONE, ONE)] * len(views)
+    rotations = tuple(dict.fromkeys(view.rotation for view in views))
+    found = dict(zip(rotations, cast_blocks.amaxes(x, rotations, size), strict=True))
+    return [Level(*tensor_level(view.format, x.dtype, None, found[view.rotation])) for view in views]
+
+
+def _seeds(view: View, key) -> jax.Array:
+    return jnp.stack(seeds_of(key)) if view.stochastic else jnp.zeros(2, jnp.uint32)
 
 
 def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
-    from scaledot.kernels.mosaic.cast_tensor import Config, Wanted, cast
+    from scaledot.kernels.mosaic import cast_tensor
+    from scaledot.kernels.mosaic.cast_tensor import WHOLE
 
-    format = views[0].format
-    levels, largest = _tensor_levels(x, format, factor)
+    format, (m, k) = views[0].format, x.shape
     summed = {view.summed for view in views}
-    made = cast(
-        _filled(x),
-        levels.factors[0].reshape(1),
-        format.element_dtype,
-        wanted=Wanted(rows=1 in summed, transposed=0 in summed, amax=amax and largest is None, sums=sums),
-        config=Config(columns=64, stages=2, resident=4) if x.dtype.itemsize == 4 else Config(),
-        multiprocessors=support.multiprocessors(),
-    )
-    m, k = x.shape
+    wanted = cast_tensor.Wanted(rows=1 in summed, transposed=0 in summed, amax=amax and factor is not None, sums=sums)
+    config = cast_tensor.config_for(x.dtype, wanted)
+    how = {"config": config, "multiprocessors": support.multiprocessors()}
+    filled = _filled(x, WHOLE, WHOLE)
+    if factor is None:
+        seen = cast_tensor.amax(filled, **how)
+        made = cast_tensor.cast_by_amax(filled, seen, format, wanted=wanted, **how)
+        scale = made.scale
+    else:
+        made = cast_tensor.cast(filled, factor.reshape(1), format.element_dtype, wanted=wanted, **how)
+        seen, scale = made.amax, divide(ONE, factor)
     codes = {1: made.rows, 0: made.transposed}
 
     def array(view: View) -> ScaledArray | Transposed:
-        data = vary_as(codes[view.summed], x)
-        data = data[:m, :k] if view.summed else data[:k, :m]
-        q = ScaledArray(data, levels.scale, format=format, block=(0, 0), dtype=x.dtype)
+        data = codes[view.summed][:m, :k] if view.summed else codes[view.summed][:k, :m]
+        q = vary_all(ScaledArray(data, scale.reshape(1, 1), format=format, block=(0, 0), dtype=x.dtype), x)
         return q if view.summed else Transposed(q)
 
-    column_sums = None if made.sums is None else vary_as(made.sums, x)[:k]
-    return Fused(tuple(map(array, views)), made.amax if largest is None else largest, column_sums)
+    largest = vary_as(jnp.max(seen), x) if amax else None
+    return Fused(tuple(map(array, views)), largest, vary_as(jnp.sum(made.sums, axis=0)[:k], x) if sums else None)
 
 
-def _tensor_levels(x: jax.Array, format: Format, factor: jax.Array | None) -> tuple[Levels, jax.Array | None]:
-    """Scale and factor of the whole matrix, and its largest magnitude if that was looked for."""
-    if factor is not None:
-        return levels_from_factor(factor.reshape(1, 1)), None
-    largest = block_amax(flush(x.astype(jnp.float32)), (0, 0))
-    return levels_of(largest, format, x.dtype), largest.reshape(())
+def vary_all(tree, x: jax.Array):
+    return jax.tree.map(lambda leaf: vary_as(leaf, x), tree)
 
 
-def _filled(x: jax.Array) -> jax.Array:
-    missing = [(0, -size % WHOLE) for size in x.shape]
+def _filled(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    missing = (0, -x.shape[0] % rows), (0, -x.shape[1] % columns)
     return jnp.pad(x, missing) if any(more for _, more in missing) else x

@@ -1,10 +1,13 @@
-"""Products of 8-bit floats as a row of the kernel table: which problems the Hopper kernel solves, and how they are laid.
+"""Products on Hopper's tensor cores as rows of the kernel table: which problems they solve, and how those are laid.
 
-Both operands are given to it as matrices with the summed axis last. A transposition that this needs costs nothing where
-the operand was stored so by a fused cast, because XLA cancels it against the one that presents it in its logical shape.
+`FLOAT8` multiplies 8-bit codes, `VALUES` the bfloat16 values of codes whose block scales change along the sum. 8-bit
+operands lie with the summed axis last. A transposition that this needs costs nothing where the operand was stored so by
+a fused cast, because XLA cancels it against the one that presents it in its logical shape.
 """
 
+import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
+from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support, tuning
 from scaledot.kernels.operands import Factor
@@ -19,43 +23,129 @@ from scaledot.kernels.spec import Operand, Problem
 
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
-# What M, N and K must be multiples of; operands are filled up with zeros.
-ROWS, COLUMNS, TERMS = 8, 16, 128
+ROW_BYTES = 128  # the summed axis is filled up with zeros to whole rows of a tile
+ROWS, COLUMNS, LAST = 8, 16, 64  # what the others must be multiples of; LAST where they lie last
 
 
-def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason()
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One of the two ways to multiply; `values`: bfloat16 values instead of 8-bit codes."""
+
+    values: bool
+
+    def supports(self, problem: Problem) -> str | None:
+        return self.problem_reason(problem) or support.device_reason()
+
+    def problem_reason(self, problem: Problem) -> str | None:
+        """Why the kernel cannot compute it, whatever the device."""
+        contraction = problem.contraction
+        if problem.op != "dot" or contraction.batch:
+            return "it multiplies two matrices, without batch axes"
+        if problem.out_dtype.name not in OUT_DTYPES:
+            return f"it writes {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
+        if problem.out_sharding is not None or any(operand.sharded for operand in problem.operands):
+            return "operands or result are laid out along explicit mesh axes"
+        reason = _values_reason if self.values else _codes_reason
+        for name, operand in problem.named:
+            found = reason(name, operand, contraction.contracted)
+            if found:
+                return found
+            if operand.rotated and operand.rotated in contraction.out:
+                return f"{name} is rotated along {operand.rotated!r}, which is kept"
+        return None if all(math.prod(o.shape) for o in problem.operands) else "an operand is empty"
+
+    def how(self, problem: Problem) -> str:
+        if self.values:
+            return "bfloat16 products on Hopper's tensor cores, block scales folded in exactly, one rounding"
+        sums = "float32 sums of every 128 terms" if promotes(problem) else "sums in the tensor cores"
+        return f"float8 products on Hopper's tensor cores, {sums}, scales applied before the one rounding"
+
+    def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
+        from scaledot.kernels.mosaic.matmul import matmul
+
+        contraction = problem.contraction
+        promote = not self.values and promotes(problem)
+        a = self._side(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, ROWS)
+        b = self._side(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, COLUMNS)
+        shape = tuning.Shape(a.rows, b.rows, a.terms, a.matrix.dtype.itemsize, problem.out_dtype.itemsize, promote)
+        config = tuning.config_for(shape)
+        result = matmul(
+            a.matrix,
+            b.matrix,
+            _filled_factors(a.factors, config.program_rows),
+            _filled_factors(b.factors, config.program_columns),
+            None,
+            out_dtype=problem.out_dtype,
+            config=config,
+            promote=promote,
+            programs=support.multiprocessors(),
+            summed_first=(a.summed_first, b.summed_first),
+        )
+        result = vary_as(result, a.matrix, b.matrix)[: a.rows, : b.rows]
+        sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
+        result = result.reshape([sizes[c] for c in contraction.natural])
+        return result.transpose([contraction.natural.index(c) for c in contraction.out])
+
+    def _side(self, q: ScaledArray, labels: str, free: str, along: str, multiple: int) -> "Side":
+        data = operands.block_values(q, jnp.bfloat16) if self.values and not _is_values(q.format) else q.data
+        summed_first = self.values and labels == along + free
+        order = along + free if summed_first else free + along
+        moved = data.transpose([labels.index(c) for c in order])
+        rows = math.prod(q.shape[labels.index(c)] for c in free)
+        terms = q.size // rows
+        matrix = moved.reshape((terms, rows) if summed_first else (rows, terms))
+        row_bytes = ROW_BYTES // matrix.dtype.itemsize
+        filled = _filled(matrix, row_bytes, LAST) if summed_first else _filled(matrix, multiple, row_bytes)
+        return Side(filled, rows, terms, summed_first, self._factors(q, labels, free, rows))
+
+    def _factors(self, q: ScaledArray, labels: str, free: str, rows: int) -> jax.Array:
+        """One number, or one for each row of the operand's matrix."""
+        by_block = not self.values or _is_values(q.format)
+        factors = operands.block_factors(q, labels, {}) if by_block else operands.level_factors(q, labels)
+        if not factors:
+            return jnp.ones(1, jnp.float32)
+        (factor,) = factors
+        if factor.values.size == 1:
+            return factor.values.reshape(1)
+        shape = tuple(q.shape[labels.index(c)] for c in free)
+        return jnp.broadcast_to(operands.lay(Factor(factor.values, labels), free), shape).reshape(rows)
 
 
-def problem_reason(problem: Problem) -> str | None:
-    """Why the kernel cannot compute it, whatever the device."""
-    contraction = problem.contraction
-    if problem.op != "dot" or contraction.batch:
-        return "it multiplies two matrices, without batch axes"
-    if problem.out_dtype.name not in OUT_DTYPES:
-        return f"it writes {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if problem.out_sharding is not None or any(operand.sharded for operand in problem.operands):
-        return "operands or result are laid out along explicit mesh axes"
-    for name, operand in problem.named:
-        reason = _operand_reason(name, operand, contraction.contracted, contraction.out)
-        if reason:
-            return reason
-    return None if all(math.prod(o.shape) for o in problem.operands) else "an operand is empty"
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """An operand as a matrix, filled up; its true sizes; and what its rows are multiplied by."""
+
+    matrix: jax.Array
+    rows: int
+    terms: int
+    summed_first: bool
+    factors: jax.Array
 
 
-def _operand_reason(name: str, operand: Operand, summed: str, out: str) -> str | None:
+FLOAT8 = Product(values=False)
+VALUES = Product(values=True)
+
+
+def _codes_reason(name: str, operand: Operand, summed: str) -> str | None:
     if operand.format is None or operand.format.element not in ELEMENTS or operand.format.scale != "float32":
         return f"{name} is {operand}; both sides must be 8-bit floats with float32 scales"
     if any(c in summed for c in operand.varies):
         return f"the scale of {name} changes along the sum"
-    if operand.rotated and operand.rotated in out:
-        return f"{name} is rotated along {operand.rotated!r}, which is kept"
     return None
 
 
-def how(problem: Problem) -> str:
-    sums = "float32 sums of every 128 terms" if promotes(problem) else "sums in the tensor cores"
-    return f"float8 products on Hopper's tensor cores, {sums}, scales applied before the one rounding"
+def _values_reason(name: str, operand: Operand, summed: str) -> str | None:
+    if operand.format is None:
+        return f"{name} is {operand}; both sides must be scaled"
+    if not _is_values(operand.format) and not folds_exactly(operand.format, operand.zero):
+        return f"a code of {name} ({operand.format.name}) times its scale does not fit bfloat16"
+    if any(c in summed for c in operand.level_varies):
+        return f"the tensor scale of {name} changes along the sum"
+    return None
+
+
+def _is_values(format: Any) -> bool:
+    return format.element == "bfloat16"
 
 
 def promotes(problem: Problem) -> bool:
@@ -65,52 +155,10 @@ def promotes(problem: Problem) -> bool:
     return any(precision not in fast for precision in asked)
 
 
-def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) -> jax.Array:
-    from scaledot.kernels.mosaic.matmul import matmul
-
-    contraction = problem.contraction
-    along = contraction.contracted
-    a, b = (
-        _matrix(q.data, of, free, along)
-        for q, of, free in ((lhs, contraction.lhs, contraction.lhs_free), (rhs, contraction.rhs, contraction.rhs_free))
-    )
-    (m, k), (n, _) = a.shape, b.shape
-    config = tuning.config_for(tuning.Shape(m, n, k, a.dtype.itemsize, problem.out_dtype.itemsize, promotes(problem)))
-    left = _factors(lhs, contraction.lhs, contraction.lhs_free, config.program_rows)
-    right = _factors(rhs, contraction.rhs, contraction.rhs_free, config.program_columns)
-    result = matmul(
-        _filled(a, ROWS, TERMS),
-        _filled(b, COLUMNS, TERMS),
-        left,
-        right,
-        None,
-        out_dtype=problem.out_dtype,
-        config=config,
-        promote=promotes(problem),
-        programs=support.multiprocessors(),
-    )
-    result = vary_as(result, a, b)[:m, :n]
-    sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
-    result = result.reshape([sizes[c] for c in contraction.natural])
-    return result.transpose([contraction.natural.index(c) for c in contraction.out])
-
-
-def _matrix(data: jax.Array, labels: str, free: str, along: str) -> jax.Array:
-    moved = data.transpose([labels.index(c) for c in free + along])
-    rows = math.prod(moved.shape[: len(free)])
-    return moved.reshape(rows, data.size // rows)
-
-
 def _filled(x: jax.Array, rows: int, columns: int) -> jax.Array:
     missing = -x.shape[0] % rows, -x.shape[1] % columns
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x
 
 
-def _factors(q: ScaledArray, labels: str, free: str, whole: int) -> jax.Array:
-    """One number, or one for each row of the operand's matrix, filled up to whole tiles."""
-    (factor,) = operands.block_factors(q, labels, {})
-    if factor.values.size == 1:
-        return factor.values.reshape(1)
-    rows = tuple(q.shape[labels.index(c)] for c in free)
-    values = jnp.broadcast_to(operands.lay(Factor(factor.values, labels), free), rows).reshape(-1)
-    return jnp.pad(values, (0, -values.size % whole)).astype(np.float32)
+def _filled_factors(factors: jax.Array, whole: int) -> jax.Array:
+    return factors if factors.size == 1 else jnp.pad(factors, (0, -factors.size % whole)).astype(np.float32)

@@ -1,15 +1,16 @@
 """Matrix products on Hopper's tensor cores, with scales and bias applied before the one rounding of the result.
 
-One persistent program per multiprocessor. Its third warpgroup fetches tiles of both operands, over the ends of output
-tiles, into a ring of shared-memory slots; the other two multiply and store. Operands lie with the summed axis last, 16-bit ones in either
-order.
+One persistent program per multiprocessor. Its third warpgroup fetches tiles of both operands into a ring of slots in
+shared memory, without a pause between output tiles; the other two multiply and store. Two programs may work as a pair
+on neighbouring tiles, and each fetches half of the operand tile that both need, for both.
 
-Tensor cores add 8-bit floats in an accumulator of about 14 bits. `promote` moves each tile's partial sums into float32
+Tensor cores add 8-bit floats in an accumulator of about 14 bits. `promote` moves the sums of each step into float32
 registers; a warpgroup's tile is then multiplied in parts, because there is no room for two accumulators of it.
 """
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ WARPGROUPS = 2  # that multiply; one more fetches
 SWIZZLE = 128  # bytes of a row of a tile in shared memory
 ROW_TILE = 8  # rows of such a tile
 FETCH_REGISTERS = 40
+MULTIPLY_REGISTERS = (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Config:
     rows, columns: the tile of one warpgroup. split: whether the two of a program lie below each other ("rows") or side
     by side ("columns"). stages: slots of the ring. parts: pieces in which a promoted tile is multiplied. band: how many
     output tiles wide the path is that programs walk along the result, for the cache; along: the axis that it follows.
+    pair: how the tiles of two programs that share an operand lie, "rows" (below each other), "columns" or None.
     """
 
     rows: int = 64
@@ -37,8 +40,9 @@ class Config:
     split: str = "rows"
     stages: int = 4
     parts: int = 2
-    band: int = 8
-    along: int = 0
+    band: int = 4
+    along: int = 1
+    pair: str | None = None
     epilogue_columns: int = 64
 
     @property
@@ -49,46 +53,10 @@ class Config:
     def program_columns(self) -> int:
         return self.columns * (WARPGROUPS if self.split == "columns" else 1)
 
-
-class Factors:
-    """What the sums are multiplied by: one number or one per row of the result, and one number or one per column."""
-
-    def __init__(self, rows_ref, columns_ref):
-        self.rows_ref, self.columns_ref = rows_ref, columns_ref
-        self.scalars = rows_ref.shape == columns_ref.shape == (1,)
-        if self.scalars:
-            left, right = rows_ref[0], columns_ref[0]
-            self.smaller, self.larger = jnp.minimum(left, right), jnp.maximum(left, right)
-
-    def apply(self, sums: jax.Array, first_row, first_column) -> jax.Array:
-        """The smaller factor first, so that sums of ordinary size do not pass through infinity."""
-        if self.scalars:
-            return sums * self.smaller * self.larger
-        left = along_rows(self.rows_ref, first_row, sums.shape)
-        right = along_columns(self.columns_ref, first_column, sums.shape)
-        return sums * jnp.minimum(left, right) * jnp.maximum(left, right)
-
-
-def along_rows(ref, first, shape: tuple[int, int]) -> jax.Array:
-    """One number, or those of `shape[0]` rows, spread over the columns."""
-    if ref.shape == (1,):
-        return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
-    values = plgpu.load(ref, pl.ds(first, shape[0]), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-    return lax.broadcast_in_dim(values, shape, (0,))
-
-
-def along_columns(ref, first, shape: tuple[int, int]) -> jax.Array:
-    """One number, or those of `shape[1]` columns, spread over the rows."""
-    if ref.shape == (1,):
-        return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
-    values = plgpu.load(ref, pl.ds(first, shape[1]), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(values, shape, (1,))
-
-
-def tiled(row_bytes: int, itemsize: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """The layout in shared memory of rows of that many bytes, or of pieces of them."""
-    swizzle = min(SWIZZLE, row_bytes)
-    return plgpu.TilingTransform((ROW_TILE, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    @property
+    def paired(self) -> int:
+        """Programs that work together."""
+        return 1 if self.pair is None else 2
 
 
 def matmul(
@@ -110,127 +78,98 @@ def matmul(
     Sizes must suit the tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
     Factors are float32 (1,), or (M,) and (N,) filled up to whole programs, as the bias is.
     """
-    a_turned, b_turned = summed_first
-    (m, k), n = a.shape[::-1] if a_turned else a.shape, b.shape[1 if b_turned else 0]
-    step_k = SWIZZLE // a.dtype.itemsize
-    grid_m, grid_n, steps = pl.cdiv(m, config.program_rows), pl.cdiv(n, config.program_columns), k // step_k
+    m, k = a.shape[::-1] if summed_first[0] else a.shape
+    n = b.shape[1 if summed_first[1] else 0]
     out_dtype = jnp.dtype(out_dtype)
-    epilogue_columns = _epilogue_columns(n, config, out_dtype)
+    plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs)
+    store_columns = _store_columns(n, config, out_dtype)
 
     def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
         *bias_gmem, out_gmem, a_ring, b_ring, out_smem, full, empty = rest
+        ring = Ring(config, a_ring, b_ring, full, empty, summed_first)
         warpgroup = lax.axis_index("warpgroup")
-
-        def slot_of(step):
-            return lax.rem(step, config.stages)
-
-        def over_tiles(work):
-            """work(first step, row tile, column tile) for each output tile of this program."""
-
-            @plgpu.nd_loop((grid_m * grid_n,), collective_axes="program")
-            def _(info: plgpu.NDLoopInfo):
-                row, column = plgpu.planar_snake(info.index[0], (grid_m, grid_n), config.along, config.band)
-                work(info.local_index * steps, row, column)
 
         def fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-            def tile(first, row, column):
-                a_rows = pl.ds(row * config.program_rows, config.program_rows)
-                b_rows = pl.ds(column * config.program_columns, config.program_columns)
-
-                @pl.loop(0, steps)
-                def _(step):
-                    slot = slot_of(first + step)
-
-                    @pl.when(first + step >= config.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
-                    along = pl.ds(step * step_k, step_k)
-                    a_tile = a_gmem.at[along, a_rows] if a_turned else a_gmem.at[a_rows, along]
-                    b_tile = b_gmem.at[along, b_rows] if b_turned else b_gmem.at[b_rows, along]
-                    plgpu.copy_gmem_to_smem(a_tile, a_ring.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(b_tile, b_ring.at[slot], full.at[slot])
-
-            over_tiles(tile)
-            tiles = pl.cdiv(grid_m * grid_n - lax.axis_index("program"), programs)
-
-            @pl.loop(lax.max(tiles * steps - config.stages, 0), tiles * steps)
-            def _(step):  # nobody may still be at a slot when the program ends
-                plgpu.barrier_wait(empty.at[slot_of(step)])
+            ring.drain(plan.over_tiles(functools.partial(ring.fetch_tile, plan, a_gmem, b_gmem)))
 
         def multiply():
-            plgpu.set_max_registers(_multiply_registers(), action="increase")
+            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
             factors = Factors(rows_gmem, columns_gmem)
-            sums = _promoted_sums if promote else _chained_sums
             below = warpgroup * config.rows if config.split == "rows" else 0
             beside = warpgroup * config.columns if config.split == "columns" else 0
+            sums = _promoted_sums if promote else _chained_sums
 
-            def operands(slot, part_at: int, part: int):
-                a_rows, b_rows = pl.ds(below, config.rows), pl.ds(beside + part_at, part)
-                left = a_ring.at[slot, :, a_rows].T if a_turned else a_ring.at[slot, a_rows]
-                right = b_ring.at[slot, :, b_rows] if b_turned else b_ring.at[slot, b_rows].T
-                return left, right
-
-            def tile(first, row, column):
-                ring = Ring(first, steps, slot_of, full, empty)
-                top = row * config.program_rows + below
-                left = column * config.program_columns + beside
+            def tile(place: Tile):
+                top, left = place.row + below, place.column + beside
 
                 def store(at: int, values: jax.Array):
-                    for piece in range(values.shape[1] // epilogue_columns):
-                        slot = (at // epilogue_columns + piece) % 2
-                        along = slice(piece * epilogue_columns, (piece + 1) * epilogue_columns)
-                        first_column = left + at + piece * epilogue_columns
-                        result = factors.apply(values[:, along], top, first_column)
+                    for piece in range(values.shape[1] // store_columns):
+                        slot = (at // store_columns + piece) % 2
+                        first = left + at + piece * store_columns
+                        result = values[:, piece * store_columns : (piece + 1) * store_columns]
+                        result = factors.apply(result, top, first)
                         if bias_gmem:
-                            result += along_columns(bias_gmem[0], first_column, result.shape)
+                            result += along_columns(bias_gmem[0], first, result.shape)
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         out_smem[warpgroup, slot] = result.astype(out_dtype)
                         plgpu.commit_smem()
-                        block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first_column, epilogue_columns)]
+                        block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first, store_columns)]
                         plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, slot], block)
 
-                sums(config, ring, operands, store)
+                sums(config, plan.steps, place.first, ring, below, beside, store)
 
-            over_tiles(tile)
+            plan.over_tiles(tile)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(warpgroup == WARPGROUPS, fetch, multiply)
 
-    def ring_of(rows: int, dtype, turned: bool):
-        shape = (step_k, rows) if turned else (rows, step_k)
-        return plgpu.SMEM((config.stages, *shape), dtype, transforms=tiled(SWIZZLE, dtype.itemsize))
-
-    out_row = epilogue_columns * out_dtype.itemsize
+    out_row = store_columns * out_dtype.itemsize
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(programs,),
-        grid_names=("program",),
+        grid=(plan.teams,),
+        grid_names=("team",),
+        cluster=(config.paired,),
+        cluster_names=("member",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            ring_of(config.program_rows, a.dtype, a_turned),
-            ring_of(config.program_columns, b.dtype, b_turned),
+            _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
+            _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
             plgpu.SMEM(
-                (WARPGROUPS, 2, config.rows, epilogue_columns), out_dtype, transforms=tiled(out_row, out_dtype.itemsize)
+                (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(out_row, out_dtype.itemsize)
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+            _given_back(config),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return run(a, b, row_factors, column_factors, *([] if bias is None else [bias]))
 
 
-def _multiply_registers() -> int:
-    """What is left of a multiprocessor's registers for each thread that multiplies, in steps of 8."""
-    return (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
+def tiled(row_bytes: int, itemsize: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """The layout in shared memory of rows of that many bytes, or of pieces of them."""
+    swizzle = min(SWIZZLE, row_bytes)
+    return plgpu.TilingTransform((ROW_TILE, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def _epilogue_columns(n: int, config: Config, out_dtype) -> int:
+def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> plgpu.SMEM:
+    step = SWIZZLE // dtype.itemsize
+    shape = (step, rows) if summed_first else (rows, step)
+    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(SWIZZLE, dtype.itemsize))
+
+
+def _given_back(config: Config):
+    """Barriers of slots that all who multiply have done with; of a pair, both."""
+    if config.pair is None:
+        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
+    return plgpu.ClusterBarrier(
+        collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=config.stages
+    )
+
+
+def _store_columns(n: int, config: Config, out_dtype) -> int:
     """Columns that are stored at a time: as many as the config says, fewer where N is no multiple or they are wide."""
     columns = config.epilogue_columns * 2 // out_dtype.itemsize
     while n % columns:
@@ -238,57 +177,174 @@ def _epilogue_columns(n: int, config: Config, out_dtype) -> int:
     return columns
 
 
+class Tile(NamedTuple):
+    """A part of the result: its first row and column, and the first of the program's steps that belong to it."""
+
+    row: Any
+    column: Any
+    first: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which program computes which tiles; `steps` of `depth` elements make up K."""
+
+    m: int
+    n: int
+    steps: int
+    depth: int
+    config: Config
+    programs: int
+
+    @property
+    def teams(self) -> int:
+        return self.programs // self.config.paired
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of teams down and across."""
+        down = self.config.program_rows * (2 if self.config.pair == "rows" else 1)
+        across = self.config.program_columns * (2 if self.config.pair == "columns" else 1)
+        return pl.cdiv(self.m, down), pl.cdiv(self.n, across)
+
+    def over_tiles(self, work) -> Any:
+        """work(tile) for each tile of this program; returns its number of steps."""
+        config, team, member = self.config, lax.axis_index("team"), lax.axis_index("member")
+        turns = pl.cdiv(self.grid[0] * self.grid[1] - team, self.teams)
+
+        @pl.loop(0, turns)
+        def _(turn):
+            row, column = plgpu.planar_snake(team + turn * self.teams, self.grid, config.along, config.band)
+            row = row * 2 + member if config.pair == "rows" else row
+            column = column * 2 + member if config.pair == "columns" else column
+            work(Tile(row * config.program_rows, column * config.program_columns, turn * self.steps))
+
+        return turns * self.steps
+
+
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The slots of one output tile: steps first, first + 1, ... of the program, each fetched, used and given back."""
+    """Slots that are fetched, multiplied and given back in turn."""
 
-    first: jax.Array
-    steps: int
-    slot_of: object
-    full: object
-    empty: object
+    config: Config
+    a: Any
+    b: Any
+    full: Any
+    empty: Any
+    summed_first: tuple[bool, bool]
+
+    def slot(self, step):
+        return lax.rem(step, self.config.stages)
+
+    def fetch_tile(self, plan: Plan, a_gmem, b_gmem, tile: Tile) -> None:
+        config = self.config
+        a_rows, b_rows = pl.ds(tile.row, config.program_rows), pl.ds(tile.column, config.program_columns)
+        a_shared, b_shared = ("member" if config.pair == by else None for by in ("columns", "rows"))
+
+        @pl.loop(0, plan.steps)
+        def _(step):
+            slot = self.slot(tile.first + step)
+            pl.when(tile.first + step >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+            along = pl.ds(step * plan.depth, plan.depth)
+            a_tile = a_gmem.at[along, a_rows] if self.summed_first[0] else a_gmem.at[a_rows, along]
+            b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
+            plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
+            plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
+
+    def drain(self, steps) -> None:
+        """Wait until every slot was given back: nobody may still read one when the program ends."""
+
+        @pl.loop(lax.max(steps - self.config.stages, 0), steps)
+        def _(step):
+            plgpu.barrier_wait(self.empty.at[self.slot(step)])
+
+    def wait(self, step) -> None:
+        plgpu.barrier_wait(self.full.at[self.slot(step)])
+
+    def release(self, step) -> None:
+        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
+
+    def operands(self, step, first_row, rows: int, first_column, columns: int) -> tuple[Any, Any]:
+        """Rows of a, and of b transposed."""
+        slot, a_rows, b_rows = self.slot(step), pl.ds(first_row, rows), pl.ds(first_column, columns)
+        left = self.a.at[slot, :, a_rows].T if self.summed_first[0] else self.a.at[slot, a_rows]
+        right = self.b.at[slot, :, b_rows] if self.summed_first[1] else self.b.at[slot, b_rows].T
+        return left, right
 
 
-def _chained_sums(config: Config, ring: Ring, operands, store) -> None:
+def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
     """All of K in the tensor cores' own accumulator."""
 
     @functools.partial(pl.run_scoped, sums=plgpu.ACC((config.rows, config.columns), jnp.float32))
     def _(sums):
-        @pl.loop(0, ring.steps)
+        @pl.loop(0, steps)
         def _(step):
-            slot = ring.slot_of(ring.first + step)
-            plgpu.barrier_wait(ring.full.at[slot])
-            plgpu.wgmma(sums, *operands(slot, 0, config.columns))
-            plgpu.wgmma_wait(1)  # the product before this one is done, so its slot is free
-
-            @pl.when(step > 0)
-            def _():
-                plgpu.barrier_arrive(ring.empty.at[ring.slot_of(ring.first + step - 1)])
+            at = first + step
+            ring.wait(at)
+            plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside, config.columns))
+            plgpu.wgmma_wait(1)  # the step before this one is multiplied
+            pl.when(step > 0)(lambda: ring.release(at - 1))
 
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ring.empty.at[ring.slot_of(ring.first + ring.steps - 1)])
+        ring.release(first + steps - 1)
         store(0, sums[...])
 
 
-def _promoted_sums(config: Config, ring: Ring, operands, store) -> None:
+def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
     """Each step of K in the tensor cores' accumulator, all steps in float32 registers."""
     part = config.columns // config.parts
 
     def step_of(step, totals):
-        slot = ring.slot_of(ring.first + step)
-        plgpu.barrier_wait(ring.full.at[slot])
+        at = first + step
+        ring.wait(at)
         grown = []
         for i, total in enumerate(totals):
 
-            def product(sums, at=i * part):
-                plgpu.wgmma(sums, *operands(slot, at, part))
+            def product(sums, column=i * part):
+                plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside + column, part))
                 return sums[...]
 
             grown.append(total + pl.run_scoped(product, plgpu.ACC((config.rows, part), jnp.float32)))
-        plgpu.barrier_arrive(ring.empty.at[slot])
+        ring.release(at)
         return tuple(grown)
 
     zeros = plgpu.layout_cast(jnp.zeros((config.rows, part), jnp.float32), plgpu.Layout.WGMMA)
-    totals = lax.fori_loop(0, ring.steps, step_of, (zeros,) * config.parts)
-    for i, total in enumerate(totals):
+    for i, total in enumerate(lax.fori_loop(0, steps, step_of, (zeros,) * config.parts)):
         store(i * part, total)
+
+
+class Factors:
+    """What the sums are multiplied by: one number or one per row of the result, and one number or one per column."""
+
+    def __init__(self, rows_ref, columns_ref):
+        self.rows_ref, self.columns_ref = rows_ref, columns_ref
+        self.scalars = rows_ref.shape == columns_ref.shape == (1,)
+        if self.scalars:
+            left, right = rows_ref[0], columns_ref[0]
+            self.smaller, self.larger = jnp.minimum(left, right), jnp.maximum(left, right)
+
+    def apply(self, sums: jax.Array, first_row, first_column) -> jax.Array:
+        """The smaller factor first, so that sums of ordinary size do not pass through infinity."""
+        if self.scalars:
+            return sums * self.smaller * self.larger
+        left = along_rows(self.rows_ref, first_row, sums.shape)
+        right = along_columns(self.columns_ref, first_column, sums.shape)
+        return sums * jnp.minimum(left, right) * jnp.maximum(left, right)
+
+
+def along_rows(ref, first, shape: tuple[int, ...]) -> jax.Array:
+    """One number, or those of `shape[0]` rows, spread over the columns."""
+    return _spread(ref, first, shape, axis=0)
+
+
+def along_columns(ref, first, shape: tuple[int, ...]) -> jax.Array:
+    """One number, or those of `shape[1]` columns, spread over the rows."""
+    return _spread(ref, first, shape, axis=1)
+
+
+def _spread(ref, first, shape: tuple[int, ...], axis: int) -> jax.Array:
+    if ref.shape == (1,):
+        return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    values = plgpu.load(ref, pl.ds(first, shape[axis]), layout=layout, optimized=False)
+    return lax.broadcast_in_dim(values, shape, (axis,))

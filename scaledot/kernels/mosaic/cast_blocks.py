@@ -1,0 +1,321 @@
+"""One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
+
+A thread owns four neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
+are the groups of a rotation; blocks along a row it shares with a few neighbours. What it reads a second time comes from
+the cache.
+
+What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
+view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scaledot.formats import Format
+from scaledot.numerics.bits import finite_magnitude, float_of, flush, power_of_two, power_of_two_factors
+from scaledot.numerics.encode import float_code, rounded
+from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import uniform_at
+from scaledot.numerics.scale import E4M3_MAX, e8m0_code
+
+LANES, WARPS, VECTOR = 32, 4, 4
+COLUMNS = LANES * WARPS * VECTOR  # of one program
+TOGETHER = 8  # rows that are on their way at a time
+AMAX_BLOCKS = 8  # blocks of rows of one program that looks for the largest magnitude
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A cast: blocks along rows ("along"), down columns ("down") or as long as wide ("square").
+
+    values: bfloat16 instead of codes and scales. rotation: down the columns, before the cast.
+    """
+
+    format: Format
+    shape: str
+    values: bool
+    stochastic: bool = False
+    rotation: Hadamard | None = None
+
+    @property
+    def packs(self) -> bool:
+        return not self.values and self.format.bits == 4
+
+
+class Made(NamedTuple):
+    """Codes or values, and the bytes of the scales where there are codes."""
+
+    data: jax.Array
+    scale: jax.Array | None
+
+
+def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array, width: int) -> tuple[Made, ...]:
+    """The casts of x (M, K) that the views ask for; M must be a multiple of the block and K of 512.
+
+    up: for each view what brings its largest block maximum to the largest scale, and the reciprocal; float32 (V, 2),
+    read by two-level formats. seeds: the two words of each view's key, uint32 (V, 2). width: the length of rows by
+    which elements are counted for stochastic rounding.
+    """
+    m, k = x.shape
+    size = views[0].format.block[-1]
+    across = COLUMNS // size  # blocks along a row of one program
+    layout = _layout(size)
+
+    def kernel(x_gmem, up_gmem, seeds_gmem, *outs):
+        outs = iter(outs)
+        below, first = lax.axis_index("row"), lax.axis_index("column") * across
+        rows = Rows(x_gmem, below * size, pl.ds(first, across), size, layout)
+        for number, view in enumerate(views):
+            level = up_gmem[number, 0], up_gmem[number, 1]
+            keyed = functools.partial(_uniform, rows, seeds_gmem, number, width) if view.stochastic else None
+            out = Out(view, rows, keyed, next(outs), None if view.values else next(outs))
+            {"along": _along, "down": _down, "square": _down}[view.shape](view, rows, level, out)
+
+    def outputs(view: View) -> list[jax.ShapeDtypeStruct]:
+        dtype = jnp.bfloat16 if view.values else jnp.uint8 if view.packs else view.format.element_dtype
+        data = jax.ShapeDtypeStruct((m // 2 if view.packs else m, k // size, size), dtype)
+        scales = {"along": (m, k // size), "down": (m // size, k // size, size), "square": (m // size, k // size)}
+        return [data] if view.values else [data, jax.ShapeDtypeStruct(scales[view.shape], jnp.uint8)]
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(output for view in views for output in outputs(view)),
+        grid=(m // size, k // COLUMNS),
+        grid_names=("row", "column"),
+        compiler_params=_PARAMETERS,
+    )
+    written = iter(run(x.reshape(m, k // size, size), up, seeds))
+
+    def made(view: View) -> Made:
+        data = next(written)
+        scale = None if view.values else next(written)
+        return Made(data.reshape(-1, k), None if scale is None else scale.reshape(scale.shape[0], -1))
+
+    return tuple(map(made, views))
+
+
+def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> tuple[jax.Array, ...]:
+    """The largest finite magnitude of x, and of x rotated down its columns in groups of `size`."""
+    m, k = x.shape
+    across, layout, deep = COLUMNS // size, _layout(size), m // size
+    strips = -(-deep // AMAX_BLOCKS)
+
+    def kernel(x_gmem, out_gmem):
+        strip, column = lax.axis_index("strip"), lax.axis_index("column")
+
+        def block(i, largest):
+            rows = Rows(x_gmem, (strip + i * strips) * size, pl.ds(column * across, across), size, layout)
+            loaded = [rows.load(j) for j in range(size)]
+            found = []
+            for rotation, most in zip(rotations, largest, strict=True):
+                values = loaded if rotation is None else _rotated(loaded, rotation)
+                found.append(functools.reduce(jnp.maximum, map(finite_magnitude, values), most))
+            return tuple(found)
+
+        nothing = plgpu.layout_cast(jnp.zeros((across, size), jnp.int32), layout)
+        count = lax.div(deep - strip + strips - 1, strips)
+        for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
+            out_gmem[number, strip, column] = jnp.max(jnp.max(float_of(most.astype(jnp.uint32)), axis=1), axis=0)
+
+    grid = (strips, k // COLUMNS)
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((len(rotations), *grid), jnp.float32),
+        grid=grid,
+        grid_names=("strip", "column"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return tuple(jnp.max(run(x.reshape(m, k // size, size)), axis=(1, 2)))
+
+
+# Nothing that a cast writes is read again, so no thread need wait for another.
+_PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+
+
+def _layout(size: int) -> Any:
+    """(blocks, elements) of a row: vectors of four, the lanes of a warp side by side, warps one after the other."""
+    lanes = size // VECTOR
+    tiling = plgpu.Tiling(((WARPS * LANES // lanes, size), (LANES // lanes, size), (VECTOR,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+class Rows(NamedTuple):
+    """The rows of one block: the first of them, and which blocks along a row."""
+
+    gmem: Any
+    first: Any
+    beside: Any
+    size: int
+    layout: Any
+
+    def load(self, i) -> jax.Array:
+        """float32 without subnormals, (blocks, elements)."""
+        row = plgpu.load(self.gmem, (self.first + i, self.beside), layout=self.layout, optimized=False)
+        return flush(row.astype(jnp.float32))
+
+    def in_steps(self, body, carry):
+        """body(rows of a step, numbered) over all steps."""
+
+        def step(i, carry):
+            return body([(i * TOGETHER + j, self.load(i * TOGETHER + j)) for j in range(TOGETHER)], carry)
+
+        return lax.fori_loop(0, self.size // TOGETHER, step, carry)
+
+    def spread(self, value: jax.Array) -> jax.Array:
+        """One number per block as one per element."""
+        if value.ndim == 2:
+            return value
+        shape = (value.shape[0], self.size)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (0,)), self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Out:
+    """Where the codes or values of a view go, and its scales."""
+
+    view: View
+    rows: Rows
+    uniform: Any
+    data: Any
+    scale: Any
+
+    def write(self, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]") -> None:
+        """Some rows of a block, each under its scale; packed ones come in pairs."""
+        view, results = self.view, []
+        for (i, row), scale in zip(numbered, scales, strict=True):
+            uniform = None if self.uniform is None else self.uniform(i)
+            results.append(_cast(view, row, scale, self.rows.spread, uniform))
+        if not view.packs:
+            for (i, _), result in zip(numbered, results, strict=True):
+                self.data[self.rows.first + i, self.rows.beside] = result
+            return
+        for (i, _), even, odd in zip(numbered[::2], results[::2], results[1::2], strict=True):
+            at = lax.div(self.rows.first + i, 2)
+            self.data[at, self.rows.beside] = (even | (odd << 4)).astype(jnp.uint8)
+
+    def write_scale(self, at, scale: "Scale") -> None:
+        if self.scale is not None:
+            self.scale[at, self.rows.beside] = scale.stored
+
+
+class Scale(NamedTuple):
+    """The bytes of a scale, what data is multiplied by, and what codes are, in turn."""
+
+    stored: jax.Array
+    factor: jax.Array
+    back: tuple[jax.Array, ...]
+
+
+def _along(view: View, rows: Rows, level, out: Out) -> None:
+    def body(numbered, carry):
+        scales = []
+        for i, row in numbered:
+            magnitude = float_of(finite_magnitude(row).astype(jnp.uint32))
+            scales.append(_scale_of(view.format, jnp.max(magnitude, axis=1), level))
+            out.write_scale(rows.first + i, scales[-1])
+        out.write(numbered, scales)
+        return carry
+
+    rows.in_steps(body, jnp.int32(0))
+
+
+def _down(view: View, rows: Rows, level, out: Out) -> None:
+    if view.rotation is None:
+        _down_as_it_is(view, rows, level, out)
+    else:
+        turned = _rotated([rows.load(i) for i in range(rows.size)], view.rotation)
+        largest = functools.reduce(jnp.maximum, map(finite_magnitude, turned))
+        scale = _down_scale(view, largest, level)
+        out.write_scale(lax.div(rows.first, rows.size), scale)
+        out.write(list(enumerate(turned)), [scale] * rows.size)
+
+
+def _down_as_it_is(view: View, rows: Rows, level, out: Out) -> None:
+    nothing = plgpu.layout_cast(jnp.zeros((COLUMNS // rows.size, rows.size), jnp.int32), rows.layout)
+
+    def larger(numbered, largest):
+        return functools.reduce(jnp.maximum, (finite_magnitude(row) for _, row in numbered), largest)
+
+    scale = _down_scale(view, rows.in_steps(larger, nothing), level)
+    out.write_scale(lax.div(rows.first, rows.size), scale)
+
+    def body(numbered, carry):
+        out.write(numbered, [scale] * len(numbered))
+        return carry
+
+    rows.in_steps(body, jnp.int32(0))
+
+
+def _down_scale(view: View, largest: jax.Array, level) -> Scale:
+    magnitude = float_of(largest.astype(jnp.uint32))
+    return _scale_of(view.format, jnp.max(magnitude, axis=1) if view.shape == "square" else magnitude, level)
+
+
+def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
+    if format.scale == "float8_e8m0fnu":
+        code = e8m0_code(amax, format)
+        return Scale(code.astype(jnp.uint8), power_of_two(127 - code), power_of_two_factors(code - 127))
+    up, down = level
+    relative = jnp.minimum(amax * (up * np.float32(1 / format.max)), E4M3_MAX)
+    stored = relative.astype(jnp.float8_e4m3fn)
+    value = stored.astype(jnp.float32)
+    factor = jnp.minimum(np.float32(1) / (value * down), np.finfo(np.float32).max)
+    factor = jnp.where(value == 0, np.float32(0), factor)
+    return Scale(lax.bitcast_convert_type(stored, jnp.uint8), factor, (value,))
+
+
+def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
+    """Codes of a row, packed ones as bits; or the values that they stand for."""
+    format, limit = view.format, float(view.format.max)
+    scaled = row * spread(scale.factor)
+    if view.packs:
+        return float_code(scaled, format, uniform)
+    if format.bits == 8 and uniform is None:
+        codes = jnp.clip(scaled, -limit, limit).astype(format.element_dtype)
+        if not view.values:
+            return codes
+        values = codes.astype(jnp.float32)
+    else:
+        values = rounded(scaled, format, uniform)
+        if not view.values:
+            return values.astype(format.element_dtype)
+    for factor in scale.back:
+        values = values * spread(factor)
+    return flush(values).astype(jnp.bfloat16)
+
+
+def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
+    """Groups down the columns times the Hadamard matrix, in the order of sums and with the roundings of `hadamard`."""
+
+    def round_bfloat16(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    values = [round_bfloat16(row) * np.float32(sign) for row, sign in zip(rows, rotation.signs, strict=True)]
+    stride = 1
+    while stride < rotation.size:
+        following = list(values)
+        for i in range(rotation.size):
+            if not i & stride:
+                low, high = values[i], values[i + stride]
+                following[i], following[i + stride] = flush(low + high), flush(low - high)
+        values, stride = following, 2 * stride
+    return [round_bfloat16(flush(value * np.float32(rotation.size**-0.5))) for value in values]
+
+
+def _uniform(rows: Rows, seeds_gmem, number: int, width: int, i) -> jax.Array:
+    """Numbers in [0, 1) for the elements of a row."""
+    shape = (COLUMNS // rows.size, rows.size)
+    block, element = (plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=rows.layout) for axis in range(2))
+    start = (rows.first + i).astype(jnp.uint32) * np.uint32(width) + (
+        rows.beside.start * np.int32(rows.size)
+    ).astype(jnp.uint32)
+    index = start + block * np.uint32(rows.size) + element
+    return uniform_at(index, seeds_gmem[number, 0], seeds_gmem[number, 1])
