@@ -20,7 +20,7 @@ def environment() -> dict:
         "cores": os.cpu_count(),
         "scaledot": scaledot.__version__,
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: version(package) for package in _PACKAGES},
     }
 
 
@@ -34,7 +34,7 @@ def write(name: str, record: dict) -> str:
     return path.relative_to(RESULTS.parent.parent).as_posix()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

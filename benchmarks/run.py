@@ -1,8 +1,9 @@
 """The door: which suite, how large, how often.
 
-A suite is a module with a SIZE and `run(size, repeats) -> dict`, the record that is written to `results/`. It is
-imported only when asked for, so that a suite for one machine does not need what another one needs. A row that
-misses its target is a finding and not a failure; a wrong result raises before anything is timed.
+A suite for CPUs is a module with a SIZE and `run(size, repeats) -> dict`, the record that is written to `results/`; one
+for GPUs has cases instead, `run(cases, turns, skipped)`, and writes its part of the device's file. A module is imported
+only when asked for, so that a suite for one machine does not need what another one needs. A row that misses its target
+is a finding and not a failure; a wrong result raises before anything is timed.
 """
 
 import argparse
@@ -10,13 +11,18 @@ import importlib
 
 from benchmarks import record
 
-SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
+CPU_SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
+GPU_SUITES = {name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm")}
+SUITES = CPU_SUITES | GPU_SUITES
 REPEATS = 15
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     suite = importlib.import_module(SUITES[options.suite])
+    if options.suite in GPU_SUITES:
+        suite.run(tuple(options.cases), options.repeats, frozenset(options.skip))
+        return
     size = options.size or suite.SIZE
     result = suite.run(size, options.repeats)
     # A quicker run never takes the place of the one that the docs quote.
@@ -29,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--suite", required=True, choices=SUITES, help="what to measure")
     parser.add_argument("--size", type=_size, help="rows and columns of the matrices (default: the suite's)")
     parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed calls of each (default %(default)s)")
+    parser.add_argument("--cases", nargs="*", default=[], help="of a suite for GPUs (default: all)")
+    parser.add_argument("--skip", nargs="*", default=[], help="sides of a suite for GPUs that are left out")
     return parser
 
 

@@ -120,7 +120,7 @@ class Format:
 
     @property
     def is_float(self) -> bool:
-        return self.element.startswith("float")
+        return "float" in self.element
 
     @property
     def bits(self) -> int:

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from scaledot.formats import Format
-from scaledot.numerics.bits import MAGNITUDE, SIGN, bits_of, float_of
-from scaledot.numerics.rounding import round_count, round_integer, round_to
+from scaledot.numerics.bits import INFINITY, MAGNITUDE, SIGN, bits_of, float_of
+from scaledot.numerics.rounding import round_count, round_float, round_integer, round_to
 
 
 def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
@@ -102,11 +102,13 @@ def float_code(w: jax.Array, format: Format, uniform: jax.Array | None = None) -
 
 def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
     """The float32 values that the codes of w stand for; NaN as in codes."""
+    info = ml_dtypes.finfo(format.element_dtype)
     bits = bits_of(w)
-    in_steps, field = _in_steps(bits, format)
-    step = float_of((field - np.uint32(format.mantissa_bits)) << 23)
-    value = round_count(in_steps, uniform).astype(jnp.int32).astype(jnp.float32) * step
-    nan = bits_of(np.float32(np.nan)) if format.bits == 8 else np.uint32(0)
+    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
+    binade = jnp.maximum(clipped & INFINITY, np.float32(2.0 ** int(info.minexp)).view(np.uint32))
+    in_steps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
+    value = round_float(in_steps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
+    nan = np.float32(np.nan).view(np.uint32) if format.bits == 8 else np.uint32(0)
     return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | (bits & SIGN)))
 
 

@@ -25,8 +25,17 @@ def round_count(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
     """The same for 0 <= w < 2^22, as uint32; adding 2^23 makes the sum's own rounding leave the integer in its bits."""
     if uniform is None:
         return lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
-    below = w.astype(jnp.int32)
-    return (below + (w - below.astype(jnp.float32) > uniform).astype(jnp.int32)).astype(jnp.uint32)
+    return round_float(w, uniform).astype(jnp.int32).astype(jnp.uint32)
+
+
+def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """The same as float32."""
+    if uniform is None:
+        # 2^23 has these bits already; without the detour XLA would cancel it against the one that is subtracted.
+        shifted = lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) | np.uint32(0x4B000000)
+        return lax.bitcast_convert_type(shifted, jnp.float32) - np.float32(2.0**23)
+    below = w.astype(jnp.int32).astype(jnp.float32)
+    return jnp.where(w - below > uniform, below + np.float32(1), below)
 
 
 def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

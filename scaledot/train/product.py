@@ -261,7 +261,7 @@ class Casts:
             self.groups,
             preferred_element_type=like.type.dtype,
             precision=self.rule.precision,
-            out_sharding=None if sharding.mesh.empty else sharding,
+            out_sharding=sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None,
             kernel=self.rule.kernel,
         )
         # A forward operand that was padded for its rotation has gradients for the zeros, too.

@@ -1,11 +1,14 @@
 """One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
 
-A thread owns four neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
+A thread owns four or eight neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
 are the groups of a rotation; blocks along a row it shares with a few neighbours. What it reads a second time comes from
 the cache.
 
 What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
 view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
+
+Codes and scales have the reference's bits. Values below 2^-126 are kept where the reference makes them zeros, and so are
+sums of a rotation: neither shows in a product.
 """
 
 import dataclasses
@@ -20,15 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.numerics.bits import finite_magnitude, float_of, flush, power_of_two, power_of_two_factors
+from scaledot.numerics.bits import MIN_NORMAL, amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import E4M3_MAX, e8m0_code
 
-LANES, WARPS, VECTOR = 32, 4, 4
-COLUMNS = LANES * WARPS * VECTOR  # of one program
-TOGETHER = 8  # rows that are on their way at a time
+LANES, WARPS = 32, 4
+COLUMNS = LANES * WARPS * 8  # what K must be a multiple of
+TOGETHER = 4  # rows that are on their way at a time
+# 2^-127, the smallest MX scale, is no normal number; the largest one of 8-bit floats leaves room for a constant share.
+SHARE = np.float32(2.0**-8)
+LEAST = MIN_NORMAL.view(np.float32)
 AMAX_BLOCKS = 8  # blocks of rows of one program that looks for the largest magnitude
 
 
@@ -66,8 +72,8 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
     """
     m, k = x.shape
     size = views[0].format.block[-1]
-    across = COLUMNS // size  # blocks along a row of one program
-    layout = _layout(size)
+    columns, layout = _columns(size, x.dtype), _layout(size, x.dtype)
+    across = columns // size  # blocks along a row of one program
 
     def kernel(x_gmem, up_gmem, seeds_gmem, *outs):
         outs = iter(outs)
@@ -88,7 +94,7 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
     run = plgpu.kernel(
         kernel,
         out_type=tuple(output for view in views for output in outputs(view)),
-        grid=(m // size, k // COLUMNS),
+        grid=(m // size, k // columns),
         grid_names=("row", "column"),
         compiler_params=_PARAMETERS,
     )
@@ -105,7 +111,8 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
 def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> tuple[jax.Array, ...]:
     """The largest finite magnitude of x, and of x rotated down its columns in groups of `size`."""
     m, k = x.shape
-    across, layout, deep = COLUMNS // size, _layout(size), m // size
+    columns, layout, deep = _columns(size, x.dtype), _layout(size, x.dtype), m // size
+    across = columns // size
     strips = -(-deep // AMAX_BLOCKS)
 
     def kernel(x_gmem, out_gmem):
@@ -117,15 +124,15 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
             found = []
             for rotation, most in zip(rotations, largest, strict=True):
                 values = loaded if rotation is None else _rotated(loaded, rotation)
-                found.append(functools.reduce(jnp.maximum, map(finite_magnitude, values), most))
+                found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(found)
 
-        nothing = plgpu.layout_cast(jnp.zeros((across, size), jnp.int32), layout)
+        nothing = plgpu.layout_cast(jnp.zeros((across, size), jnp.uint32), layout)
         count = lax.div(deep - strip + strips - 1, strips)
         for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
-            out_gmem[number, strip, column] = jnp.max(jnp.max(float_of(most.astype(jnp.uint32)), axis=1), axis=0)
+            out_gmem[number, strip, column] = jnp.max(jnp.max(amax_of_rank(most), axis=1), axis=0)
 
-    grid = (strips, k // COLUMNS)
+    grid = (strips, k // columns)
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((len(rotations), *grid), jnp.float32),
@@ -140,10 +147,21 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
-def _layout(size: int) -> Any:
-    """(blocks, elements) of a row: vectors of four, the lanes of a warp side by side, warps one after the other."""
-    lanes = size // VECTOR
-    tiling = plgpu.Tiling(((WARPS * LANES // lanes, size), (LANES // lanes, size), (VECTOR,)))
+def _vector(size: int, dtype) -> int:
+    """Neighbouring columns of a thread: 16 bytes, or half of that where a rotation keeps a whole block in registers."""
+    return 8 if size == 32 and dtype.itemsize == 2 else 4
+
+
+def _columns(size: int, dtype) -> int:
+    """Of one program."""
+    return LANES * WARPS * _vector(size, dtype)
+
+
+def _layout(size: int, dtype) -> Any:
+    """(blocks, elements) of a row: vectors, the lanes of a warp side by side, warps one after the other."""
+    vector = _vector(size, dtype)
+    lanes = size // vector
+    tiling = plgpu.Tiling(((WARPS * LANES // lanes, size), (LANES // lanes, size), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -157,9 +175,13 @@ class Rows(NamedTuple):
     layout: Any
 
     def load(self, i) -> jax.Array:
-        """float32 without subnormals, (blocks, elements)."""
-        row = plgpu.load(self.gmem, (self.first + i, self.beside), layout=self.layout, optimized=False)
-        return flush(row.astype(jnp.float32))
+        """float32, (blocks, elements)."""
+        row = plgpu.load(self.gmem.at[self.first + i, self.beside], layout=self.layout, optimized=False)
+        return row.astype(jnp.float32)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.beside.size, self.size
 
     def in_steps(self, body, carry):
         """body(rows of a step, numbered) over all steps."""
@@ -218,8 +240,8 @@ def _along(view: View, rows: Rows, level, out: Out) -> None:
     def body(numbered, carry):
         scales = []
         for i, row in numbered:
-            magnitude = float_of(finite_magnitude(row).astype(jnp.uint32))
-            scales.append(_scale_of(view.format, jnp.max(magnitude, axis=1), level))
+            largest = amax_of_rank(jnp.max(magnitude_rank(row), axis=1))
+            scales.append(_scale_of(view.format, largest, level))
             out.write_scale(rows.first + i, scales[-1])
         out.write(numbered, scales)
         return carry
@@ -232,17 +254,17 @@ def _down(view: View, rows: Rows, level, out: Out) -> None:
         _down_as_it_is(view, rows, level, out)
     else:
         turned = _rotated([rows.load(i) for i in range(rows.size)], view.rotation)
-        largest = functools.reduce(jnp.maximum, map(finite_magnitude, turned))
+        largest = functools.reduce(jnp.maximum, map(magnitude_rank, turned))
         scale = _down_scale(view, largest, level)
         out.write_scale(lax.div(rows.first, rows.size), scale)
         out.write(list(enumerate(turned)), [scale] * rows.size)
 
 
 def _down_as_it_is(view: View, rows: Rows, level, out: Out) -> None:
-    nothing = plgpu.layout_cast(jnp.zeros((COLUMNS // rows.size, rows.size), jnp.int32), rows.layout)
+    nothing = plgpu.layout_cast(jnp.zeros(rows.shape, jnp.uint32), rows.layout)
 
     def larger(numbered, largest):
-        return functools.reduce(jnp.maximum, (finite_magnitude(row) for _, row in numbered), largest)
+        return functools.reduce(jnp.maximum, (magnitude_rank(row) for _, row in numbered), largest)
 
     scale = _down_scale(view, rows.in_steps(larger, nothing), level)
     out.write_scale(lax.div(rows.first, rows.size), scale)
@@ -255,14 +277,14 @@ def _down_as_it_is(view: View, rows: Rows, level, out: Out) -> None:
 
 
 def _down_scale(view: View, largest: jax.Array, level) -> Scale:
-    magnitude = float_of(largest.astype(jnp.uint32))
-    return _scale_of(view.format, jnp.max(magnitude, axis=1) if view.shape == "square" else magnitude, level)
+    rank = jnp.max(largest, axis=1) if view.shape == "square" else largest
+    return _scale_of(view.format, amax_of_rank(rank), level)
 
 
 def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
     if format.scale == "float8_e8m0fnu":
         code = e8m0_code(amax, format)
-        return Scale(code.astype(jnp.uint8), power_of_two(127 - code), power_of_two_factors(code - 127))
+        return Scale(code.astype(jnp.uint8), power_of_two(127 - code), (SHARE, power_of_two(code - 119)))
     up, down = level
     relative = jnp.minimum(amax * (up * np.float32(1 / format.max)), E4M3_MAX)
     stored = relative.astype(jnp.float8_e4m3fn)
@@ -273,9 +295,9 @@ def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
 
 
 def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
-    """Codes of a row, packed ones as bits; or the values that they stand for."""
+    """Codes of a row, packed ones as bits; or the values that they stand for. Subnormal numbers are zeros."""
     format, limit = view.format, float(view.format.max)
-    scaled = row * spread(scale.factor)
+    scaled = row * jnp.where(jnp.abs(row) < LEAST, np.float32(0), spread(scale.factor))
     if view.packs:
         return float_code(scaled, format, uniform)
     if format.bits == 8 and uniform is None:
@@ -288,8 +310,8 @@ def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array |
         if not view.values:
             return values.astype(format.element_dtype)
     for factor in scale.back:
-        values = values * spread(factor)
-    return flush(values).astype(jnp.bfloat16)
+        values = values * (factor if factor.ndim == 0 else spread(factor))
+    return values.astype(jnp.bfloat16)
 
 
 def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
@@ -305,17 +327,16 @@ def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
         for i in range(rotation.size):
             if not i & stride:
                 low, high = values[i], values[i + stride]
-                following[i], following[i + stride] = flush(low + high), flush(low - high)
+                following[i], following[i + stride] = low + high, low - high
         values, stride = following, 2 * stride
-    return [round_bfloat16(flush(value * np.float32(rotation.size**-0.5))) for value in values]
+    return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in values]
 
 
 def _uniform(rows: Rows, seeds_gmem, number: int, width: int, i) -> jax.Array:
     """Numbers in [0, 1) for the elements of a row."""
-    shape = (COLUMNS // rows.size, rows.size)
-    block, element = (plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=rows.layout) for axis in range(2))
-    start = (rows.first + i).astype(jnp.uint32) * np.uint32(width) + (
-        rows.beside.start * np.int32(rows.size)
-    ).astype(jnp.uint32)
+    block, element = (plgpu.broadcasted_iota(jnp.uint32, rows.shape, axis, layout=rows.layout) for axis in range(2))
+    start = (rows.first + i).astype(jnp.uint32) * np.uint32(width) + (rows.beside.start * np.int32(rows.size)).astype(
+        jnp.uint32
+    )
     index = start + block * np.uint32(rows.size) + element
     return uniform_at(index, seeds_gmem[number, 0], seeds_gmem[number, 1])

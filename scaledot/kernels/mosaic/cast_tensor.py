@@ -58,15 +58,17 @@ class Result(NamedTuple):
 
 
 def config_for(dtype, wanted: Wanted) -> Config:
-    """Tiles whose rows are 256 bytes wide; half of that where sums of columns need registers."""
+    """Tiles whose rows are 256 bytes wide; half of that where nothing is transposed or sums of columns need registers."""
     if dtype.itemsize == 4:
         return Config(columns=64, stages=2, resident=2)
-    return Config(columns=64, stages=4, resident=2) if wanted.sums else Config()
+    narrow = wanted.sums or not (wanted.rows or wanted.transposed)
+    return Config(columns=64, stages=4, resident=2) if narrow else Config()
 
 
-def amax(x: jax.Array, *, config: Config, multiprocessors: int) -> jax.Array:
+def amax(x: jax.Array, *, multiprocessors: int) -> jax.Array:
     """Largest finite magnitudes of x (M, K), one of each program."""
     wanted = Wanted(rows=False, transposed=False, amax=True)
+    config = config_for(x.dtype, wanted)
     seen = _pass(x, None, None, x.dtype, wanted=wanted, config=config, multiprocessors=multiprocessors).amax
     assert seen is not None
     return seen
@@ -191,10 +193,12 @@ def _pass(
         scratch_types=[
             plgpu.SMEM((config.stages, 2, PAIRS, columns), x.dtype, transforms=_tiled(columns, x.dtype)),
             plgpu.SMEM((2, PAIRS, columns), dtype, transforms=_tiled(columns, dtype)) if wanted.rows else None,
-            plgpu.SMEM((columns, PAIRS), jnp.uint16, transforms=_tiled(PAIRS, jnp.uint16)) if wanted.transposed else None,
+            plgpu.SMEM((columns, PAIRS), jnp.uint16, transforms=_tiled(PAIRS, jnp.uint16))
+            if wanted.transposed
+            else None,
             plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
         ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=_PARAMETERS,
     )
     written = iter(run(x.reshape(m // 2, 2, k), *([] if given is None else [given])))
     rows, words, seen, sums, scale = (next(written) if want else None for want in writes)
@@ -205,6 +209,9 @@ def _pass(
         sums,
         scale,
     )
+
+
+_PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def _factor(given_gmem, format: Format | None, scale_gmem, program) -> jax.Array:

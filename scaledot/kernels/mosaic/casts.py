@@ -16,6 +16,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import FORMATS, Format, Quirks
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
+from scaledot.kernels.operands import block_values
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, divide, flush
 from scaledot.numerics.encode import decode_float
@@ -72,15 +73,25 @@ class RowPairs:
     def logical(self) -> ScaledArray:
         """The values that the codes stand for, under the tensor scale."""
         q, format = self.stored, self.stored.format
-        pairs = jnp.stack([q.data & np.uint8(15), q.data >> 4], axis=1).astype(jnp.uint32)
-        values = decode_float(pairs.reshape(2 * q.shape[0], q.shape[1]), format)
-        for factor in multipliers(q.scale, None, format):
-            values = values * blocks.spread(factor, values.shape, q.block)
-        return as_values(flush(values).astype(jnp.bfloat16), q.tensor_scale, q.dtype, q.rotation)
+        rows, columns = blocks.expand(q.block, 2)
+        (scale,) = multipliers(q.scale, None, format)
+        spread = blocks.spread(scale, q.shape, (rows // 2, columns))
+
+        def values(bits: jax.Array) -> jax.Array:
+            return flush(decode_float(bits.astype(jnp.uint32), format) * spread).astype(jnp.bfloat16)
+
+        pairs = jnp.stack([values(q.data & np.uint8(15)), values(q.data >> 4)], axis=1)
+        data = pairs.reshape(2 * q.shape[0], q.shape[1])
+        return as_values(data, q.tensor_scale, q.dtype, q.rotation)
 
 
 def as_values(data: jax.Array, scale: jax.Array, dtype, rotation: Hadamard | None = None) -> ScaledArray:
     return ScaledArray(data, scale.reshape(1, 1), format=VALUES, block=(0, 0), dtype=dtype, rotation=rotation)
+
+
+def values_of(q: ScaledArray) -> jax.Array:
+    """The bfloat16 values of codes under their block scales, without the tensor scale."""
+    return block_values(q, jnp.bfloat16)
 
 
 def logical(q):
@@ -200,7 +211,7 @@ def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None
     how = {"config": config, "multiprocessors": support.multiprocessors()}
     filled = _filled(x, WHOLE, WHOLE)
     if factor is None:
-        seen = cast_tensor.amax(filled, **how)
+        seen = cast_tensor.amax(filled, multiprocessors=support.multiprocessors())
         made = cast_tensor.cast_by_amax(filled, seen, format, wanted=wanted, **how)
         scale = made.scale
     else:

@@ -72,8 +72,8 @@ class Product:
         result = matmul(
             a.matrix,
             b.matrix,
-            _filled_factors(a.factors, config.program_rows),
-            _filled_factors(b.factors, config.program_columns),
+            _filled_factors(a.factors, config.team_rows),
+            _filled_factors(b.factors, config.team_columns),
             None,
             out_dtype=problem.out_dtype,
             config=config,

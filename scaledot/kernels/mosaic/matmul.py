@@ -58,6 +58,14 @@ class Config:
         """Programs that work together."""
         return 1 if self.pair is None else 2
 
+    @property
+    def team_rows(self) -> int:
+        return self.program_rows * (2 if self.pair == "rows" else 1)
+
+    @property
+    def team_columns(self) -> int:
+        return self.program_columns * (2 if self.pair == "columns" else 1)
+
 
 def matmul(
     a: jax.Array,
@@ -74,9 +82,9 @@ def matmul(
 ) -> jax.Array:
     """a (M, K) times b (N, K) transposed, times factors, plus bias (N,).
 
-    16-bit operands may also be (K, M) and (K, N), as `summed_first` says; tensor cores take 8-bit ones with K last only.
-    Sizes must suit the tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
-    Factors are float32 (1,), or (M,) and (N,) filled up to whole programs, as the bias is.
+    16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must suit the
+    tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
+    Factors are float32 (1,), or (M,) and (N,) filled up to whole teams of programs, as the bias is.
     """
     m, k = a.shape[::-1] if summed_first[0] else a.shape
     n = b.shape[1 if summed_first[1] else 0]
@@ -164,9 +172,7 @@ def _given_back(config: Config):
     """Barriers of slots that all who multiply have done with; of a pair, both."""
     if config.pair is None:
         return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
-    return plgpu.ClusterBarrier(
-        collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=config.stages
-    )
+    return plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=config.stages)
 
 
 def _store_columns(n: int, config: Config, out_dtype) -> int:
@@ -203,9 +209,7 @@ class Plan:
     @property
     def grid(self) -> tuple[int, int]:
         """Tiles of teams down and across."""
-        down = self.config.program_rows * (2 if self.config.pair == "rows" else 1)
-        across = self.config.program_columns * (2 if self.config.pair == "columns" else 1)
-        return pl.cdiv(self.m, down), pl.cdiv(self.n, across)
+        return pl.cdiv(self.m, self.config.team_rows), pl.cdiv(self.n, self.config.team_columns)
 
     def over_tiles(self, work) -> Any:
         """work(tile) for each tile of this program; returns its number of steps."""
@@ -346,5 +350,5 @@ def _spread(ref, first, shape: tuple[int, ...], axis: int) -> jax.Array:
     if ref.shape == (1,):
         return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    values = plgpu.load(ref, pl.ds(first, shape[axis]), layout=layout, optimized=False)
+    values = plgpu.load(ref.at[pl.ds(first, shape[axis])], layout=layout, optimized=False)
     return lax.broadcast_in_dim(values, shape, (axis,))

@@ -1,0 +1,149 @@
+"""Casts: bytes per second beside a copy on the device, and beside what XLA makes of the same two results.
+
+Every byte is counted once: what is read and what is written. Codes and scales are compared with the reference, byte
+for byte, on fresh data before anything is timed.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import scaledot as sd
+from benchmarks.gpu import report
+from benchmarks.gpu.sides import jax_side, measure
+from scaledot.kernels.mosaic import casts
+from scaledot.kernels.mosaic.casts import View
+
+SHAPE = (16384, 16384)
+COPY = "copy on the device (float32)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A cast of one matrix for two products; target: the least part of the copy's rate."""
+
+    name: str
+    dtype: Any
+    views: tuple[View, ...]
+    target: float | None = None
+    given_factor: bool = False
+
+    def ours(self, x: jax.Array, key: jax.Array) -> Any:
+        factor = jnp.float32(3.0) if self.given_factor else None
+        return casts.run(x, self.views, [key] * len(self.views), factor, self.given_factor, False)
+
+    def theirs(self, x: jax.Array, key: jax.Array) -> Any:
+        """The same through quantize, transposed where ours is."""
+        return tuple(self._reference(view, x, key) for view in self.views)
+
+    def _reference(self, view: View, x: jax.Array, key: jax.Array) -> sd.ScaledArray:
+        axes = (1, 0) if view.summed == 0 else (0, 1)
+        q = sd.quantize(
+            x,
+            view.format,
+            axis=axes,
+            block=tuple(view.tile[a] for a in axes),
+            rounding="stochastic" if view.stochastic else "nearest",
+            key=key if view.stochastic else None,
+            rotation=view.rotation,
+            pad=True,
+            factor=jnp.float32(3.0) if self.given_factor else None,
+        )
+        return q.T if view.summed == 0 and view.tile == (0, 0) else q
+
+
+def _pair(format: str, tile: int, **changed) -> tuple[View, ...]:
+    row = sd.FORMATS[format]
+    lines = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+    return tuple(View(row, line, summed, **changed) for line, summed in zip(lines, (1, 0), strict=True))
+
+
+ROTATED = sd.Hadamard()
+NV = sd.FORMATS["nvfp4"]
+CASES = (
+    Case("e4m3, both layouts, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
+    Case("e4m3, both layouts, given factor, with amax, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
+    Case("e4m3, both layouts, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
+    Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, kept=True), 0.75),
+    Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
+    Case(
+        "nvfp4 x: values, rotated codes",
+        jnp.bfloat16,
+        (View(NV, (1, 16), 1), View(NV, (16, 1), 0, True, False, ROTATED)),
+    ),
+    Case("nvfp4 w: 16x16, values and codes", jnp.float32, (View(NV, (16, 16), 0), View(NV, (16, 16), 1, True))),
+    Case(
+        "nvfp4 g: stochastic, values, rotated values",
+        jnp.bfloat16,
+        (View(NV, (1, 16), 1, False, True), View(NV, (16, 1), 0, False, True, ROTATED)),
+    ),
+)
+
+
+def check(case: Case, shape: tuple[int, int] = (416, 1072)) -> None:
+    """Raise unless our bytes are the reference's."""
+    x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
+    x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
+    x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[100].set(0)
+    key = jax.random.key(5)
+    for ours, theirs in zip(case.ours(x, key).arrays, case.theirs(x, key), strict=True):
+        _require_same(case.name, ours, theirs)
+
+
+def _require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
+    if isinstance(ours, casts.Transposed):
+        ours = ours.stored
+    if isinstance(ours, sd.ScaledArray) and ours.format == theirs.format:
+        pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    else:
+        ours = casts.logical(ours)
+        pairs = [(ours.data, casts.values_of(theirs))]
+    for a, b in pairs:
+        if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+            differing = np.mean(np.asarray(a).astype(np.float32) != np.asarray(b).astype(np.float32))
+            raise AssertionError(f"{what}: {differing:.2%} of {a.dtype}{a.shape} differ from the reference")
+
+
+def moved_bytes(case: Case, f: Callable[..., Any], x: jax.Array, key: jax.Array) -> int:
+    """What is read, once, and what the results take."""
+    results = jax.tree.leaves(jax.eval_shape(f, x, key))
+    return x.nbytes + sum(leaf.size * leaf.dtype.itemsize for leaf in results)
+
+
+def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+    key, rows = jax.random.key(0), []
+    chosen = [case for case in CASES if not cases or case.name in cases]
+    for case in chosen:
+        check(case)
+    print(f"{len(chosen)} casts have the reference's bytes")
+    for case in chosen:
+        x = jax.random.normal(jax.random.key(1), SHAPE, case.dtype)
+        big = jax.random.normal(jax.random.key(2), SHAPE, jnp.float32)
+        sides = [
+            jax_side(COPY, lambda x: lax.neg(x), big),
+            jax_side("scaledot", lambda x, key, case=case: case.ours(x, key).arrays, x, key, ours=True),
+            jax_side("XLA", case.theirs, x, key),
+        ]
+        timed, missing = measure(sides, turns, skipped)
+        copy_rate = 2 * big.nbytes / timed[COPY].median
+        row = {
+            "case": case.name,
+            "dtype": np.dtype(case.dtype).name,
+            "copy_gbs": copy_rate / 1e9,
+            "target": case.target,
+        }
+        print(f"{case.name}, {row['dtype']}; a copy moves {copy_rate / 1e9:.0f} GB/s")
+        moved = moved_bytes(case, lambda x, key, case=case: case.ours(x, key).arrays, x, key)
+        row["sides"] = {}
+        for name in (side for side in ("scaledot", "XLA") if side in timed):
+            rate = moved / timed[name].median
+            row["sides"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
+            target = case.target if name == "scaledot" else None
+            print(report.side_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
+        rows.append({**row, "missing": missing})
+    print(f"wrote {report.write('cast', rows, shape=SHAPE)}")

@@ -1,0 +1,166 @@
+"""The dense step: forward and backward of one linear layer, as in TransformerEngine's Dense tutorial.
+
+loss = vdot(x w, dy), gradients for x and for the float32 kernel w. A ratio is the time of JAX's bfloat16 over that of
+the side; sides that go through Flax are held to Flax's own bfloat16 layer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import scaledot as sd
+from benchmarks.gpu import dense_peers, report
+from benchmarks.gpu.sides import Side, Timed, jax_side, measure
+from scaledot import train
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer; targets: the least ratio of each of our sides, stretch: the ratio hoped for."""
+
+    name: str
+    batch: int
+    sequence: int
+    inputs: int
+    outputs: int
+    targets: dict[str, float] = dataclasses.field(default_factory=dict)
+    stretch: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def operations(self) -> float:
+        return 6.0 * self.batch * self.sequence * self.inputs * self.outputs
+
+
+LINEN = "scaledot fp8_current, nn.Dense"
+CASES = (
+    Case(
+        "A",
+        8,
+        2048,
+        8192,
+        32768,
+        {"scaledot fp8_current": 1.88, LINEN: 1.80, "scaledot fp8_delayed": 1.92}
+        | {"scaledot mxfp8": 0.95, "scaledot nvfp4": 0.93},
+        {"scaledot fp8_current": 1.95, LINEN: 1.88, "scaledot fp8_delayed": 2.0}
+        | {"scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
+    ),
+    Case(
+        "B",
+        4,
+        2048,
+        4096,
+        14336,
+        {"scaledot fp8_current": 1.68, "scaledot mxfp8": 0.92, "scaledot nvfp4": 0.89},
+        {"scaledot fp8_current": 1.75, "scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
+    ),
+    Case("small", 4, 1024, 2048, 2048, {f"scaledot {recipe}": 0.9 for recipe in ("fp8_current", "fp8_delayed")}),
+)
+FIRST_STEP_S = 10  # the most that the first step of our sides may take
+BASE, FLAX_BASE = "JAX bfloat16", "flax nn.Dense bfloat16"
+RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+REFERENCE = {"fp8_current": "xla_codes", "fp8_delayed": "xla_codes", "mxfp8": "xla_upcast", "nvfp4": "xla_upcast"}
+# Two bfloat16 roundings of sums that differ in their order are at most half a step apart, 2^-8 of the value; products
+# of 8-bit floats add the error of the tensor cores' accumulator, a few thousandths.
+ALLOWED = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
+
+
+class Data(NamedTuple):
+    x: jax.Array
+    w: jax.Array
+    dy: jax.Array
+
+
+def data_of(case: Case, seed: int = 0) -> Data:
+    x, w, dy = jax.random.split(jax.random.key(seed), 3)
+    tokens = case.batch, case.sequence
+    return Data(
+        jax.random.normal(x, (*tokens, case.inputs), jnp.bfloat16),
+        jax.random.normal(w, (case.inputs, case.outputs), jnp.float32),
+        jax.random.normal(dy, (*tokens, case.outputs), jnp.bfloat16),
+    )
+
+
+def step_of(layer: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Loss and gradients of layer(x, w, *state), for everything but dy."""
+
+    def step(x, w, dy, *state):
+        def loss(x, w, *state):
+            return jnp.vdot(layer(x, w, *state), dy)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, *range(2, 2 + len(state))))(x, w, *state)
+
+    return step
+
+
+def scaledot_layer(recipe: str, kernel: str | None = None) -> Callable[..., jax.Array]:
+    key = jax.random.key(1) if sd.RECIPES[recipe].stochastic else None
+
+    def layer(x, w, *state):
+        y = train.dense(x, w, recipe=recipe, key=key, kernel=kernel, **({"state": state[0]} if state else {}))
+        return y[0] if state else y
+
+    return layer
+
+
+def state_of(recipe: str) -> tuple:
+    state = sd.init_state(recipe)
+    return (state,) if state else ()
+
+
+def sides_of(case: Case) -> Iterator[Side]:
+    data = data_of(case)
+    yield jax_side(BASE, step_of(lambda x, w: jnp.dot(x, w.astype(jnp.bfloat16))), *data)
+    for recipe in RECIPES:
+        yield jax_side(f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True)
+    yield from dense_peers.linen_sides(FLAX_BASE, LINEN, case.outputs, *data)
+    yield from dense_peers.jax_sides(step_of, case.outputs, *data)
+    yield from dense_peers.torch_sides(case)
+
+
+def check(recipe: str) -> dict[str, float]:
+    """Raise unless a small step through the kernels gives what XLA's reference gives; returns the errors."""
+    case = Case("check", 3, 200, 712, 528)  # no size is a multiple of a tile
+    data, errors = data_of(case, seed=7), {}
+    found = jax.jit(step_of(scaledot_layer(recipe)))(*data, *state_of(recipe))[1]
+    expected = jax.jit(step_of(scaledot_layer(recipe, REFERENCE[recipe])))(*data, *state_of(recipe))[1]
+    for name, a, b in zip(("dx", "dw"), found, expected, strict=False):
+        errors[name] = relative_error(a, b)
+        if not errors[name] <= ALLOWED[recipe]:
+            raise AssertionError(f"{recipe}: {name} is {errors[name]:.1e} from the reference, over {ALLOWED[recipe]}")
+    return errors
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> float:
+    wide = b.astype(jnp.float32)
+    return float(jnp.linalg.norm((a.astype(jnp.float32) - wide).ravel()) / jnp.linalg.norm(wide.ravel()))
+
+
+def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+    checks = {recipe: check(recipe) for recipe in RECIPES}
+    print(f"gradients beside XLA's: {checks}")
+    rows = []
+    for case in (case for case in CASES if case.name in (cases or [each.name for each in CASES])):
+        print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
+        rows.append(_row(case, *measure(sides_of(case), turns, skipped)))
+        print(f"wrote {report.write('dense', rows, checks=checks)}", flush=True)
+
+
+def _row(case: Case, timed: dict[str, Timed], missing: dict[str, str]) -> dict[str, Any]:
+    sides = {}
+    for name, times in timed.items():
+        base = FLAX_BASE if "nn.Dense" in name and FLAX_BASE in timed else BASE
+        ratio = timed[base].median / times.median
+        target = case.targets.get(name)
+        sides[name] = {**times.as_dict(), "ratio": ratio, "over": base, "target": target}
+        sides[name] |= {"stretch": case.stretch.get(name), "tflops": case.operations / times.median / 1e12}
+        print(report.side_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
+    for name, reason in missing.items():
+        print(f"  {name:<44} {reason}")
+    return {"case": case.name, **_sizes(case), "sides": sides, "missing": missing, "first_step_target_s": FIRST_STEP_S}
+
+
+def _sizes(case: Case) -> dict[str, int]:
+    return {name: getattr(case, name) for name in ("batch", "sequence", "inputs", "outputs")}

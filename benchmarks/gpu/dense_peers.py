@@ -1,0 +1,113 @@
+"""The dense step as other libraries compute it, through their public names."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.sides import Side, jax_side, torch_side
+
+
+def linen_sides(base: str, ours: str, outputs: int, x, w, dy) -> Iterator[Side]:
+    """Flax's own layer, in bfloat16 and with our product through its hook, as the tutorial has it."""
+
+    def side(name: str, make_hook: Callable[[], Any], is_ours: bool) -> Side:
+        def build():
+            from benchmarks.gpu.flax_layers import dense_step
+
+            step, variables = dense_step(outputs, make_hook(), w)
+            return jax_side(name, step, variables, x, dy).build()
+
+        return Side(name, build, ("flax",), is_ours)
+
+    def hook():
+        from scaledot.compat.transformer_engine import flax as te_flax
+        from scaledot.compat.transformer_engine.recipe import Float8CurrentScaling
+
+        return te_flax.make_dot_general_cls(Float8CurrentScaling())
+
+    yield side(base, lambda: None, False)
+    yield side(ours, hook, True)
+
+
+def jax_sides(step_of: Callable[..., Any], outputs: int, x, w, dy) -> Iterator[Side]:
+    yield _flax_op("flax Fp8DirectDotGeneralOp, nn.Dense", "Fp8DirectDotGeneralOp", outputs, x, w, dy)
+    yield _flax_op("flax Fp8DotGeneralOp, nn.Dense", "Fp8DotGeneralOp", outputs, x, w, dy)
+    yield jax_side("jax.nn.scaled_dot_general mxfp8", step_of(_jax_nn("mxfp8")), x, w, dy)
+    yield jax_side("jax.nn.scaled_dot_general nvfp4", step_of(_jax_nn("nvfp4")), x, w, dy)
+    yield Side("qwix fp8", lambda: jax_side("qwix", step_of(_qwix()), x, w, dy).build(), ("qwix",))
+
+
+def _flax_op(name: str, op: str, outputs: int, x, w, dy) -> Side:
+    def build():
+        from flax.linen import fp8_ops
+
+        from benchmarks.gpu.flax_layers import dense_step
+
+        step, variables = dense_step(outputs, getattr(fp8_ops, op), w)
+        return jax_side(name, step, variables, x, dy).build()
+
+    return Side(name, build, ("flax",))
+
+
+def _jax_nn(mode: str) -> Callable[..., jax.Array]:
+    def layer(x, w):
+        config = jax.nn.get_scaled_dot_general_config(mode)
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        w = w.astype(jnp.bfloat16)
+        return jax.nn.scaled_dot_general(x, w, numbers, preferred_element_type=jnp.bfloat16, configs=[config] * 3)
+
+    return layer
+
+
+def _qwix() -> Callable[..., jax.Array]:
+    """Its rules act on the products of a model's call; a plain dot is wrapped as a one-layer Flax model."""
+    from flax import linen as nn
+
+    import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+
+    def layer(x, w):
+        model = nn.Dense(w.shape[1], use_bias=False, dtype=jnp.bfloat16)
+        rule = qwix.QtRule(
+            weight_qtype="float8_e4m3fn",
+            act_qtype="float8_e4m3fn",
+            bwd_qtype="float8_e5m2",
+        )
+        quantised = qwix.quantize_model(model, qwix.QtProvider([rule]))
+        return quantised.apply({"params": {"kernel": w}}, x)
+
+    return layer
+
+
+def torch_sides(case) -> Iterator[Side]:
+    def make(prepare: Callable[[Any], Any]) -> Callable[[], Callable[[], Any]]:
+        def build():
+            import torch  # pyright: ignore[reportMissingImports]
+
+            torch.manual_seed(0)
+            layer = torch.nn.Linear(case.inputs, case.outputs, bias=False, device="cuda", dtype=torch.float32)
+            torch.nn.init.normal_(layer.weight)
+            model = torch.compile(prepare(torch.nn.Sequential(layer)))
+            shape = case.batch, case.sequence
+            x = torch.randn(*shape, case.inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            dy = torch.randn(*shape, case.outputs, device="cuda", dtype=torch.bfloat16)
+
+            def step():
+                x.grad = layer.weight.grad = None
+                with torch.autocast("cuda", torch.bfloat16):
+                    y = model(x)
+                (y * dy).sum().backward()
+                return x.grad
+
+            return step
+
+        return build
+
+    def float8(model):
+        from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+        return convert_to_float8_training(model)
+
+    yield torch_side("torch.compile bfloat16", make(lambda model: model))
+    yield torch_side("torchao float8 tensorwise", make(float8), ("torch", "torchao"))

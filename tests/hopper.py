@@ -1,0 +1,24 @@
+"""Kernels for Hopper without one: JAX interprets them, with a search for races, on programs for few multiprocessors."""
+
+import contextlib
+
+import jax
+import pytest
+
+from scaledot.kernels.mosaic import support
+
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < support.OLDEST_JAX, reason="Mosaic kernels need jax 0.11, whose interpreter runs them here"
+)
+
+
+@contextlib.contextmanager
+def interpreted(monkeypatch, multiprocessors: int = 2):
+    """A process in which the kernels are taken, as if on a Hopper GPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    with monkeypatch.context() as patched:
+        patched.setattr(support, "device_reason", lambda: None)
+        patched.setattr(support, "multiprocessors", lambda: multiprocessors)
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield

@@ -1,0 +1,270 @@
+"""Kernels for Hopper: held to the reference on the cases that tuning and benchmarks use, by JAX's interpreter."""
+
+import dataclasses
+import json
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scaledot as sd
+from hopper import interpreted, needs_interpreter
+from scaledot import train
+from scaledot.kernels.mosaic import casts, support, tuning
+
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+DIMENSIONS = (((1,), (0,)), ((), ()))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    with interpreted(monkeypatch):
+        yield
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def exact(x: sd.ScaledArray, w: sd.ScaledArray) -> np.ndarray:
+    return np.asarray(sd.dequantize(x, jnp.float32), np.float64) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
+
+
+def relative(found, expected) -> float:
+    expected = np.asarray(expected, np.float64)
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis first in either operand
+    ((128, 256, 512), (E4M3, E4M3), {}, False, (False, False)),
+    ((384, 256, 640), (E4M3, E5M2), {}, False, (False, False)),
+    ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
+    ((384, 512, 256), (E4M3, E4M3), {"pair": "rows"}, False, (False, False)),
+    ((128, 512, 384), (E4M3, E4M3), {"pair": "columns"}, True, (False, False)),
+    ((256, 256, 256), (E4M3, E4M3), {"columns": 128, "stages": 6, "parts": 1}, True, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "split": "columns"}, False, (False, False)),
+    ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
+    ((192, 256, 192), (BF16, BF16), {"pair": "rows"}, False, (False, True)),
+    ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("sizes", "dtypes", "changed", "promote", "turned"), MATMULS)
+def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, turned):
+    from scaledot.kernels.mosaic.matmul import Config, matmul
+
+    m, n, k = sizes
+    a, b = normal(0, (m, k), jnp.float32).astype(dtypes[0]), normal(1, (n, k), jnp.float32).astype(dtypes[1])
+    scale = jnp.array([3.0], jnp.float32), jnp.array([0.25], jnp.float32)
+    found = matmul(
+        a.T if turned[0] else a,
+        b.T if turned[1] else b,
+        *scale,
+        None,
+        out_dtype=jnp.float32,
+        config=dataclasses.replace(Config(), **changed),
+        promote=promote,
+        programs=4,
+        summed_first=turned,
+    )
+    expected = 0.75 * np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    # float32 sums of k products: far inside k rounding errors of 2^-24.
+    assert relative(found, expected) < k * 2.0**-24
+
+
+@needs_interpreter
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
+    from scaledot.kernels.mosaic.matmul import Config, matmul
+
+    a, b = normal(0, (128, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
+    rows, columns, bias = (jnp.exp(normal(i, (size,))) for i, size in ((2, 128), (3, 256), (4, 256)))
+    found = matmul(a, b, rows, columns, bias, out_dtype=out, config=Config(), promote=False, programs=2)
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    expected = expected * np.asarray(rows)[:, None] * np.asarray(columns)[None] + np.asarray(bias)[None]
+    assert relative(found, expected) < {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6}[out]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize(("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))])
+def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blocks):
+    x = sd.quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
+    w = sd.quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
+    assert "mosaic_float8     TAKEN" in sd.explain(sd.matmul, x, w, precision=precision)
+    found = sd.matmul(x, w, precision=precision)
+    assert found.dtype == jnp.float32
+    assert relative(found, exact(x, w)) < 1e-6
+
+
+@needs_interpreter
+def test_block_scaled_operands_are_multiplied_as_values(hopper):
+    for format in ("mxfp8", "nvfp4"):
+        x, w = sd.quantize(normal(0, (96, 256)), format), sd.quantize(normal(1, (256, 64)), format, axis=0)
+        assert "mosaic_values" in sd.explain(sd.matmul, x, w)
+        assert relative(sd.matmul(x, w, kernel="mosaic_values"), exact(x, w)) < 1e-6
+
+
+@needs_interpreter
+def test_a_mapped_axis_is_looped_over(hopper):
+    x = sd.quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
+    w = sd.quantize(normal(1, (128, 32)), "fp8_e4m3")
+    found = jax.vmap(lambda x: sd.matmul(x, w))(x)
+    for i in range(2):
+        assert relative(found[i], exact(x[i], w)) < 1e-6
+
+
+def cast_cases():
+    from benchmarks.gpu import cast
+
+    return [pytest.param(case, id=case.name) for case in cast.CASES]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", cast_cases())
+def test_casts_have_the_bytes_of_the_reference(hopper, case):
+    from benchmarks.gpu import cast
+
+    cast.check(case, (176, 600))
+
+
+@needs_interpreter
+def test_sums_of_columns_come_with_the_cast(hopper):
+    x = normal(0, (300, 260), jnp.bfloat16)
+    views = tuple(casts.View(sd.FORMATS["fp8_e5m2"], (0, 0), summed) for summed in (1, 0))
+    made = casts.run(x, views, [None, None], None, amax=True, sums=True)
+    np.testing.assert_allclose(made.sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
+    assert made.amax == sd.amax(x)
+
+
+RECIPES = {"fp8_current": "xla_codes", "fp8_delayed": "xla_codes", "mxfp8": "xla_upcast", "nvfp4": "xla_upcast"}
+
+
+def step(recipe: str, kernel: str | None):
+    """Result, gradients and next state of a layer whose sizes are no multiples of anything."""
+    x, w, dy = normal(0, (3, 30, 72), jnp.bfloat16), normal(1, (72, 40)), normal(2, (3, 30, 40), jnp.bfloat16)
+    state = sd.init_state(recipe)
+
+    def loss(x, w, b, state):
+        key = jax.random.key(7)
+        y = train.dense(x, w, b, recipe=recipe, state=state or None, key=key, kernel=kernel)
+        y = y[0] if state else y
+        return jnp.vdot(y, dy).astype(jnp.float32), y
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    (_, y), gradients = step(x, w, normal(3, (40,)), state)
+    return y, gradients
+
+
+@needs_interpreter
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_of_training_is_the_reference_s(hopper, recipe):
+    found, expected = step(recipe, None), step(recipe, RECIPES[recipe])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
+        assert other.dtype == leaf.dtype
+        assert other.shape == leaf.shape
+        # Codes are equal; float32 sums in another order may round a bfloat16 result to its neighbour.
+        np.testing.assert_allclose(
+            np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5, err_msg=str(path)
+        )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
+    """Where an array is put on a CPU of a machine with a GPU, the reference stands in; it must take the same operands."""
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jaxpr = str(jax.make_jaxpr(lambda: step(recipe, None))())
+    assert "mpmd_map" in jaxpr
+    assert "platform_index" in jaxpr
+
+
+@needs_interpreter
+def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
+    bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4}
+    for recipe, each in bits.items():
+        x, w = normal(0, (64, 512), jnp.bfloat16), normal(1, (512, 512))
+        key = jax.random.key(0)
+
+        def backward(x, w, recipe=recipe):
+            return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=key), x, w)[1]
+
+        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w)))
+        codes = (x.size + w.size) * each // 8
+        assert codes <= kept < 1.3 * codes, recipe
+
+
+def test_a_kernel_that_this_process_cannot_use_says_why():
+    q = sd.quantize(normal(0, (32, 32)), "fp8_e4m3")
+    reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
+    with pytest.raises(NotImplementedError, match=reason):
+        sd.matmul(q, q, kernel="mosaic_float8")
+    assert f"mosaic_float8     no: {reason}" in sd.explain(sd.matmul, q, q)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "wanted", "reason"),
+    [
+        (("int8", None), ("fp8_e4m3", None), {}, "both sides must be 8-bit floats"),
+        (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the sum"),
+        (("fp8_e4m3", None), ("fp8_e4m3", None), {"preferred_element_type": jnp.float64}, "not float64"),
+    ],
+)
+def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted, reason):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    x, w = (sd.quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=reason):
+        sd.matmul(x, w, kernel="mosaic_float8", **wanted)
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        (casts.View(sd.FORMATS["int8"], (0, 0), 1), "neither"),
+        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "neither"),
+        (casts.View(sd.FORMATS["nvfp4"], (1, 16), 1, rotation=sd.Hadamard()), "down columns"),
+    ],
+)
+def test_casts_that_no_kernel_makes_have_reasons(view, reason):
+    assert reason in casts.views_reason((64, 64), jnp.bfloat16, (view,))
+    assert "float64" in casts.views_reason((64, 64), np.float64, (view,))
+    assert "matrices" in casts.views_reason((2, 64, 64), jnp.bfloat16, (view,))
+
+
+def test_several_devices_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    class Device:
+        compute_capability, device_kind = "9.0", "NVIDIA H200"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert "there are 2 devices" in str(support.device_reason())
+    monkeypatch.setattr(Device, "compute_capability", "10.0")
+    assert "compute capability 9" in str(support.device_reason())
+
+
+@needs_interpreter
+def test_tiles_are_chosen_by_the_work_that_they_leave():
+    wide = tuning.heuristic(tuning.Shape(16384, 32768, 8192, 1, 2, False))
+    assert (wide.columns, wide.pair) == (256, "rows")
+    assert tuning.heuristic(tuning.Shape(128, 16384, 4096, 1, 2, False)).pair is None  # one row of tiles has no pairs
+
+
+@needs_interpreter
+def test_measured_tiles_are_configs():
+    from scaledot.kernels.mosaic.matmul import Config
+
+    for file in (resources.files("scaledot.kernels.mosaic") / "tuned").iterdir():
+        rows = json.loads(file.read_text())["matmul"]
+        assert rows
+        for row in rows:
+            tuning.Shape(**row["shape"])
+            Config(**row["config"])
