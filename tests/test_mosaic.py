@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hopper import interpreted, needs_interpreter
 
 import scaledot as sd
-from hopper import interpreted, needs_interpreter
 from scaledot import train
 from scaledot.kernels.mosaic import casts, support, tuning
 
@@ -90,7 +90,9 @@ def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
 
 @needs_interpreter
 @pytest.mark.parametrize("precision", [None, "highest"])
-@pytest.mark.parametrize(("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))])
+@pytest.mark.parametrize(
+    ("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))]
+)
 def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blocks):
     x = sd.quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
     w = sd.quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
@@ -176,7 +178,7 @@ def test_a_step_of_training_is_the_reference_s(hopper, recipe):
 @needs_interpreter
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
-    """Where an array is put on a CPU of a machine with a GPU, the reference stands in; it must take the same operands."""
+    """Where an array is put on a CPU of a machine with a GPU, the reference stands in, and must take the operands."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "multiprocessors", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -190,10 +192,9 @@ def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
     bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4}
     for recipe, each in bits.items():
         x, w = normal(0, (64, 512), jnp.bfloat16), normal(1, (512, 512))
-        key = jax.random.key(0)
 
         def backward(x, w, recipe=recipe):
-            return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=key), x, w)[1]
+            return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=jax.random.key(0)), x, w)[1]
 
         kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w)))
         codes = (x.size + w.size) * each // 8

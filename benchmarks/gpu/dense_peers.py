@@ -51,7 +51,7 @@ def _flax_op(name: str, op: str, outputs: int, x, w, dy) -> Side:
     return Side(name, build, ("flax",))
 
 
-def _jax_nn(mode: str) -> Callable[..., jax.Array]:
+def _jax_nn(mode: Any) -> Callable[..., Any]:
     def layer(x, w):
         config = jax.nn.get_scaled_dot_general_config(mode)
         numbers = (((x.ndim - 1,), (0,)), ((), ()))
@@ -61,11 +61,10 @@ def _jax_nn(mode: str) -> Callable[..., jax.Array]:
     return layer
 
 
-def _qwix() -> Callable[..., jax.Array]:
+def _qwix() -> Callable[..., Any]:
     """Its rules act on the products of a model's call; a plain dot is wrapped as a one-layer Flax model."""
-    from flax import linen as nn
-
     import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+    from flax import linen as nn
 
     def layer(x, w):
         model = nn.Dense(w.shape[1], use_bias=False, dtype=jnp.bfloat16)

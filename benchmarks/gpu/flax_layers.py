@@ -22,13 +22,13 @@ class Layer(nn.Module):
 def dense_step(features: int, product: Any, kernel: jax.Array) -> tuple[Any, Any]:
     """step(variables, x, dy) -> loss and gradients, and the variables around the given kernel."""
     layer = Layer(features, product)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, kernel.shape[0]), jnp.bfloat16))
-    variables = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    variables = layer.init(jax.random.key(0), jnp.ones((1, kernel.shape[0]), jnp.bfloat16))
     variables = {**variables, "params": {"dense": {"kernel": kernel}}}
 
     def step(variables, x, dy):
         def loss(variables, x):
-            return jnp.vdot(layer.apply(variables, x), dy)
+            y: Any = layer.apply(variables, x)
+            return jnp.vdot(y, dy)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(variables, x)
 

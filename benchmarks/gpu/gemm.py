@@ -4,7 +4,6 @@ Errors are against float64 on some rows, with float32 results, so that they show
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -1,14 +1,14 @@
 """One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
 
-A thread owns four or eight neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
-are the groups of a rotation; blocks along a row it shares with a few neighbours. What it reads a second time comes from
+A thread owns a few neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
+are the groups of a rotation; blocks along a row it shares with some neighbours. What it reads a second time comes from
 the cache.
 
 What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
 view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
 
-Codes and scales have the reference's bits. Values below 2^-126 are kept where the reference makes them zeros, and so are
-sums of a rotation: neither shows in a product.
+Codes and scales have the reference's bits. Values below 2^-126 are kept where the reference makes them zeros, and so
+are sums of a rotation: neither shows in a product.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
+from scaledot.kernels.mosaic.memory import load
 from scaledot.numerics.bits import MIN_NORMAL, amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
@@ -30,7 +31,8 @@ from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import E4M3_MAX, e8m0_code
 
 LANES, WARPS = 32, 4
-COLUMNS = LANES * WARPS * 8  # what K must be a multiple of
+THREADS = LANES * WARPS
+COLUMNS = THREADS * 8  # what K must be a multiple of
 TOGETHER = 4  # rows that are on their way at a time
 # 2^-127, the smallest MX scale, is no normal number; the largest one of 8-bit floats leaves room for a constant share.
 SHARE = np.float32(2.0**-8)
@@ -55,6 +57,10 @@ class View:
     def packs(self) -> bool:
         return not self.values and self.format.bits == 4
 
+    def is_same_cast(self, other: "View") -> bool:
+        """Whether codes are equal, and at most one of the two is drawn by chance anew."""
+        return not self.stochastic and dataclasses.replace(self, values=other.values) == other
+
 
 class Made(NamedTuple):
     """Codes or values, and the bytes of the scales where there are codes."""
@@ -71,19 +77,23 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
     which elements are counted for stochastic rounding.
     """
     m, k = x.shape
-    size = views[0].format.block[-1]
-    columns, layout = _columns(size, x.dtype), _layout(size, x.dtype)
-    across = columns // size  # blocks along a row of one program
+    size = block_of(views[0].format)
+    vector = _vector(size, x.dtype)
+    columns = THREADS * vector  # of one program
 
     def kernel(x_gmem, up_gmem, seeds_gmem, *outs):
         outs = iter(outs)
-        below, first = lax.axis_index("row"), lax.axis_index("column") * across
-        rows = Rows(x_gmem, below * size, pl.ds(first, across), size, layout)
-        for number, view in enumerate(views):
+        below, first = lax.axis_index("row"), lax.axis_index("column") * (columns // size)
+        rows = Rows(x_gmem, below * size, first, size, vector)
+        pending = [Out(view, next(outs), None if view.values else next(outs)) for view in views]
+        while pending:
+            view = pending[0].view
+            together = [pending[0], *(out for out in pending[1:] if view.is_same_cast(out.view))]
+            pending = [out for out in pending if out not in together]
+            number = views.index(view)
             level = up_gmem[number, 0], up_gmem[number, 1]
-            keyed = functools.partial(_uniform, rows, seeds_gmem, number, width) if view.stochastic else None
-            out = Out(view, rows, keyed, next(outs), None if view.values else next(outs))
-            {"along": _along, "down": _down, "square": _down}[view.shape](view, rows, level, out)
+            uniform = functools.partial(_uniform, seeds_gmem, number, width) if view.stochastic else None
+            (_along if view.shape == "along" else _down)(view, rows, level, Outs(tuple(together), uniform))
 
     def outputs(view: View) -> list[jax.ShapeDtypeStruct]:
         dtype = jnp.bfloat16 if view.values else jnp.uint8 if view.packs else view.format.element_dtype
@@ -108,18 +118,24 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
     return tuple(map(made, views))
 
 
+def block_of(format: Format) -> int:
+    """Elements of a line that share a scale."""
+    (size,) = format.block or (0,)
+    return size
+
+
 def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> tuple[jax.Array, ...]:
     """The largest finite magnitude of x, and of x rotated down its columns in groups of `size`."""
     m, k = x.shape
-    columns, layout, deep = _columns(size, x.dtype), _layout(size, x.dtype), m // size
-    across = columns // size
+    vector, deep = _vector(size, x.dtype), m // size
+    columns = THREADS * vector
     strips = -(-deep // AMAX_BLOCKS)
 
     def kernel(x_gmem, out_gmem):
         strip, column = lax.axis_index("strip"), lax.axis_index("column")
 
         def block(i, largest):
-            rows = Rows(x_gmem, (strip + i * strips) * size, pl.ds(column * across, across), size, layout)
+            rows = Rows(x_gmem, (strip + i * strips) * size, column * (columns // size), size, vector)
             loaded = [rows.load(j) for j in range(size)]
             found = []
             for rotation, most in zip(rotations, largest, strict=True):
@@ -127,7 +143,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
                 found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(found)
 
-        nothing = plgpu.layout_cast(jnp.zeros((across, size), jnp.uint32), layout)
+        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), _layout(size, vector))
         count = lax.div(deep - strip + strips - 1, strips)
         for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
             out_gmem[number, strip, column] = jnp.max(jnp.max(amax_of_rank(most), axis=1), axis=0)
@@ -148,40 +164,49 @@ _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.La
 
 
 def _vector(size: int, dtype) -> int:
-    """Neighbouring columns of a thread: 16 bytes, or half of that where a rotation keeps a whole block in registers."""
+    """Neighbouring columns of a thread: 16 bytes, or half of that where blocks are short."""
     return 8 if size == 32 and dtype.itemsize == 2 else 4
 
 
-def _columns(size: int, dtype) -> int:
-    """Of one program."""
-    return LANES * WARPS * _vector(size, dtype)
-
-
-def _layout(size: int, dtype) -> Any:
+def _layout(size: int, vector: int) -> Any:
     """(blocks, elements) of a row: vectors, the lanes of a warp side by side, warps one after the other."""
-    vector = _vector(size, dtype)
     lanes = size // vector
     tiling = plgpu.Tiling(((WARPS * LANES // lanes, size), (LANES // lanes, size), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 class Rows(NamedTuple):
-    """The rows of one block: the first of them, and which blocks along a row."""
+    """The rows of one block: the first of them, the first block along a row, and the columns of a thread."""
 
     gmem: Any
     first: Any
     beside: Any
     size: int
-    layout: Any
+    vector: int
 
-    def load(self, i) -> jax.Array:
-        """float32, (blocks, elements)."""
-        row = plgpu.load(self.gmem.at[self.first + i, self.beside], layout=self.layout, optimized=False)
-        return row.astype(jnp.float32)
+    @property
+    def layout(self) -> Any:
+        return _layout(self.size, self.vector)
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.beside.size, self.size
+        return THREADS * self.vector // self.size, self.size
+
+    def at(self, i) -> tuple[Any, Any]:
+        """Where row i lies."""
+        return self.first + i, pl.ds(self.beside, self.shape[0])
+
+    def load(self, i) -> jax.Array:
+        """float32, (blocks, elements)."""
+        return load(self.gmem.at[self.at(i)], self.layout, optimized=False).astype(jnp.float32)
+
+    def halves(self, work) -> None:
+        """work(rows) with half the columns of each thread, twice."""
+        blocks = self.shape[0] // 2
+
+        @pl.loop(0, 2)
+        def _(half):
+            work(self._replace(beside=self.beside + half * blocks, vector=self.vector // 2))
 
     def in_steps(self, body, carry):
         """body(rows of a step, numbered) over all steps."""
@@ -195,37 +220,47 @@ class Rows(NamedTuple):
         """One number per block as one per element."""
         if value.ndim == 2:
             return value
-        shape = (value.shape[0], self.size)
-        return plgpu.layout_cast(lax.broadcast_in_dim(value, shape, (0,)), self.layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, self.shape, (0,)), self.layout)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Out:
     """Where the codes or values of a view go, and its scales."""
 
     view: View
-    rows: Rows
-    uniform: Any
     data: Any
     scale: Any
 
-    def write(self, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]") -> None:
+    def write(self, rows: Rows, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]", uniforms: list) -> None:
         """Some rows of a block, each under its scale; packed ones come in pairs."""
-        view, results = self.view, []
-        for (i, row), scale in zip(numbered, scales, strict=True):
-            uniform = None if self.uniform is None else self.uniform(i)
-            results.append(_cast(view, row, scale, self.rows.spread, uniform))
-        if not view.packs:
+        results = [
+            _cast(self.view, row, scale, rows.spread, uniform)
+            for (_, row), scale, uniform in zip(numbered, scales, uniforms, strict=True)
+        ]
+        if not self.view.packs:
             for (i, _), result in zip(numbered, results, strict=True):
-                self.data[self.rows.first + i, self.rows.beside] = result
+                self.data[rows.at(i)] = result
             return
         for (i, _), even, odd in zip(numbered[::2], results[::2], results[1::2], strict=True):
-            at = lax.div(self.rows.first + i, 2)
-            self.data[at, self.rows.beside] = (even | (odd << 4)).astype(jnp.uint8)
+            at, beside = rows.at(i)
+            self.data[lax.div(at, 2), beside] = (even | (odd << 4)).astype(jnp.uint8)
 
-    def write_scale(self, at, scale: "Scale") -> None:
-        if self.scale is not None:
-            self.scale[at, self.rows.beside] = scale.stored
+
+class Outs(NamedTuple):
+    """The views of one cast, and the numbers by which it rounds a row, if by chance."""
+
+    members: tuple[Out, ...]
+    uniform: Any
+
+    def write(self, rows: Rows, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]") -> None:
+        uniforms = [None if self.uniform is None else self.uniform(rows, i) for i, _ in numbered]
+        for out in self.members:
+            out.write(rows, numbered, scales, uniforms)
+
+    def write_scale(self, rows: Rows, at, scale: "Scale") -> None:
+        for out in self.members:
+            if out.scale is not None:
+                out.scale[at, rows.at(0)[1]] = scale.stored
 
 
 class Scale(NamedTuple):
@@ -233,44 +268,48 @@ class Scale(NamedTuple):
 
     stored: jax.Array
     factor: jax.Array
-    back: tuple[jax.Array, ...]
+    back: tuple[Any, ...]
 
 
-def _along(view: View, rows: Rows, level, out: Out) -> None:
+def _along(view: View, rows: Rows, level, out: Outs) -> None:
     def body(numbered, carry):
         scales = []
         for i, row in numbered:
             largest = amax_of_rank(jnp.max(magnitude_rank(row), axis=1))
             scales.append(_scale_of(view.format, largest, level))
-            out.write_scale(rows.first + i, scales[-1])
-        out.write(numbered, scales)
+            out.write_scale(rows, rows.first + i, scales[-1])
+        out.write(rows, numbered, scales)
         return carry
 
     rows.in_steps(body, jnp.int32(0))
 
 
-def _down(view: View, rows: Rows, level, out: Out) -> None:
+def _down(view: View, rows: Rows, level, out: Outs) -> None:
     if view.rotation is None:
         _down_as_it_is(view, rows, level, out)
-    else:
-        turned = _rotated([rows.load(i) for i in range(rows.size)], view.rotation)
-        largest = functools.reduce(jnp.maximum, map(magnitude_rank, turned))
-        scale = _down_scale(view, largest, level)
-        out.write_scale(lax.div(rows.first, rows.size), scale)
-        out.write(list(enumerate(turned)), [scale] * rows.size)
+    else:  # half the columns at a time, because a whole block of each is in registers
+        rows.halves(lambda half: _down_rotated(view, half, level, out))
 
 
-def _down_as_it_is(view: View, rows: Rows, level, out: Out) -> None:
+def _down_rotated(view: View, rows: Rows, level, out: Outs) -> None:
+    assert view.rotation is not None
+    turned = _rotated([rows.load(i) for i in range(rows.size)], view.rotation)
+    scale = _down_scale(view, functools.reduce(jnp.maximum, map(magnitude_rank, turned)), level)
+    out.write_scale(rows, lax.div(rows.first, rows.size), scale)
+    out.write(rows, list(enumerate(turned)), [scale] * rows.size)
+
+
+def _down_as_it_is(view: View, rows: Rows, level, out: Outs) -> None:
     nothing = plgpu.layout_cast(jnp.zeros(rows.shape, jnp.uint32), rows.layout)
 
     def larger(numbered, largest):
         return functools.reduce(jnp.maximum, (magnitude_rank(row) for _, row in numbered), largest)
 
     scale = _down_scale(view, rows.in_steps(larger, nothing), level)
-    out.write_scale(lax.div(rows.first, rows.size), scale)
+    out.write_scale(rows, lax.div(rows.first, rows.size), scale)
 
     def body(numbered, carry):
-        out.write(numbered, [scale] * len(numbered))
+        out.write(rows, numbered, [scale] * len(numbered))
         return carry
 
     rows.in_steps(body, jnp.int32(0))
@@ -332,11 +371,9 @@ def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
     return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in values]
 
 
-def _uniform(rows: Rows, seeds_gmem, number: int, width: int, i) -> jax.Array:
+def _uniform(seeds_gmem, number: int, width: int, rows: Rows, i) -> jax.Array:
     """Numbers in [0, 1) for the elements of a row."""
     block, element = (plgpu.broadcasted_iota(jnp.uint32, rows.shape, axis, layout=rows.layout) for axis in range(2))
-    start = (rows.first + i).astype(jnp.uint32) * np.uint32(width) + (rows.beside.start * np.int32(rows.size)).astype(
-        jnp.uint32
-    )
-    index = start + block * np.uint32(rows.size) + element
+    start = (rows.first + i) * np.int32(width) + rows.beside * np.int32(rows.size)
+    index = start.astype(jnp.uint32) + block * np.uint32(rows.size) + element
     return uniform_at(index, seeds_gmem[number, 0], seeds_gmem[number, 1])

@@ -7,7 +7,7 @@ of words is the transposed matrix of codes.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.mosaic.matmul import tiled
+from scaledot.kernels.mosaic.memory import load, tiled
 from scaledot.numerics.bits import finite_magnitude, float_of, flush
 from scaledot.numerics.scale import levels_of
 
@@ -48,17 +48,17 @@ class Wanted(NamedTuple):
 
 
 class Result(NamedTuple):
-    """amax: one number of each program; sums: one row of each strip of rows."""
+    """What was wanted, None elsewhere. amax: one number of each program; sums: one row of each strip of rows."""
 
-    rows: jax.Array | None
-    transposed: jax.Array | None
-    amax: jax.Array | None
-    sums: jax.Array | None
-    scale: jax.Array | None
+    rows: Any
+    transposed: Any
+    amax: Any
+    sums: Any
+    scale: Any
 
 
 def config_for(dtype, wanted: Wanted) -> Config:
-    """Tiles whose rows are 256 bytes wide; half of that where nothing is transposed or sums of columns need registers."""
+    """Tiles of 256 bytes across; half of that where nothing is transposed or sums of columns need registers."""
     if dtype.itemsize == 4:
         return Config(columns=64, stages=2, resident=2)
     narrow = wanted.sums or not (wanted.rows or wanted.transposed)
@@ -69,9 +69,7 @@ def amax(x: jax.Array, *, multiprocessors: int) -> jax.Array:
     """Largest finite magnitudes of x (M, K), one of each program."""
     wanted = Wanted(rows=False, transposed=False, amax=True)
     config = config_for(x.dtype, wanted)
-    seen = _pass(x, None, None, x.dtype, wanted=wanted, config=config, multiprocessors=multiprocessors).amax
-    assert seen is not None
-    return seen
+    return _pass(x, None, None, x.dtype, wanted=wanted, config=config, multiprocessors=multiprocessors).amax
 
 
 def cast(x: jax.Array, factor: jax.Array, dtype, *, wanted: Wanted, config: Config, multiprocessors: int) -> Result:
@@ -105,10 +103,11 @@ def _pass(
     slots = pl.cdiv(programs, THREADS) * THREADS
     writes = (*wanted, format is not None)
 
-    def kernel(x_gmem, *refs):
-        refs = iter(refs)
+    def kernel(x_gmem, *others):
+        refs: Any = iter(others)
         given_gmem = None if given is None else next(refs)
-        rows_gmem, words_gmem, amax_gmem, sums_gmem, scale_gmem = (next(refs) if want else None for want in writes)
+        outs: tuple[Any, ...] = tuple(next(refs) if want else None for want in writes)
+        rows_gmem, words_gmem, amax_gmem, sums_gmem, scale_gmem = outs
         x_ring, rows_smem, words_smem, full = refs
         program = lax.axis_index("program")
         count = pl.cdiv(units - program, programs) * walk
@@ -134,10 +133,7 @@ def _pass(
             slot = lax.rem(step, config.stages)
             strip, pairs, along = place(step)
             plgpu.barrier_wait(full.at[slot])
-            values = [
-                plgpu.load(x_ring.at[slot, parity], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                for parity in range(2)
-            ]
+            values = [load(x_ring.at[slot, parity], plgpu.Layout.WGMMA).astype(jnp.float32) for parity in range(2)]
             if wanted.amax:
                 largest = _larger(largest, values)
             codes = [] if factor is None else [_codes(v, factor, dtype) for v in values]
@@ -218,7 +214,7 @@ def _factor(given_gmem, format: Format | None, scale_gmem, program) -> jax.Array
     """The factor that was given, or that of the largest magnitude; then the first program writes the scale."""
     if format is None:
         return given_gmem[0]
-    seen = plgpu.load(given_gmem, layout=plgpu.Layout.WG_STRIDED(given_gmem.shape, vec_size=1))
+    seen = load(given_gmem, plgpu.Layout.WG_STRIDED(given_gmem.shape, vec_size=1))
     levels = levels_of(jnp.max(seen), format, np.dtype(np.float32))
     pl.when(program == 0)(lambda: scale_gmem.__setitem__(0, levels.scale))
     return levels.factors[0]

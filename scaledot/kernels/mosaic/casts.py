@@ -5,7 +5,7 @@ rows is therefore wanted as it lies and transposed.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,18 +38,18 @@ class View:
     """
 
     format: Format
-    tile: tuple[int, int]
+    tile: blocks.Block
     summed: int
     kept: bool = False
     stochastic: bool = False
     rotation: Hadamard | None = None
 
     @property
-    def shape(self) -> str | None:
-        """How its blocks lie, if they are as long as the format says."""
+    def shape(self) -> str:
+        """How its blocks lie, if they are as long as the format says; "" otherwise."""
         (size,) = self.format.block or (0,)
-        lines = {(1, size): "along", (size, 1): "down"}
-        return "square" if self.tile == (size, size) else lines.get(self.tile) if self.tile[self.summed] > 1 else None
+        lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
+        return lines.get(self.tile, "") if self.tile[self.summed] > 1 else ""
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +133,7 @@ def _is_tensor_cast(view: View) -> bool:
 def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     format = view.format
     known = (format.element in FLOAT8 and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
-    if not known or view.shape is None:
+    if not known or not view.shape:
         return f"{format.name} in tiles of {view.tile} is neither an 8-bit float under one scale, nor MXFP8, nor NVFP4"
     if view.rotation is None:
         return None
@@ -182,8 +182,8 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
 class Level(NamedTuple):
     """What brings the largest block maximum to the largest scale, and what block scales are multiplied by to return."""
 
-    up: jax.Array
-    down: jax.Array
+    up: Any
+    down: Any
 
 
 def _levels(x: jax.Array, views: tuple[View, ...], size: int) -> list[Level]:
@@ -217,10 +217,9 @@ def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None
     else:
         made = cast_tensor.cast(filled, factor.reshape(1), format.element_dtype, wanted=wanted, **how)
         seen, scale = made.amax, divide(ONE, factor)
-    codes = {1: made.rows, 0: made.transposed}
 
     def array(view: View) -> ScaledArray | Transposed:
-        data = codes[view.summed][:m, :k] if view.summed else codes[view.summed][:k, :m]
+        data = made.rows[:m, :k] if view.summed else made.transposed[:k, :m]
         q = vary_all(ScaledArray(data, scale.reshape(1, 1), format=format, block=(0, 0), dtype=x.dtype), x)
         return q if view.summed else Transposed(q)
 

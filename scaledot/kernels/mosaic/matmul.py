@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
+
 WARPGROUPS = 2  # that multiply; one more fetches
-SWIZZLE = 128  # bytes of a row of a tile in shared memory
-ROW_TILE = 8  # rows of such a tile
 FETCH_REGISTERS = 40
 MULTIPLY_REGISTERS = (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
 
@@ -156,13 +156,7 @@ def matmul(
     return run(a, b, row_factors, column_factors, *([] if bias is None else [bias]))
 
 
-def tiled(row_bytes: int, itemsize: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """The layout in shared memory of rows of that many bytes, or of pieces of them."""
-    swizzle = min(SWIZZLE, row_bytes)
-    return plgpu.TilingTransform((ROW_TILE, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
-
-
-def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> plgpu.SMEM:
+def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> Any:
     step = SWIZZLE // dtype.itemsize
     shape = (step, rows) if summed_first else (rows, step)
     return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(SWIZZLE, dtype.itemsize))
@@ -279,7 +273,7 @@ class Ring:
 def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
     """All of K in the tensor cores' own accumulator."""
 
-    @functools.partial(pl.run_scoped, sums=plgpu.ACC((config.rows, config.columns), jnp.float32))
+    @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((config.rows, config.columns), jnp.float32))
     def _(sums):
         @pl.loop(0, steps)
         def _(step):
@@ -308,7 +302,7 @@ def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside,
                 plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside + column, part))
                 return sums[...]
 
-            grown.append(total + pl.run_scoped(product, plgpu.ACC((config.rows, part), jnp.float32)))
+            grown.append(total + pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32)))
         ring.release(at)
         return tuple(grown)
 
@@ -350,5 +344,5 @@ def _spread(ref, first, shape: tuple[int, ...], axis: int) -> jax.Array:
     if ref.shape == (1,):
         return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
     layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    values = plgpu.load(ref.at[pl.ds(first, shape[axis])], layout=layout, optimized=False)
+    values = load(ref.at[pl.ds(first, shape[axis])], layout, optimized=False)
     return lax.broadcast_in_dim(values, shape, (axis,))
