@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats test test-blackwell lint bench clean
+.PHONY: demo formats test test-gpu-compile lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -17,10 +17,11 @@ formats: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)
 
-# Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB.
-test-blackwell: $(STAMP)
+# Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB, kernels need jax 0.11.
+test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_blackwell.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_hopper.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

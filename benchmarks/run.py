@@ -36,7 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_size, help="rows and columns of the matrices (default: the suite's)")
     parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed calls of each (default %(default)s)")
     parser.add_argument("--cases", nargs="*", default=[], help="of a suite for GPUs (default: all)")
-    parser.add_argument("--skip", nargs="*", default=[], help="sides that a suite for GPUs leaves out; a case may precede: B/qwix")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help="sides that a suite for GPUs leaves out; a case may precede: B/qwix"
+    )
     return parser
 
 

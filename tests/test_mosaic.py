@@ -1,8 +1,6 @@
 """Kernels for Hopper: held to the reference on the cases that tuning and benchmarks use, by JAX's interpreter."""
 
 import dataclasses
-import json
-from importlib import resources
 
 import jax
 import jax.numpy as jnp
@@ -260,12 +258,25 @@ def test_tiles_are_chosen_by_the_work_that_they_leave():
 
 
 @needs_interpreter
-def test_measured_tiles_are_configs():
-    from scaledot.kernels.mosaic.matmul import Config
+def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, tmp_path):
+    from scaledot.kernels.mosaic import tune
 
-    for file in (resources.files("scaledot.kernels.mosaic") / "tuned").iterdir():
-        rows = json.loads(file.read_text())["matmul"]
-        assert rows
-        for row in rows:
-            tuning.Shape(**row["shape"])
-            Config(**row["config"])
+    shape = tuning.Shape(128, 256, 128, 1, 2, False)
+    faster = dataclasses.replace(tuning.heuristic(shape), band=2)
+    monkeypatch.setattr(tune, "shapes_of", lambda layers: [shape])
+    monkeypatch.setattr(tune, "_variants", lambda default: [faster])
+    seconds = iter([2.0, 1.0] * tune.TURNS)
+    monkeypatch.setattr(tune, "_seconds", lambda program, a, b: next(seconds))
+    monkeypatch.setattr(tuning, "_path", lambda kind: tmp_path / "table.json")
+    tune.tune([], tuning.path_of_device())
+    tuning._table.cache_clear()
+    assert tuning.config_for(shape) == faster
+    assert tuning.config_for(dataclasses.replace(shape, m=256)) == tuning.heuristic(dataclasses.replace(shape, m=256))
+    tuning._table.cache_clear()
+
+
+def test_there_is_nothing_to_tune_without_a_gpu(capsys):
+    from scaledot.__main__ import main
+
+    assert main(["tune"]) == 1
+    assert "there is nothing to tune here: needs" in capsys.readouterr().err

@@ -24,6 +24,7 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"train", "checkpoint_policies"},
     {"linen", "nnx"},
     {"compat"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

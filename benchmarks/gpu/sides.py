@@ -1,12 +1,14 @@
 """What is timed: programs that enqueue one step of work, how they are built, and the turns that they take.
 
 Work on a GPU is asynchronous, so a turn is as many steps as fill a tenth of a second, enqueued one after the other and
-waited for together. Turns of all sides alternate: clocks and temperature, which decide much, are the same for all.
+waited for together. Turns of all sides alternate in an order that changes: clocks and temperature, which decide much,
+are those of whoever ran before.
 """
 
 import dataclasses
 import gc
 import importlib.util
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -112,9 +114,10 @@ def measure(sides: Iterable[Side], turns: int, skipped: frozenset[str]) -> tuple
     gc.collect()
     steps = {name: _steps(program) for name, program in running.items()}
     taken: dict[str, list[float]] = {name: [] for name in running}
+    order = random.Random(0)
     for _ in range(turns):
-        for name, program in running.items():
-            taken[name].append(_turn(program, steps[name]))
+        for name in order.sample(list(running), len(running)):
+            taken[name].append(_turn(running[name], steps[name]))
     timed = {
         name: Timed(tuple(taken[name]), program.first_s, program.memory_bytes) for name, program in running.items()
     }

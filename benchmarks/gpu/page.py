@@ -1,0 +1,151 @@
+"""`python -m benchmarks.gpu.page`: the page of docs about speed, made from a device's results.
+
+Everything that is a number comes from the file; the words around it are below.
+"""
+
+import json
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.record import RESULTS
+from benchmarks.table import verdict
+
+DOCS = RESULTS.parent.parent / "docs"
+PAGE, PICTURE = DOCS / "notes" / "performance.md", DOCS / "images" / "performance.png"
+QUOTED = "nvidia-h200.json"
+
+TEXT = """# How fast is it on Hopper?
+
+<!-- Made by `python -m benchmarks.gpu.page`; change that, not this. -->
+
+Measured by `python -m benchmarks.run --suite dense`, `gemm` and `cast` on one {device} with jax {jax}, torch {torch},
+torchao {torchao} and flax {flax}, {date}: [{results}](../../benchmarks/results/{results}). Sides of a case run in one
+process and take turns of about a tenth of a second, on N(0, 1) data. The chip is limited by power: whole runs differ
+by some hundredths from machine to machine, and sides by as much with what ran before them.
+
+## A linear layer, forward and backward
+
+loss = vdot(x w, dy), gradients for x (bfloat16) and the float32 kernel w. Ratios are to JAX in bfloat16, of what goes
+through Flax to Flax's own bfloat16 layer. *First step* is tracing, compiling and one step; *memory* is results and
+temporaries.
+
+![Steps per second over JAX's bfloat16](../images/performance.png)
+
+{dense}
+
+What limits the 8-bit steps is the product itself, at the chip's power: our kernel keeps pace with cuBLAS (below), and
+three of them are most of the step. Tried and left out, because it showed no gain at that limit: cutting leftover tiles
+smaller, and letting one warpgroup store while the other multiplies. MXFP8 and NVFP4 are multiplied as exact bfloat16
+values, so the product is bfloat16's; what they lose or gain is in the casts. Small layers are not in this table: there
+the host's launches of nine kernels outweigh what they save.
+
+## The FP8 product
+
+{gemm}
+
+Tensor cores add 8-bit products with few bits. *Error* is of float32 results against float64, relative, at K = 8192. The
+default adds all of K there; `precision="highest"` moves the sums into float32 every 128 terms.
+
+## Casts
+
+One pass reads a matrix and writes what both of its products take. Every byte is counted once; *of copy* is against a
+copy on the device in the same run. *Codes* are codes and scales, *values* the bfloat16 numbers that they stand for.
+
+{cast}
+
+Codes and scales were the reference's, byte for byte, before anything was timed. The block casts read their rows a
+second time; where those have left the cache, that is what they wait for.
+"""
+
+
+def write() -> None:
+    results = json.loads((RESULTS / QUOTED).read_text())
+    PICTURE.parent.mkdir(exist_ok=True)
+    picture(results).savefig(PICTURE, dpi=150)
+    PAGE.write_text(text(results))
+    print(f"wrote {PAGE.relative_to(DOCS.parent)} and {PICTURE.relative_to(DOCS.parent)}")
+
+
+def text(results: dict[str, Any]) -> str:
+    about = results["dense"]["cases"][0]["environment"]
+    words = {name: about[name] for name in ("device", "jax", "torch", "torchao", "flax")}
+    dense = "\n\n".join(_dense(case) for case in results["dense"]["cases"])
+    tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
+    return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
+
+
+def _dense(case: dict[str, Any]) -> str:
+    title = f"**{case['case']}**: {case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}"
+    rows = []
+    for name, side in sorted(case["sides"].items(), key=lambda item: item[1]["median_ms"]):
+        memory = "" if side["memory_gb"] is None else f"{side['memory_gb']:.2f} GB"
+        first = f"{side['first_step_s']:.1f} s"
+        target = _target(side["target"], side["ratio"])
+        rows.append((name, f"{side['median_ms']:.2f}", f"{side['ratio']:.2f} ×", target, first, memory))
+    return f"{title}\n\n" + _table(("program", "ms", "ratio", "target", "first step", "memory"), rows)
+
+
+def _gemm(suite: dict[str, Any]) -> str:
+    rows = []
+    for case in suite["cases"]:
+        for name, side in sorted(case["sides"].items(), key=lambda item: -item[1]["tflops"]):
+            error = case["errors"].get(name.removeprefix("scaledot "))
+            part = "" if side["of_torch"] is None else f"{side['of_torch']:.2f}"
+            sizes = f"{case['m']} × {case['n']} × {case['k']}"
+            target = _target(side["target"], side["of_torch"])
+            rows.append((sizes, name, f"{side['tflops']:.0f}", part, target, "" if error is None else f"{error:.1e}"))
+    return _table(("M × N × K", "program", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+
+
+def _cast(suite: dict[str, Any]) -> str:
+    rows = []
+    for case in suite["cases"]:
+        ours, theirs = case["sides"]["scaledot"], case["sides"].get("XLA")
+        rows.append(
+            (
+                case["case"],
+                case["dtype"],
+                f"{ours['gbs']:.0f}",
+                f"{ours['of_copy']:.0%}",
+                _target(case["target"], ours["of_copy"]),
+                "" if theirs is None else f"{theirs['of_copy']:.0%}",
+            )
+        )
+    return _table(("cast", "from", "GB/s", "of copy", "target", "XLA, of copy"), rows)
+
+
+def _target(target: float | None, reached: float | None) -> str:
+    return "" if target is None or reached is None else f"{target:g} {verdict(reached >= target)}"
+
+
+def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Bars of the ratio to bfloat16, ours in colour."""
+    cases = results["dense"]["cases"]
+    figure = Figure(figsize=(9, 0.34 * sum(len(case["sides"]) + 2 for case in cases)), layout="constrained")
+    heights = [len(case["sides"]) + 1 for case in cases]
+    axes = figure.subplots(len(cases), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, case in zip(axes, cases, strict=True):
+        sides = sorted(case["sides"].items(), key=lambda item: item[1]["ratio"])
+        names, ratios = [name for name, _ in sides], [side["ratio"] for _, side in sides]
+        colours = ["tab:blue" if name.startswith("scaledot") else "0.7" for name in names]
+        bars = axis.barh(names, ratios, color=colours)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=8, bbox=white)
+        axis.axvline(1, color="black", linewidth=0.8, zorder=0.5)
+        axis.set_title(
+            f"{case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}", fontsize=10
+        )
+        axis.tick_params(axis="y", labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("speed of a step over bfloat16")
+    return figure
+
+
+if __name__ == "__main__":
+    write()

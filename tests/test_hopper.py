@@ -1,0 +1,82 @@
+"""What the compiler makes of our kernels for an H200, without one: `make test-gpu-compile`.
+
+No kernel may spill registers, and Mosaic itself refuses more shared memory than the chip has. The casts, which need no
+instruction of Hopper's alone, are compiled for a B200 in a process of its own: Mosaic keeps the first chip it sees.
+"""
+
+import dataclasses
+import re
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import needs_interpreter
+
+import scaledot as sd
+from benchmarks.gpu import cast
+from scaledot import train
+from scaledot.kernels.mosaic import casts, support
+
+if not gpu_compile.is_possible():
+    pytest.skip(gpu_compile.MISSING, allow_module_level=True)
+
+pytestmark = needs_interpreter
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path):
+    return gpu_compile.listings(monkeypatch, tmp_path)
+
+
+def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(
+    "changed", [{}, {"pair": "rows"}, {"pair": "columns"}, {"columns": 128, "stages": 6, "parts": 1}]
+)
+@pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
+def test_products_spill_nothing(listed, dtypes, out, changed, promote):
+    from scaledot.kernels.mosaic.matmul import Config, matmul
+
+    config = dataclasses.replace(Config(), **changed)
+
+    def product(a, b, rows, columns):
+        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, programs=132)
+
+    one = ((1,), jnp.float32)
+    gpu_compile.compiled_for("H200", product, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)
+def test_casts_spill_nothing(listed, case):
+    assert not any(gpu_compile.spills_of_cast("H200", case, listed))
+
+
+def test_sums_of_columns_spill_nothing(listed):
+    views = tuple(casts.View(sd.FORMATS["fp8_e5m2"], (0, 0), summed) for summed in (1, 0))
+    one = jnp.float32(1)
+    gpu_compile.compiled_for(
+        "H200", lambda x: casts.run(x, views, [None] * 2, one, True, True), *shapes(((1024, 1024), BF16))
+    )
+    assert gpu_compile.spills(listed) == [0]
+
+
+def test_a_step_of_fp8_training_is_nine_kernels(listed, monkeypatch):
+    """Largest magnitude and cast of three tensors, and three products: no transposition, copy or pass of XLA's."""
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def step(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_current"), x, w)
+        return y, vjp(dy)
+
+    sizes = shapes(((4, 1024, 1024), BF16), ((1024, 2048), jnp.float32), ((4, 1024, 2048), BF16))
+    text = gpu_compile.compiled_for("H200", step, *sizes)
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 9
+    assert not re.search(r" (fusion|transpose|copy|convert)\(", entry)
