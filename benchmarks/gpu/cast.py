@@ -77,6 +77,7 @@ CASES = (
         (View(NV, (1, 16), 1), View(NV, (16, 1), 0, True, False, ROTATED)),
     ),
     Case("nvfp4 w: 16x16, values and codes", jnp.float32, (View(NV, (16, 16), 0), View(NV, (16, 16), 1, True))),
+    Case("nvfp4 w: lines, values and codes", jnp.float32, (View(NV, (16, 1), 0), View(NV, (1, 16), 1, True))),
     Case(
         "nvfp4 g: stochastic, values, rotated values",
         jnp.bfloat16,
@@ -85,8 +86,10 @@ CASES = (
 )
 
 
-def check(case: Case, shape: tuple[int, int] = (416, 1072)) -> None:
-    """Raise unless our bytes are the reference's."""
+def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
+    """Raise unless our bytes are the reference's; what is rotated has whole groups of rows."""
+    if any(view.rotation is not None for view in case.views):
+        shape = shape[0] // 16 * 16, shape[1]
     x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
     x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[100].set(0)

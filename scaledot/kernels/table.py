@@ -5,27 +5,34 @@ first that supports a problem is taken; a name means that kernel or an error wit
 `xla_dequantize`, solves everything and is what the others are held to.
 """
 
+import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 
 from scaledot.kernels import block_scaled, forms, xla
 from scaledot.kernels.forms import Form
 from scaledot.kernels.mosaic import dot as mosaic_dot
+from scaledot.kernels.operands import Factor, lay
 from scaledot.kernels.spec import Problem
 
 
 class Kernel(NamedTuple):
-    """supports: a reason why not, or None. how: one sentence on what it does with a problem it supports."""
+    """supports: a reason why not, or None. how: one sentence on what it does with a problem it supports.
+
+    adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
+    """
 
     name: str
     supports: Callable[[Problem], str | None]
     how: Callable[[Problem], str]
     run: Callable[..., jax.Array]  # (problem, lhs, rhs, group_sizes)
+    adds_bias: bool = False
 
 
 def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
@@ -137,13 +144,26 @@ _BLOCK_SCALED = Kernel(
 def _mosaic(name: str, product: mosaic_dot.Product, elsewhere: Kernel) -> Kernel:
     """A kernel for CUDA; where a program runs on something else, as on an array put on a CPU, XLA's takes its place."""
 
-    def run(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
+    def run(problem: Problem, lhs, rhs, group_sizes=None, bias=None) -> jax.Array:
         kernel = functools.partial(product.run, problem)
         if jax.default_backend() != "gpu":
-            return kernel(lhs, rhs)
-        return lax.platform_dependent(lhs, rhs, cuda=kernel, default=functools.partial(elsewhere.run, problem))
+            return kernel(lhs, rhs, bias)
+        reference = functools.partial(run_and_add, elsewhere, problem)
+        return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
-    return Kernel(name, product.supports, product.how, run)
+    return Kernel(name, product.supports, product.how, run, adds_bias=True)
+
+
+def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
+    """A dot plus a bias along the columns of rhs, with one rounding, whatever the kernel."""
+    if bias is None:
+        return kernel.run(problem, lhs, rhs)
+    if kernel.adds_bias:
+        return kernel.run(problem, lhs, rhs, bias=bias)
+    wide = np.dtype(np.float64 if problem.out_dtype == np.float64 else np.float32)
+    total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs)
+    bias = lay(Factor(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
+    return (total + bias).astype(problem.out_dtype)
 
 
 _INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)

@@ -14,7 +14,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.spec import Contraction, Operand, Problem, operand_of
-from scaledot.kernels.table import Kernel, choose
+from scaledot.kernels.table import Kernel, choose, run_and_add
 from scaledot.ops.plan import check_whole
 
 Array = jax.Array | ScaledArray
@@ -117,21 +117,24 @@ def contract(
     preferred_element_type=None,
     out_sharding=None,
     kernel: Choice = None,
+    bias: jax.Array | None = None,
 ) -> jax.Array:
-    """A dot of checked operands, by labels."""
+    """A dot of checked operands, by labels; plus a bias along the free labels of rhs, before the one rounding."""
     wanted = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
-    return solve(make_problem("dot", contraction, lhs, rhs, **wanted), kernel, lhs, rhs)
+    return solve(make_problem("dot", contraction, lhs, rhs, **wanted), kernel, lhs, rhs, bias=bias)
 
 
-def solve(problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+def solve(problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None) -> jax.Array:
     """The problem's result, by the kernel of that name or the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
-    return _run(problem, choose(problem, name), lhs, rhs, group_sizes)
+    return _run(problem, choose(problem, name), lhs, rhs, group_sizes, bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes) -> jax.Array:
+def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias) -> jax.Array:
     run = functools.partial(kernel.run, problem)
+    if bias is not None:
+        return run_and_add(kernel, problem, lhs, rhs, bias)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
     lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))

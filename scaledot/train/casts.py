@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
-from scaledot.kernels.operands import Factor, lay
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.scale import multipliers
@@ -114,9 +113,6 @@ class Arrays:
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x)
-
-    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        return y + lay(Factor(bias, self.features), self.out)
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         elsewhere = tuple(a for a, c in enumerate(self.out) if c not in self.features)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.kernels.operands import Factor, lay
 from scaledot.ops.contraction import labels
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import Choice, float_operand
@@ -21,7 +22,7 @@ from scaledot.recipes import Cast, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
-from scaledot.train.product import Operands, Rule, product
+from scaledot.train.product import Operands, Rule, multiply_then_add, product
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -214,6 +215,12 @@ class Convolution(Arrays):
         of, summed = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[product]
         [kept], [along] = ([c for c in _FIRST[tensor] if (c in summed) == is_summed] for is_summed in (False, True))
         return Laid.on(cast, Sides(of, kept, along + "".join(c for c in of if c not in _FIRST[tensor])))
+
+    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
+        return multiply_then_add(self, x, w, bias, groups, **wanted)
+
+    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
+        return y + lay(Factor(bias, self.features), self.out)
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         return getattr(self.window, product)(lhs, rhs, **wanted)

@@ -186,5 +186,8 @@ class Dot(Arrays):
     def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
         return super().inside(laid, x, casts.logical(q))
 
+    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
+        return contract(self.of("fwd"), casts.logical(x), casts.logical(w), bias=bias, **wanted)
+
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         return contract(self.of(product), casts.logical(lhs), casts.logical(rhs), **wanted)

@@ -28,7 +28,7 @@ from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Laid, Sides, padded
-from scaledot.train.product import Operands, Rule, product
+from scaledot.train.product import Operands, Rule, multiply_then_add, product
 
 
 def ragged_dot(
@@ -165,6 +165,9 @@ class Groups:
         sizes = _whole(groups, self.together)
         total = ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=wide, **wanted)
         return operands.scaled(total, left, right).astype(dtype)
+
+    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
+        return multiply_then_add(self, x, w, bias, groups, **wanted)
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = _group_of(groups, y.shape[0])

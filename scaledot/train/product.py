@@ -68,7 +68,9 @@ class Kind(Protocol):
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array: ...
 
-    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array: ...
+    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
+        """The forward product and a bias, rounded once."""
+        ...
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         """float32 sums of g over everything that shares a bias."""
@@ -137,9 +139,16 @@ def _forward_product(rule: Rule, operands: Operands, x, w) -> jax.Array:
     wanted = {"precision": rule.precision, "out_sharding": rule.out_sharding, "kernel": rule.kernel}
     if operands.bias is None:
         return rule.kind.multiply("fwd", x, w, operands.groups, preferred_element_type=rule.dtype, **wanted)
-    wide = np.dtype(np.float64 if rule.dtype == np.float64 else np.float32)
-    y = rule.kind.multiply("fwd", x, w, operands.groups, preferred_element_type=wide, **wanted)
-    return rule.kind.add_bias(y, operands.bias.astype(wide), operands.groups).astype(rule.dtype)
+    return rule.kind.multiply_and_add(x, w, operands.bias, operands.groups, preferred_element_type=rule.dtype, **wanted)
+
+
+def multiply_then_add(
+    kind: Any, x, w, bias: jax.Array, groups, preferred_element_type: np.dtype, **wanted
+) -> jax.Array:
+    """A forward product and its bias, in float32 until the one rounding."""
+    wide = np.dtype(np.float64 if preferred_element_type == np.float64 else np.float32)
+    y = kind.multiply("fwd", x, w, groups, preferred_element_type=wide, **wanted)
+    return kind.add_bias(y, bias.astype(wide), groups).astype(preferred_element_type)
 
 
 def _forward(rule: Rule, operands: Operands, state: State, key: jax.Array | None):

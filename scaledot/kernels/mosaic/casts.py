@@ -66,22 +66,25 @@ class Transposed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowPairs:
-    """A matrix of 4-bit codes whose bytes hold those of two rows, the even one's below."""
+    """A matrix of 4-bit codes whose bytes hold those of two rows, the even one's below; `rows` of them count."""
 
     stored: ScaledArray
+    rows: int = dataclasses.field(metadata={"static": True})
 
     def logical(self) -> ScaledArray:
         """The values that the codes stand for, under the tensor scale."""
         q, format = self.stored, self.stored.format
-        rows, columns = blocks.expand(q.block, 2)
+        down, across = blocks.expand(q.block, 2)
         (scale,) = multipliers(q.scale, None, format)
-        spread = blocks.spread(scale, q.shape, (rows // 2, columns))
+        scales = (scale[::2], scale[1::2]) if down == 1 else (scale, scale)
 
-        def values(bits: jax.Array) -> jax.Array:
+        def values(bits: jax.Array, scale: jax.Array) -> jax.Array:
+            spread = blocks.spread(scale, q.shape, (max(down // 2, 1), across))
             return flush(decode_float(bits.astype(jnp.uint32), format) * spread).astype(jnp.bfloat16)
 
-        pairs = jnp.stack([values(q.data & np.uint8(15)), values(q.data >> 4)], axis=1)
-        data = pairs.reshape(2 * q.shape[0], q.shape[1])
+        nibbles = q.data & np.uint8(15), q.data >> 4
+        pairs = jnp.stack([values(bits, scale) for bits, scale in zip(nibbles, scales, strict=True)], axis=1)
+        data = pairs.reshape(2 * q.shape[0], q.shape[1])[: self.rows]
         return as_values(data, q.tensor_scale, q.dtype, q.rotation)
 
 
@@ -100,7 +103,7 @@ def logical(q):
 
 
 class Fused(NamedTuple):
-    """One ScaledArray or Transposed for each view, the largest magnitude, and float32 sums of the columns."""
+    """A quantised matrix for each view, the largest magnitude, and float32 sums of the columns."""
 
     arrays: tuple[ScaledArray | Transposed | RowPairs, ...]
     amax: jax.Array | None
@@ -169,12 +172,13 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
         rotation = None if view.rotation is None else dataclasses.replace(view.rotation, axis=-2)
         if one.scale is None:
             return vary_all(as_values(one.data[:m, :k], level.down, x.dtype, rotation), x)
-        grid = blocks.grid((m, k), view.tile)
+        rows = m if format.bits == 8 else m + m % 2  # of pairs, both are stored
+        grid = blocks.grid((rows, k), view.tile)
         scale = lax.bitcast_convert_type(one.scale[: grid[0], : grid[1]], format.scale_dtype(x.dtype))
         what = {"format": format, "block": blocks.trim(view.tile), "dtype": x.dtype, "rotation": rotation}
         if format.bits == 8:
             return vary_all(ScaledArray(one.data[:m, :k], scale, tensor_scale, **what), x)
-        return vary_all(RowPairs(ScaledArray(one.data[: (m + 1) // 2, :k], scale, tensor_scale, **what)), x)
+        return vary_all(RowPairs(ScaledArray(one.data[: rows // 2, :k], scale, tensor_scale, **what), m), x)
 
     return tuple(map(array, views, levels, made))
 

@@ -60,7 +60,7 @@ class Product:
         sums = "float32 sums of every 128 terms" if promotes(problem) else "sums in the tensor cores"
         return f"float8 products on Hopper's tensor cores, {sums}, scales applied before the one rounding"
 
-    def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray) -> jax.Array:
+    def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
         from scaledot.kernels.mosaic.matmul import matmul
 
         contraction = problem.contraction
@@ -74,7 +74,7 @@ class Product:
             b.matrix,
             _filled_factors(a.factors, config.team_rows),
             _filled_factors(b.factors, config.team_columns),
-            None,
+            None if bias is None else _filled_bias(bias, config.team_columns),
             out_dtype=problem.out_dtype,
             config=config,
             promote=promote,
@@ -158,6 +158,10 @@ def promotes(problem: Problem) -> bool:
 def _filled(x: jax.Array, rows: int, columns: int) -> jax.Array:
     missing = -x.shape[0] % rows, -x.shape[1] % columns
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x
+
+
+def _filled_bias(bias: jax.Array, whole: int) -> jax.Array:
+    return jnp.pad(bias.reshape(-1).astype(np.float32), (0, -bias.size % whole))
 
 
 def _filled_factors(factors: jax.Array, whole: int) -> jax.Array:
