@@ -117,6 +117,27 @@ def test_a_mapped_axis_is_looped_over(hopper):
         assert relative(found[i], exact(x[i], w)) < 1e-6
 
 
+@needs_interpreter
+def test_a_step_runs_mapped_and_inside_a_shard_map(hopper):
+    x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
+
+    def gradients(x, w, dy, kernel=None):
+        return jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_current", kernel=kernel), x, w)[1](dy)
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    here, everywhere = jax.P("d"), jax.P()
+    sharded = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(here, everywhere, here), out_specs=(here, everywhere), check_vma=True
+    )
+    mapped = jax.vmap(gradients, in_axes=(0, None, 0))
+    for found, expected in (
+        (jax.jit(sharded)(x, w, dy), gradients(x, w, dy, "xla_codes")),
+        (jax.jit(mapped)(x, w, dy), jax.vmap(lambda x, dy: gradients(x, w, dy, "xla_codes"))(x, dy)),
+    ):
+        for a, b in zip(found, expected, strict=True):
+            assert relative(a, b) < 2.0**-8
+
+
 def cast_cases():
     from benchmarks.gpu import cast
 
