@@ -257,13 +257,15 @@ def test_casts_that_no_kernel_makes_have_reasons(view, reason):
     assert "matrices" in casts.views_reason((2, 64, 64), jnp.bfloat16, (view,))
 
 
-def test_several_devices_are_left_to_xla(monkeypatch):
+def test_other_and_several_devices_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     class Device:
         compute_capability, device_kind = "9.0", "NVIDIA H200"
 
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert "jax.default_device is" in str(support.device_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "there are 2 devices" in str(support.device_reason())

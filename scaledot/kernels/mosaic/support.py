@@ -13,6 +13,9 @@ def device_reason() -> str | None:
     backend = jax.default_backend()
     if backend != "gpu":
         return f"needs a Hopper GPU; the default backend is {backend}"
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(chosen, "platform", chosen) not in (None, "gpu", "cuda"):
+        return f"needs a Hopper GPU; jax.default_device is {chosen}"
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     if not capability.startswith("9."):
