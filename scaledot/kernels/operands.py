@@ -134,6 +134,12 @@ def cut_factor(factor: Factor, tiles: Tiles, counts: dict[str, int]) -> jax.Arra
     return merged.reshape(merged.shape[0], *left)
 
 
+def filled_up(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """A matrix with zeros at its ends, up to multiples of so many rows and columns."""
+    missing = (0, -x.shape[0] % rows), (0, -x.shape[1] % columns)
+    return jnp.pad(x, missing) if any(more for _, more in missing) else x
+
+
 def _merge_front(x: jax.Array, axes: list[int]) -> jax.Array:
     moved = jnp.moveaxis(x, axes, range(len(axes)))
     return moved.reshape(math.prod(moved.shape[: len(axes)]), *moved.shape[len(axes) :])

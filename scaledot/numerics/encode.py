@@ -104,7 +104,7 @@ def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> j
     """The float32 values that the codes of w stand for; NaN as in codes."""
     info = ml_dtypes.finfo(format.element_dtype)
     bits = bits_of(w)
-    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
+    clipped = _clipped(bits, format)
     binade = jnp.maximum(clipped & INFINITY, np.float32(2.0 ** int(info.minexp)).view(np.uint32))
     in_steps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
     value = round_float(in_steps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
@@ -115,9 +115,14 @@ def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> j
 def _in_steps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
     """Clipped magnitudes in units of the element's steps where they lie, and the exponent field that decides those."""
     info = ml_dtypes.finfo(format.element_dtype)
-    clipped = jnp.minimum(bits & MAGNITUDE, np.float32(info.max).view(np.uint32))
+    clipped = _clipped(bits, format)
     field = jnp.maximum(clipped >> 23, np.uint32(127 + int(info.minexp)))
     return float_of(clipped) * float_of((np.uint32(254 + int(info.nmant)) - field) << 23), field
+
+
+def _clipped(bits: jax.Array, format: Format) -> jax.Array:
+    """Bits of magnitudes, at most those of the largest element."""
+    return jnp.minimum(bits & MAGNITUDE, np.float32(ml_dtypes.finfo(format.element_dtype).max).view(np.uint32))
 
 
 def _is_nan(bits: jax.Array) -> jax.Array:

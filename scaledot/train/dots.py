@@ -173,6 +173,8 @@ class Dot(Arrays):
     def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x: jax.Array, factor, amax: bool, sums: bool):
         if x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
             return None
+        if len({each.cast.delayed for each in laid.values()}) > 1:
+            return None  # one pass has one factor
         views = tuple(self._view(p, tensor, each, p == later) for p, each in laid.items())
         if casts.supports(x.shape, x.dtype, views) is not None:
             return None

@@ -58,7 +58,7 @@ class View:
         return not self.values and self.format.bits == 4
 
     def is_same_cast(self, other: "View") -> bool:
-        """Whether codes are equal, and at most one of the two is drawn by chance anew."""
+        """Whether both have the same codes; what is rounded by chance has a key of its own."""
         return not self.stochastic and dataclasses.replace(self, values=other.values) == other
 
 

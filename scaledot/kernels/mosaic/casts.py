@@ -16,7 +16,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import FORMATS, Format, Quirks
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
-from scaledot.kernels.operands import block_values
+from scaledot.kernels.operands import block_values, filled_up
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, divide, flush
 from scaledot.numerics.encode import decode_float
@@ -158,7 +158,7 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
 
     (m, k), format = x.shape, views[0].format
     (size,) = format.block or (0,)
-    filled = _filled(x, size, cast_blocks.COLUMNS)
+    filled = filled_up(x, size, cast_blocks.COLUMNS)
     wanted = tuple(
         cast_blocks.View(format, view.shape, not view.kept, view.stochastic, view.rotation) for view in views
     )
@@ -213,7 +213,7 @@ def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None
     wanted = cast_tensor.Wanted(rows=1 in summed, transposed=0 in summed, amax=amax and factor is not None, sums=sums)
     config = cast_tensor.config_for(x.dtype, wanted)
     how = {"config": config, "multiprocessors": support.multiprocessors()}
-    filled = _filled(x, WHOLE, WHOLE)
+    filled = filled_up(x, WHOLE, WHOLE)
     if factor is None:
         seen = cast_tensor.amax(filled, multiprocessors=support.multiprocessors())
         made = cast_tensor.cast_by_amax(filled, seen, format, wanted=wanted, **how)
@@ -233,8 +233,3 @@ def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None
 
 def vary_all(tree, x: jax.Array):
     return jax.tree.map(lambda leaf: vary_as(leaf, x), tree)
-
-
-def _filled(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    missing = (0, -x.shape[0] % rows), (0, -x.shape[1] % columns)
-    return jnp.pad(x, missing) if any(more for _, more in missing) else x

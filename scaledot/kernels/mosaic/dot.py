@@ -18,7 +18,7 @@ from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support, tuning
-from scaledot.kernels.operands import Factor
+from scaledot.kernels.operands import Factor, filled_up
 from scaledot.kernels.spec import Operand, Problem
 
 OUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -95,7 +95,7 @@ class Product:
         terms = q.size // rows
         matrix = moved.reshape((terms, rows) if summed_first else (rows, terms))
         row_bytes = ROW_BYTES // matrix.dtype.itemsize
-        filled = _filled(matrix, row_bytes, LAST) if summed_first else _filled(matrix, multiple, row_bytes)
+        filled = filled_up(matrix, row_bytes, LAST) if summed_first else filled_up(matrix, multiple, row_bytes)
         return Side(filled, rows, terms, summed_first, self._factors(q, labels, free, rows))
 
     def _factors(self, q: ScaledArray, labels: str, free: str, rows: int) -> jax.Array:
@@ -153,11 +153,6 @@ def promotes(problem: Problem) -> bool:
     asked = problem.precision if isinstance(problem.precision, tuple) else (problem.precision,)
     fast = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
     return any(precision not in fast for precision in asked)
-
-
-def _filled(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    missing = -x.shape[0] % rows, -x.shape[1] % columns
-    return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x
 
 
 def _filled_bias(bias: jax.Array, whole: int) -> jax.Array:

@@ -36,8 +36,8 @@ def config_for(shape: Shape) -> Any:
 def heuristic(shape: Shape) -> Any:
     """The candidate that keeps the multiprocessors busiest: fewest rounds of tiles, each weighed by its size.
 
-    Pairs of programs that lie below each other save about a hundredth where there are enough rows. A tile half as wide
-    reads one operand twice as often; the tensor cores run at about 85 % then.
+    Pairs of programs that lie below each other are preferred where there are enough rows. A tile half as wide reads one
+    operand twice as often, and is taken only where it saves more than that may cost.
     """
 
     def cost(config: Any) -> float:
