@@ -118,6 +118,21 @@ def test_a_mapped_axis_is_looped_over(hopper):
 
 
 @needs_interpreter
+def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
+    """Delayed scaling in one product and the tensor's own scale in the other."""
+    current = sd.Cast("fp8_e4m3")
+    late = sd.Cast("fp8_e4m3", delayed=sd.Delayed(4))
+    recipe = sd.Recipe("mixed", sd.Gemm(late, current), sd.Gemm(current, current), sd.Gemm(current, current))
+    x, w = 100 * normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16))
+
+    def gradient(kernel):
+        state = sd.init_state(recipe)
+        return jax.grad(lambda w: train.dense(x, w, recipe=recipe, state=state, kernel=kernel)[0].sum())(w)
+
+    assert relative(gradient(None), gradient("xla_codes")) < 2.0**-8
+
+
+@needs_interpreter
 def test_a_step_runs_mapped_and_inside_a_shard_map(hopper):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
 
