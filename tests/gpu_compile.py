@@ -48,6 +48,7 @@ def listings(monkeypatch, folder):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
     return folder
 
 

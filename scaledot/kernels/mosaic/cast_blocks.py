@@ -1,8 +1,8 @@
 """One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
 
-A thread owns a few neighbouring columns of as many rows as a block is long. Blocks down the columns are its own, and so
-are the groups of a rotation; blocks along a row it shares with some neighbours. What it reads a second time comes from
-the cache.
+A program has as many rows as a block is long in shared memory, and a thread a few neighbouring columns of them. Blocks
+down the columns are its own, and so are the groups of a rotation; blocks along a row it shares with some neighbours. One
+loop over the rows casts those and looks for the largest magnitudes down the columns, a second one casts these.
 
 What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
 view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.mosaic.memory import load
-from scaledot.numerics.bits import MIN_NORMAL, amax_of_rank, magnitude_rank, power_of_two
+from scaledot.kernels.mosaic.memory import load, scaled, to_float8
+from scaledot.numerics.bits import amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
@@ -33,10 +33,9 @@ from scaledot.numerics.scale import E4M3_MAX, e8m0_code
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS
 COLUMNS = THREADS * 8  # what K must be a multiple of
-TOGETHER = 4  # rows that are on their way at a time
+TOGETHER = 4  # rows of one turn of a loop
 # 2^-127, the smallest MX scale, is no normal number; the largest one of 8-bit floats leaves room for a constant share.
 SHARE = np.float32(2.0**-8)
-LEAST = MIN_NORMAL.view(np.float32)
 AMAX_BLOCKS = 8  # blocks of rows of one program that looks for the largest magnitude
 
 
@@ -81,11 +80,13 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
     vector = _vector(size, x.dtype)
     columns = THREADS * vector  # of one program
 
-    def kernel(x_gmem, up_gmem, seeds_gmem, *outs):
-        outs = iter(outs)
-        below, first = lax.axis_index("row"), lax.axis_index("column") * (columns // size)
-        rows = Rows(x_gmem, below * size, first, size, vector)
+    def kernel(x_gmem, up_gmem, seeds_gmem, *others):
+        *others, x_smem, full = others
+        outs = iter(others)
+        first, beside = lax.axis_index("row") * size, lax.axis_index("column") * (columns // size)
+        plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, size), pl.ds(beside, columns // size)], x_smem, full)
         pending = [Out(view, next(outs), None if view.values else next(outs)) for view in views]
+        made = []
         while pending:
             view = pending[0].view
             together = [pending[0], *(out for out in pending[1:] if view.is_same_cast(out.view))]
@@ -93,7 +94,9 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
             number = views.index(view)
             level = up_gmem[number, 0], up_gmem[number, 1]
             uniform = functools.partial(_uniform, seeds_gmem, number, width) if view.stochastic else None
-            (_along if view.shape == "along" else _down)(view, rows, level, Outs(tuple(together), uniform))
+            made.append(Cast(view, level, tuple(together), uniform))
+        plgpu.barrier_wait(full)
+        _make(made, Rows(x_smem, first, beside, vector))
 
     def outputs(view: View) -> list[jax.ShapeDtypeStruct]:
         dtype = jnp.bfloat16 if view.values else jnp.uint8 if view.packs else view.format.element_dtype
@@ -106,6 +109,7 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
         out_type=tuple(output for view in views for output in outputs(view)),
         grid=(m // size, k // columns),
         grid_names=("row", "column"),
+        scratch_types=[plgpu.SMEM((size, columns // size, size), x.dtype), plgpu.Barrier()],
         compiler_params=_PARAMETERS,
     )
     written = iter(run(x.reshape(m, k // size, size), up, seeds))
@@ -135,8 +139,8 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
         strip, column = lax.axis_index("strip"), lax.axis_index("column")
 
         def block(i, largest):
-            rows = Rows(x_gmem, (strip + i * strips) * size, column * (columns // size), size, vector)
-            loaded = [rows.load(j) for j in range(size)]
+            first, blocks = (strip + i * strips) * size, pl.ds(column * (columns // size), columns // size)
+            loaded = [_row(x_gmem.at[first + j, blocks], vector) for j in range(size)]
             found = []
             for rotation, most in zip(rotations, largest, strict=True):
                 values = loaded if rotation is None else _rotated(loaded, rotation)
@@ -175,14 +179,26 @@ def _layout(size: int, vector: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-class Rows(NamedTuple):
-    """The rows of one block: the first of them, the first block along a row, and the columns of a thread."""
+def _row(ref, vector: int) -> jax.Array:
+    """Blocks of a row as float32, (blocks, elements)."""
+    return load(ref, _layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
-    gmem: Any
+
+class Rows(NamedTuple):
+    """Rows of one block in shared memory: the number of the first, that of its first block, the columns of a thread.
+
+    Of those in memory, the blocks from `skipped` on count.
+    """
+
+    smem: Any
     first: Any
     beside: Any
-    size: int
     vector: int
+    skipped: Any = 0
+
+    @property
+    def size(self) -> int:
+        return self.smem.shape[0]
 
     @property
     def layout(self) -> Any:
@@ -192,21 +208,20 @@ class Rows(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return THREADS * self.vector // self.size, self.size
 
-    def at(self, i) -> tuple[Any, Any]:
-        """Where row i lies."""
-        return self.first + i, pl.ds(self.beside, self.shape[0])
+    @property
+    def blocks(self) -> Any:
+        """Its blocks among those of a row."""
+        return pl.ds(self.beside + self.skipped, self.shape[0])
 
     def load(self, i) -> jax.Array:
-        """float32, (blocks, elements)."""
-        return load(self.gmem.at[self.at(i)], self.layout, optimized=False).astype(jnp.float32)
+        return _row(self.smem.at[i, pl.ds(self.skipped, self.shape[0])], self.vector)
 
     def halves(self, work) -> None:
         """work(rows) with half the columns of each thread, twice."""
-        blocks = self.shape[0] // 2
 
         @pl.loop(0, 2)
         def _(half):
-            work(self._replace(beside=self.beside + half * blocks, vector=self.vector // 2))
+            work(self._replace(vector=self.vector // 2, skipped=half * (self.shape[0] // 2)))
 
     def in_steps(self, body, carry):
         """body(rows of a step, numbered) over all steps."""
@@ -239,28 +254,32 @@ class Out:
         ]
         if not self.view.packs:
             for (i, _), result in zip(numbered, results, strict=True):
-                self.data[rows.at(i)] = result
+                self.data[rows.first + i, rows.blocks] = result
             return
         for (i, _), even, odd in zip(numbered[::2], results[::2], results[1::2], strict=True):
-            at, beside = rows.at(i)
-            self.data[lax.div(at, 2), beside] = (even | (odd << 4)).astype(jnp.uint8)
+            self.data[lax.div(rows.first + i, 2), rows.blocks] = (even | (odd << 4)).astype(jnp.uint8)
 
 
-class Outs(NamedTuple):
-    """The views of one cast, and the numbers by which it rounds a row, if by chance."""
+class Cast(NamedTuple):
+    """One cast: the view that says how, its tensor's level, all that want it, and what rounds a row, if by chance."""
 
-    members: tuple[Out, ...]
+    view: View
+    level: tuple[Any, Any]
+    outs: tuple[Out, ...]
     uniform: Any
+
+    def scale_of(self, rank: jax.Array) -> "Scale":
+        return _scale_of(self.view.format, amax_of_rank(rank), self.level)
 
     def write(self, rows: Rows, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]") -> None:
         uniforms = [None if self.uniform is None else self.uniform(rows, i) for i, _ in numbered]
-        for out in self.members:
+        for out in self.outs:
             out.write(rows, numbered, scales, uniforms)
 
     def write_scale(self, rows: Rows, at, scale: "Scale") -> None:
-        for out in self.members:
+        for out in self.outs:
             if out.scale is not None:
-                out.scale[at, rows.at(0)[1]] = scale.stored
+                out.scale[at, rows.blocks] = scale.stored
 
 
 class Scale(NamedTuple):
@@ -271,53 +290,48 @@ class Scale(NamedTuple):
     back: tuple[Any, ...]
 
 
-def _along(view: View, rows: Rows, level, out: Outs) -> None:
-    def body(numbered, carry):
-        scales = []
-        for i, row in numbered:
-            largest = amax_of_rank(jnp.max(magnitude_rank(row), axis=1))
-            scales.append(_scale_of(view.format, largest, level))
-            out.write_scale(rows, rows.first + i, scales[-1])
-        out.write(rows, numbered, scales)
-        return carry
+def _make(made: list[Cast], rows: Rows) -> None:
+    along = [cast for cast in made if cast.view.shape == "along"]
+    down = [cast for cast in made if cast.view.shape != "along" and cast.view.rotation is None]
 
-    rows.in_steps(body, jnp.int32(0))
+    def first(numbered, largest):
+        for cast in along:
+            _along(cast, rows, numbered)
+        return functools.reduce(jnp.maximum, (magnitude_rank(row) for _, row in numbered), largest) if down else largest
 
-
-def _down(view: View, rows: Rows, level, out: Outs) -> None:
-    if view.rotation is None:
-        _down_as_it_is(view, rows, level, out)
-    else:  # half the columns at a time, because a whole block of each is in registers
-        rows.halves(lambda half: _down_rotated(view, half, level, out))
-
-
-def _down_rotated(view: View, rows: Rows, level, out: Outs) -> None:
-    assert view.rotation is not None
-    turned = _rotated([rows.load(i) for i in range(rows.size)], view.rotation)
-    scale = _down_scale(view, functools.reduce(jnp.maximum, map(magnitude_rank, turned)), level)
-    out.write_scale(rows, lax.div(rows.first, rows.size), scale)
-    out.write(rows, list(enumerate(turned)), [scale] * rows.size)
-
-
-def _down_as_it_is(view: View, rows: Rows, level, out: Outs) -> None:
     nothing = plgpu.layout_cast(jnp.zeros(rows.shape, jnp.uint32), rows.layout)
+    largest = rows.in_steps(first, nothing) if along or down else nothing
+    for cast in made:
+        if cast.view.rotation is not None:  # half the columns at a time, because a whole block of each is in registers
+            rows.halves(functools.partial(_down_rotated, cast, cast.view.rotation))
+    for cast in down:
+        _down(cast, rows, largest)
 
-    def larger(numbered, largest):
-        return functools.reduce(jnp.maximum, (magnitude_rank(row) for _, row in numbered), largest)
 
-    scale = _down_scale(view, rows.in_steps(larger, nothing), level)
-    out.write_scale(rows, lax.div(rows.first, rows.size), scale)
+def _along(cast: Cast, rows: Rows, numbered: list[tuple[Any, jax.Array]]) -> None:
+    scales = []
+    for i, row in numbered:
+        scales.append(cast.scale_of(jnp.max(magnitude_rank(row), axis=1)))
+        cast.write_scale(rows, rows.first + i, scales[-1])
+    cast.write(rows, numbered, scales)
+
+
+def _down_rotated(cast: Cast, rotation: Hadamard, rows: Rows) -> None:
+    turned = _rotated([rows.load(i) for i in range(rows.size)], rotation)
+    scale = cast.scale_of(functools.reduce(jnp.maximum, map(magnitude_rank, turned)))
+    cast.write_scale(rows, lax.div(rows.first, rows.size), scale)
+    cast.write(rows, list(enumerate(turned)), [scale] * rows.size)
+
+
+def _down(cast: Cast, rows: Rows, largest: jax.Array) -> None:
+    scale = cast.scale_of(jnp.max(largest, axis=1) if cast.view.shape == "square" else largest)
+    cast.write_scale(rows, lax.div(rows.first, rows.size), scale)
 
     def body(numbered, carry):
-        out.write(rows, numbered, [scale] * len(numbered))
+        cast.write(rows, numbered, [scale] * len(numbered))
         return carry
 
     rows.in_steps(body, jnp.int32(0))
-
-
-def _down_scale(view: View, largest: jax.Array, level) -> Scale:
-    rank = jnp.max(largest, axis=1) if view.shape == "square" else largest
-    return _scale_of(view.format, amax_of_rank(rank), level)
 
 
 def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
@@ -335,17 +349,17 @@ def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
 
 def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
     """Codes of a row, packed ones as bits; or the values that they stand for. Subnormal numbers are zeros."""
-    format, limit = view.format, float(view.format.max)
-    scaled = row * jnp.where(jnp.abs(row) < LEAST, np.float32(0), spread(scale.factor))
+    format = view.format
+    up = scaled(row, spread(scale.factor))
     if view.packs:
-        return float_code(scaled, format, uniform)
+        return float_code(up, format, uniform)
     if format.bits == 8 and uniform is None:
-        codes = jnp.clip(scaled, -limit, limit).astype(format.element_dtype)
+        codes = to_float8(up, format.element_dtype)
         if not view.values:
             return codes
         values = codes.astype(jnp.float32)
     else:
-        values = rounded(scaled, format, uniform)
+        values = rounded(up, format, uniform)
         if not view.values:
             return values.astype(format.element_dtype)
     for factor in scale.back:
@@ -374,6 +388,6 @@ def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
 def _uniform(seeds_gmem, number: int, width: int, rows: Rows, i) -> jax.Array:
     """Numbers in [0, 1) for the elements of a row."""
     block, element = (plgpu.broadcasted_iota(jnp.uint32, rows.shape, axis, layout=rows.layout) for axis in range(2))
-    start = (rows.first + i) * np.int32(width) + rows.beside * np.int32(rows.size)
+    start = (rows.first + i) * np.int32(width) + (rows.beside + rows.skipped) * np.int32(rows.size)
     index = start.astype(jnp.uint32) + block * np.uint32(rows.size) + element
     return uniform_at(index, seeds_gmem[number, 0], seeds_gmem[number, 1])

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.mosaic.memory import load, tiled
-from scaledot.numerics.bits import finite_magnitude, float_of, flush
+from scaledot.kernels.mosaic.memory import load, scaled, tiled, to_float8
+from scaledot.numerics.bits import amax_of_rank, magnitude_rank
 from scaledot.numerics.scale import levels_of
 
 THREADS = 128  # of a program: one warpgroup
@@ -165,11 +165,11 @@ def _pass(
 
             return largest, total
 
-        no_bits = plgpu.layout_cast(jnp.zeros((PAIRS, LANE_COLUMNS), jnp.int32), plgpu.Layout.WGMMA)
+        no_ranks = plgpu.layout_cast(jnp.zeros((PAIRS, LANE_COLUMNS), jnp.uint32), plgpu.Layout.WGMMA)
         no_sums = plgpu.layout_cast(jnp.zeros((PAIRS, columns), jnp.float32), plgpu.Layout.WGMMA)
-        largest, _ = lax.fori_loop(0, count, step_of, (no_bits, no_sums if wanted.sums else 0.0))
+        largest, _ = lax.fori_loop(0, count, step_of, (no_ranks, no_sums if wanted.sums else 0.0))
         if wanted.amax:
-            most = jnp.max(jnp.max(float_of(largest.astype(jnp.uint32)), axis=1), axis=0)
+            most = jnp.max(jnp.max(amax_of_rank(largest), axis=1), axis=0)
             for slot in range(0, slots, programs):  # those that no program has are written, too
                 pl.when(program + slot < slots)(lambda slot=slot: amax_gmem.__setitem__(program + slot, most))
         plgpu.wait_smem_to_gmem(0)
@@ -221,8 +221,7 @@ def _factor(given_gmem, format: Format | None, scale_gmem, program) -> jax.Array
 
 
 def _codes(values: jax.Array, factor: jax.Array, dtype) -> jax.Array:
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(flush(values) * factor, -limit, limit).astype(dtype)
+    return to_float8(scaled(values, factor), dtype)
 
 
 def _tiled(columns: int, dtype):
@@ -231,9 +230,9 @@ def _tiled(columns: int, dtype):
 
 
 def _larger(largest: jax.Array, values: list[jax.Array]) -> jax.Array:
-    """The largest finite magnitudes so far, as bits, one for each place of the layout."""
+    """The ranks of the largest magnitudes so far, one for each place of the layout."""
     for value in values:
-        magnitude = finite_magnitude(value)
+        rank = magnitude_rank(value)
         for first in range(0, value.shape[1], LANE_COLUMNS):
-            largest = jnp.maximum(largest, magnitude[:, first : first + LANE_COLUMNS])
+            largest = jnp.maximum(largest, rank[:, first : first + LANE_COLUMNS])
     return largest

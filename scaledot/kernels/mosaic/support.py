@@ -36,3 +36,8 @@ def _sharding_reason() -> str | None:
 def multiprocessors() -> int:
     device = jax.devices()[0]
     return getattr(device, "core_count", None) or MULTIPROCESSORS
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run as what they mean, on a machine without a GPU."""
+    return jax.default_backend() == "cpu"
