@@ -44,8 +44,14 @@ def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """The same for uint32 flat indices and the two words of a key."""
-    hashed = _mix(_mix(index ^ first) + second)
+    """The same for uint32 flat indices and the two words of a key.
+
+    The second word comes in between two rounds, so that streams of two keys are no shifts of each other; the last
+    multiplication has mixed the high bits, which are all that is used.
+    """
+    hashed = index * np.uint32(0x9E3779B1) + first
+    hashed = (hashed ^ (hashed >> 16)) * np.uint32(0x7FEB352D) + second
+    hashed = (hashed ^ (hashed >> 15)) * np.uint32(0x846CA68B)
     return (hashed >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
 
 
