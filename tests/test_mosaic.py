@@ -261,8 +261,8 @@ def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted,
 @pytest.mark.parametrize(
     ("view", "reason"),
     [
-        (casts.View(sd.FORMATS["int8"], (0, 0), 1), "neither"),
-        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "neither"),
+        (casts.View(sd.FORMATS["int8"], (0, 0), 1), "is not an 8-bit float"),
+        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "is not an 8-bit float"),
         (casts.View(sd.FORMATS["nvfp4"], (1, 16), 1, rotation=sd.Hadamard()), "down columns"),
     ],
 )

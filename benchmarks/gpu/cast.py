@@ -54,12 +54,12 @@ class Case:
             pad=True,
             factor=jnp.float32(3.0) if self.given_factor else None,
         )
-        return q.T if view.summed == 0 and view.tile == (0, 0) else q
+        return q.T if view.summed == 0 and view.format.scale == "float32" else q
 
 
-def _pair(format: str, tile: int, **changed) -> tuple[View, ...]:
+def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[View, ...]:
     row = sd.FORMATS[format]
-    lines = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+    lines = ((1, tile), (tile, 1)) if tile and not square else ((tile, tile), (tile, tile))
     return tuple(View(row, line, summed, **changed) for line, summed in zip(lines, (1, 0), strict=True))
 
 
@@ -69,6 +69,10 @@ CASES = (
     Case("e4m3, both layouts, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
     Case("e4m3, both layouts, given factor, with amax, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
     Case("e4m3, both layouts, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
+    Case("e5m2, both layouts, current scaling, stochastic", jnp.bfloat16, _pair("fp8_e5m2", 0, stochastic=True)),
+    Case("e4m3, lines of 128 in both orientations", jnp.bfloat16, _pair("fp8_e4m3", 128)),
+    Case("e4m3, lines of 128 in both orientations, float32", jnp.float32, _pair("fp8_e4m3", 128)),
+    Case("e4m3, squares of 128 in both layouts", jnp.float32, _pair("fp8_e4m3", 128, square=True)),
     Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, kept=True), 0.75),
     Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
     Case(

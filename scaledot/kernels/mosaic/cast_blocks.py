@@ -1,8 +1,8 @@
 """One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
 
 A program has as many rows as a block is long in shared memory, and a thread a few neighbouring columns of them. Blocks
-down the columns are its own, and so are the groups of a rotation; blocks along a row it shares with some neighbours. One
-loop over the rows casts those and looks for the largest magnitudes down the columns, a second one casts these.
+down the columns are its own, and so are the groups of a rotation; blocks along a row it shares with some neighbours.
+One loop over the rows casts those and looks for the largest magnitudes down the columns, a second one casts these.
 
 What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
 view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
@@ -23,15 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.mosaic.memory import load, scaled, to_float8
+from scaledot.kernels.mosaic.memory import THREADS, flushed, load, side_by_side, to_float8
 from scaledot.numerics.bits import amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import E4M3_MAX, e8m0_code
 
-LANES, WARPS = 32, 4
-THREADS = LANES * WARPS
 COLUMNS = THREADS * 8  # what K must be a multiple of
 TOGETHER = 4  # rows of one turn of a loop
 # 2^-127, the smallest MX scale, is no normal number; the largest one of 8-bit floats leaves room for a constant share.
@@ -147,7 +145,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
                 found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(found)
 
-        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), _layout(size, vector))
+        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), side_by_side(size, vector))
         count = lax.div(deep - strip + strips - 1, strips)
         for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
             out_gmem[number, strip, column] = jnp.max(jnp.max(amax_of_rank(most), axis=1), axis=0)
@@ -172,16 +170,9 @@ def _vector(size: int, dtype) -> int:
     return 8 if size == 32 and dtype.itemsize == 2 else 4
 
 
-def _layout(size: int, vector: int) -> Any:
-    """(blocks, elements) of a row: vectors, the lanes of a warp side by side, warps one after the other."""
-    lanes = size // vector
-    tiling = plgpu.Tiling(((WARPS * LANES // lanes, size), (LANES // lanes, size), (vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
 def _row(ref, vector: int) -> jax.Array:
     """Blocks of a row as float32, (blocks, elements)."""
-    return load(ref, _layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
+    return load(ref, side_by_side(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
 
 class Rows(NamedTuple):
@@ -202,7 +193,7 @@ class Rows(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        return _layout(self.size, self.vector)
+        return side_by_side(self.size, self.vector)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -350,7 +341,7 @@ def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
 def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
     """Codes of a row, packed ones as bits; or the values that they stand for. Subnormal numbers are zeros."""
     format = view.format
-    up = scaled(row, spread(scale.factor))
+    up = flushed(row) * spread(scale.factor)
     if view.packs:
         return float_code(up, format, uniform)
     if format.bits == 8 and uniform is None:

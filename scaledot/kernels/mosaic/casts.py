@@ -26,6 +26,7 @@ from scaledot.numerics.scale import multipliers, tensor_level
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INPUTS = ("bfloat16", "float16", "float32")
+LINE = 128  # elements of a line with a float32 scale
 # Values that tensor cores multiply exactly, under one scale.
 VALUES = Format("values", element="bfloat16")
 
@@ -122,22 +123,27 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
         return f"it reads {', '.join(INPUTS)}, not {dtype}"
     if len({view.format for view in views}) > 1:
         return "the two products take different formats"
-    if all(map(_is_tensor_cast, views)):
+    if len({(_tiles(view), view.stochastic) for view in views}) == 1 and _tiles(views[0]):
         return None
     return next(filter(None, (_block_reason(shape, view) for view in views)), None)
 
 
-def _is_tensor_cast(view: View) -> bool:
-    """An 8-bit float under one scale, to nearest."""
-    plain = view.format.quirks == Quirks() and view.rotation is None and not view.stochastic
-    return plain and view.format.element in FLOAT8 and view.format.scale == "float32" and view.tile == (0, 0)
+def _tiles(view: View) -> str:
+    """How an 8-bit float has its float32 scales, if in a way that `cast_tiles` knows; "" otherwise."""
+    plain = view.format.quirks == Quirks() and view.rotation is None
+    if not plain or view.format.element not in FLOAT8 or view.format.scale != "float32":
+        return ""
+    line: blocks.Block = (1, LINE) if view.summed else (LINE, 1)
+    ways: dict[blocks.Block, str] = {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}
+    return ways.get(view.tile, "")
 
 
 def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     format = view.format
     known = (format.element in FLOAT8 and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
     if not known or not view.shape:
-        return f"{format.name} in tiles of {view.tile} is neither an 8-bit float under one scale, nor MXFP8, nor NVFP4"
+        known = f"an 8-bit float with float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements), MXFP8 or NVFP4"
+        return f"{format.name} in tiles of {view.tile} is not {known}"
     if view.rotation is None:
         return None
     (size,) = format.block or (0,)
@@ -148,8 +154,8 @@ def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
 
 def run(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
     """The casts of all views. `factor` is a given one, None for that of the matrix; keys: one of each view or None."""
-    if _is_tensor_cast(views[0]):
-        return _tensor_cast(x, views, factor, amax, sums)
+    if _tiles(views[0]):
+        return _tile_casts(x, views, keys, factor, amax, sums)
     return Fused(_block_casts(x, views, keys), None, None)
 
 
@@ -204,31 +210,43 @@ def _seeds(view: View, key) -> jax.Array:
     return jnp.stack(seeds_of(key)) if view.stochastic else jnp.zeros(2, jnp.uint32)
 
 
-def _tensor_cast(x: jax.Array, views: tuple[View, ...], factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
-    from scaledot.kernels.mosaic import cast_tensor
-    from scaledot.kernels.mosaic.cast_tensor import WHOLE
+def _tile_casts(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
+    from scaledot.kernels.mosaic import cast_tiles
 
-    format, (m, k) = views[0].format, x.shape
-    summed = {view.summed for view in views}
-    wanted = cast_tensor.Wanted(rows=1 in summed, transposed=0 in summed, amax=amax and factor is not None, sums=sums)
-    config = cast_tensor.config_for(x.dtype, wanted)
-    how = {"config": config, "multiprocessors": support.multiprocessors()}
-    filled = filled_up(x, WHOLE, WHOLE)
-    if factor is None:
-        seen = cast_tensor.amax(filled, multiprocessors=support.multiprocessors())
-        made = cast_tensor.cast_by_amax(filled, seen, format, wanted=wanted, **how)
-        scale = made.scale
+    format, (m, k), way = views[0].format, x.shape, _tiles(views[0])
+    filled = filled_up(x, LINE, LINE)
+    seen = cast_tiles.amax(filled) if way == "tensor" and factor is None else None
+    if seen is not None:
+        scaling = cast_tiles.Seen(seen)
     else:
-        made = cast_tensor.cast(filled, factor.reshape(1), format.element_dtype, wanted=wanted, **how)
-        seen, scale = made.amax, divide(ONE, factor)
+        scaling = cast_tiles.OfBlocks(way == "squares") if factor is None else cast_tiles.Given(factor.reshape(1))
+    by_axis = {view.summed: (view, key) for view, key in zip(views, keys, strict=True)}
+    wanted = cast_tiles.Wanted(rows=1 in by_axis, transposed=0 in by_axis, amax=amax and seen is None, sums=sums)
+    pair = [by_axis.get(axis, (views[0], keys[0])) for axis in (1, 0)]
+    seeds = jnp.stack([_seeds(*each) for each in pair]) if views[0].stochastic else None
+    made = cast_tiles.cast(filled, format, scaling, wanted, seeds, k)
+    if seen is None:
+        seen = made.amax
 
     def array(view: View) -> ScaledArray | Transposed:
-        data = made.rows[:m, :k] if view.summed else made.transposed[:k, :m]
-        q = vary_all(ScaledArray(data, scale.reshape(1, 1), format=format, block=(0, 0), dtype=x.dtype), x)
+        data, shape = (made.rows, (m, k)) if view.summed else (made.transposed, (k, m))
+        tile = view.tile if view.summed else view.tile[::-1]
+        scale = _stored_scale(made, factor, view, way)[tuple(slice(size) for size in blocks.grid(shape, tile))]
+        what = {"format": format, "block": blocks.trim(tile), "dtype": x.dtype}
+        q = vary_all(ScaledArray(data[: shape[0], : shape[1]], scale, **what), x)
         return q if view.summed else Transposed(q)
 
     largest = vary_as(jnp.max(seen), x) if amax else None
     return Fused(tuple(map(array, views)), largest, vary_as(jnp.sum(made.sums, axis=0)[:k], x) if sums else None)
+
+
+def _stored_scale(made, factor: jax.Array | None, view: View, way: str) -> jax.Array:
+    """The scales of a view, as its codes are stored."""
+    if way == "tensor":
+        return (made.row_scale if factor is None else divide(ONE, factor)).reshape(1, 1)
+    if way == "squares":
+        return made.row_scale if view.summed else made.row_scale.T
+    return made.row_scale if view.summed else made.column_scale
 
 
 def vary_all(tree, x: jax.Array):

@@ -132,7 +132,6 @@ def matmul(
 
         lax.cond(warpgroup == WARPGROUPS, fetch, multiply)
 
-    out_row = store_columns * out_dtype.itemsize
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -146,7 +145,7 @@ def matmul(
             _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
             _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
             plgpu.SMEM(
-                (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(out_row, out_dtype.itemsize)
+                (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
             _given_back(config),
@@ -159,7 +158,7 @@ def matmul(
 def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> Any:
     step = SWIZZLE // dtype.itemsize
     shape = (step, rows) if summed_first else (rows, step)
-    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(SWIZZLE, dtype.itemsize))
+    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(shape[-1], dtype))
 
 
 def _given_back(config: Config):

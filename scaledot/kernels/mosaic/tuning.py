@@ -36,14 +36,15 @@ def config_for(shape: Shape) -> Any:
 def heuristic(shape: Shape) -> Any:
     """The candidate that keeps the multiprocessors busiest: fewest rounds of tiles, each weighed by its size.
 
-    Pairs of programs that lie below each other are preferred where there are enough rows. A tile half as wide reads one
-    operand twice as often, and is taken only where it saves more than that may cost.
+    Pairs of programs that lie below each other are preferred where there are enough rows of 8-bit elements. A tile half
+    as wide reads one operand twice as often, and is taken only where it saves more than that may cost.
     """
 
     def cost(config: Any) -> float:
         tiles = -(-shape.m // config.team_rows) * -(-shape.n // config.team_columns)
         rounds = -(-tiles // (support.multiprocessors() // config.paired))
-        slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (0.99 if config.pair else 1.0)
+        paired = 0.99 if shape.itemsize == 1 else 1.02
+        slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (paired if config.pair else 1.0)
         return rounds * config.program_rows * config.program_columns * slowdown
 
     fitting = [config for config in candidates() if config.pair is None or shape.m > config.program_rows]

@@ -1,0 +1,295 @@
+"""One read of a matrix, 8-bit floats as they lie and transposed: one scale for all, for tiles or for lines of 128.
+
+Lines run along the rows for codes that are written as they lie, and down the columns for those that are written
+transposed, so a product finds them along its sum either way.
+
+A program has one tile. Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can: the even and the odd
+rows of a tile are read apart, and the codes of two rows that belong to one column are packed into one 16-bit word. The
+transposed matrix of words is the transposed matrix of codes.
+
+The last rows come first: the cache may still have them from who looked for the largest magnitude, and then has the
+first codes for who multiplies.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scaledot.formats import Format
+from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.memory import LANES, THREADS, flushed, load, side_by_side, tiled, to_float8
+from scaledot.numerics.bits import amax_of_rank, magnitude_rank
+from scaledot.numerics.encode import rounded
+from scaledot.numerics.rounding import uniform_at
+from scaledot.numerics.scale import levels_of
+
+PAIRS = LINE // 2  # pairs of rows in a tile
+PART = 64  # columns that are in registers at a time
+SEARCHERS = 1024  # programs that look for the largest magnitude
+READS = 8  # that one of them has on their way
+WGMMA = plgpu.Layout.WGMMA
+EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
+
+
+class Given(NamedTuple):
+    """A factor for the whole matrix, float32 (1,)."""
+
+    factor: jax.Array
+
+
+class Seen(NamedTuple):
+    """Largest magnitudes, as `amax` gives them; the format makes one scale of them."""
+
+    maxima: jax.Array
+
+
+class OfBlocks(NamedTuple):
+    """A scale for each line of 128, or for each tile of 128 x 128."""
+
+    square: bool
+
+
+Scaling = Given | Seen | OfBlocks
+
+
+class Wanted(NamedTuple):
+    """Which results to write: codes as they lie, codes transposed, the largest magnitude, sums of each column."""
+
+    rows: bool = True
+    transposed: bool = True
+    amax: bool = False
+    sums: bool = False
+
+
+class Result(NamedTuple):
+    """What was wanted, None elsewhere.
+
+    amax: one of each tile. sums: one row of each strip of tiles. Scales are () for a factor that was seen, (M / 128,
+    K / 128) for squares; for lines (M, K / 128) of the rows and (K, M / 128) of the transposed matrix.
+    """
+
+    rows: jax.Array | None
+    transposed: jax.Array | None
+    amax: jax.Array | None
+    sums: jax.Array | None
+    row_scale: jax.Array | None
+    column_scale: jax.Array | None
+
+
+def amax(x: jax.Array) -> jax.Array:
+    """Largest finite magnitudes of x, whose rows and columns are multiples of 128: one of each program."""
+    vector = 16 // x.dtype.itemsize
+    layout = side_by_side(LANES, vector)
+    read = THREADS * vector // LANES, LANES
+    chunks = x.size // (READS * math.prod(read))
+
+    def kernel(x_gmem, out_gmem):
+        program = lax.axis_index("program")
+
+        def larger(step, most):
+            first = (program + step * SEARCHERS) * READS
+            parts = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(READS)]
+            return functools.reduce(jnp.maximum, [magnitude_rank(part.astype(jnp.float32)) for part in parts], most)
+
+        nothing = plgpu.layout_cast(jnp.zeros(read, jnp.uint32), layout)
+        most = lax.fori_loop(0, lax.div(chunks - program + SEARCHERS - 1, SEARCHERS), larger, nothing)
+        out_gmem[program] = _amax_of(most)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((SEARCHERS,), jnp.float32),
+        grid=(SEARCHERS,),
+        grid_names=("program",),
+        compiler_params=_PARAMETERS,
+    )
+    return run(x.reshape(-1, *read))
+
+
+def cast(
+    x: jax.Array, format: Format, scaling: Scaling, wanted: Wanted, seeds: jax.Array | None = None, width: int = 0
+) -> Result:
+    """Codes of x (M, K), which must be multiples of 128.
+
+    seeds: the words of two keys, uint32 (2, 2), for codes as they lie and for transposed ones; None rounds to nearest.
+    width: the length of rows by which elements are counted for stochastic rounding.
+    """
+    m, k = x.shape
+    dtype = format.element_dtype
+    of_lines = isinstance(scaling, OfBlocks) and not scaling.square
+    parts = LINE // PART if isinstance(scaling, OfBlocks) else 1
+    deep, wide = m // LINE, k // (parts * PART)
+    has_scale = not isinstance(scaling, Given) and (wanted.rows or not of_lines)
+    writes = (*wanted, has_scale, of_lines and wanted.transposed)
+    given = [] if isinstance(scaling, OfBlocks) else [scaling[0]]
+
+    def kernel(x_gmem, *others):
+        refs: Any = iter(others)
+        given_gmem = next(refs) if given else None
+        seeds_gmem = None if seeds is None else next(refs)
+        outs: tuple[Any, ...] = tuple(next(refs) if want else None for want in writes)
+        rows_gmem, words_gmem, amax_gmem, sums_gmem, row_scale, column_scale = outs
+        x_smem, rows_smem, words_smem, lines_smem, full = refs
+        row, column = deep - 1 - lax.axis_index("row"), lax.axis_index("column")
+        pairs = pl.ds(row * PAIRS, PAIRS)
+        along = [pl.ds((column * parts + part) * PART, PART) for part in range(parts)]
+        for part in range(parts):
+            for parity in range(2):
+                plgpu.copy_gmem_to_smem(x_gmem.at[pairs, parity, along[part]], x_smem.at[part, parity], full)
+        factor = None
+        if isinstance(scaling, Given):
+            factor = given_gmem[0]
+        elif isinstance(scaling, Seen):
+            factor = _scale_tensor(given_gmem, format, row_scale, (row == 0) & (column == 0))
+        plgpu.barrier_wait(full)
+        if of_lines:
+            _scale_lines(x_smem, format, lines_smem, row_scale, column_scale, row, column)
+        elif isinstance(scaling, OfBlocks):
+            factor = _scale_square(x_smem, format, row_scale, row, column)
+
+        def codes(part: int, values: list[jax.Array], transposed: int) -> list[jax.Array]:
+            made = []
+            for parity, value in enumerate(values):
+                first = part * PART if transposed else parity * PAIRS
+                by = _spread(lines_smem.at[transposed], first, transposed) if of_lines else factor
+                up = flushed(value) * by
+                if seeds is None:
+                    made.append(to_float8(up, dtype))
+                    continue
+                place = row * LINE + parity, (column * parts + part) * PART
+                uniform = _uniform(seeds_gmem.at[transposed], place, width)
+                made.append(rounded(up, format, uniform).astype(dtype))
+            return made
+
+        one_cast = not of_lines and seeds is None
+        largest = plgpu.layout_cast(jnp.zeros((PAIRS, PART), jnp.uint32), WGMMA)
+        for part in range(parts):
+            values = _values(x_smem, part)
+            if wanted.amax:
+                largest = functools.reduce(jnp.maximum, map(magnitude_rank, values), largest)
+            if wanted.sums:
+                sums_gmem[row, along[part]] = jnp.sum(values[0] + values[1], axis=0)
+            rows = codes(part, values, 0) if wanted.rows or one_cast else []
+            if wanted.rows:
+                for parity in range(2):
+                    rows_smem[part, parity] = rows[parity]
+            if wanted.transposed:
+                if seeds is not None:  # registers would not hold them until now
+                    values = _values(x_smem, part)
+                turned = rows if one_cast else codes(part, values, 1)
+                even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in turned)
+                words_smem.at[part].T[...] = even | (odd << 8)
+        if wanted.amax:
+            amax_gmem[row, column] = _amax_of(largest)
+        plgpu.commit_smem()
+        for part in range(parts):
+            if wanted.rows:
+                for parity in range(2):
+                    plgpu.copy_smem_to_gmem(rows_smem.at[part, parity], rows_gmem.at[pairs, parity, along[part]])
+            if wanted.transposed:
+                plgpu.copy_smem_to_gmem(words_smem.at[part], words_gmem.at[along[part], pairs])
+        plgpu.wait_smem_to_gmem(0)
+
+    scales = (1,) if isinstance(scaling, Seen) else (wide, deep, LINE) if of_lines else (deep, wide)
+    outputs = (
+        jax.ShapeDtypeStruct((m // 2, 2, k), dtype),
+        jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
+        jax.ShapeDtypeStruct((deep, wide), jnp.float32),
+        jax.ShapeDtypeStruct((deep, k), jnp.float32),
+        jax.ShapeDtypeStruct(scales, jnp.float32),
+        jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+    )
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(output for output, want in zip(outputs, writes, strict=True) if want),
+        grid=(deep, wide),
+        grid_names=("row", "column"),
+        scratch_types=[
+            plgpu.SMEM((parts, 2, PAIRS, PART), x.dtype, transforms=tiled(PART, x.dtype)),
+            plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=tiled(PART, dtype)) if wanted.rows else None,
+            plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=tiled(PAIRS, jnp.uint16))
+            if wanted.transposed
+            else None,
+            plgpu.SMEM((2, LINE), jnp.float32) if of_lines else None,
+            plgpu.Barrier(num_arrivals=2 * parts),
+        ],
+        compiler_params=_PARAMETERS,
+    )
+    written = iter(run(x.reshape(m // 2, 2, k), *given, *([] if seeds is None else [seeds])))
+    rows, words, largest, sums, scale, column_scale = (next(written) if want else None for want in writes)
+    if of_lines and scale is not None:  # even rows come first in each tile
+        scale = scale.reshape(wide, deep, 2, PAIRS).transpose(1, 3, 2, 0).reshape(m, wide)
+    return Result(
+        None if rows is None else rows.reshape(m, k),
+        None if words is None else lax.bitcast_convert_type(words, dtype).reshape(k, m),
+        largest,
+        sums,
+        scale,
+        None if column_scale is None else column_scale.reshape(deep, k).T,
+    )
+
+
+_PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _values(x_smem, part: int) -> list[jax.Array]:
+    """The even and the odd rows of a part of the tile."""
+    return [load(x_smem.at[part, parity], WGMMA).astype(jnp.float32) for parity in range(2)]
+
+
+def _amax_of(rank: jax.Array) -> jax.Array:
+    return amax_of_rank(jnp.max(jnp.max(rank, axis=1), axis=0))
+
+
+def _scale_tensor(seen_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
+    """The factor that a format makes of the largest magnitude; the first program writes the scale."""
+    seen = load(seen_gmem, plgpu.Layout.WG_STRIDED((SEARCHERS,), vec_size=1))
+    levels = levels_of(jnp.max(seen), format, _FLOAT32)
+    pl.when(is_first)(lambda: scale_gmem.__setitem__(0, levels.scale))
+    return levels.factors[0]
+
+
+def _scale_square(x_smem, format: Format, scale_gmem, row, column) -> jax.Array:
+    ranks = [magnitude_rank(value) for part in range(x_smem.shape[0]) for value in _values(x_smem, part)]
+    levels = levels_of(_amax_of(functools.reduce(jnp.maximum, ranks)), format, _FLOAT32)
+    scale_gmem[row, column] = levels.scale
+    return levels.factors[0]
+
+
+def _scale_lines(x_smem, format: Format, lines_smem, row_scale, column_scale, row, column) -> None:
+    """Leaves the factors of the rows, even ones first, and of the columns in shared memory."""
+    longest: list[Any] = [None, None]
+    for part in range(x_smem.shape[0]):
+        ranks = [magnitude_rank(value) for value in _values(x_smem, part)]
+        lines_smem[1, pl.ds(part * PART, PART)] = amax_of_rank(jnp.max(jnp.maximum(*ranks), axis=0))
+        ends = [jnp.max(rank, axis=1) for rank in ranks]
+        longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
+    for parity in range(2):
+        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of_rank(longest[parity])
+    for side, scale_gmem, at in ((0, row_scale, (column, row)), (1, column_scale, (row, column))):
+        levels = levels_of(load(lines_smem.at[side], EACH), format, _FLOAT32)
+        if scale_gmem is not None:
+            scale_gmem[at] = levels.scale
+        lines_smem[side] = levels.factors[0]
+
+
+def _spread(line_smem, first: int, axis: int) -> jax.Array:
+    """Numbers of some rows or columns, as one for each element."""
+    size = (PAIRS, PART)[axis]
+    line = load(line_smem.at[pl.ds(first, size)], WGMMA.reduce(1 - axis))
+    return plgpu.layout_cast(lax.broadcast_in_dim(line, (PAIRS, PART), (axis,)), WGMMA)
+
+
+def _uniform(seeds_gmem, place, width: int) -> jax.Array:
+    """Numbers in [0, 1) for every second row from a place on, where rows have `width` elements."""
+    row, column = place
+    pair, across = (plgpu.broadcasted_iota(jnp.uint32, (PAIRS, PART), axis, layout=WGMMA) for axis in range(2))
+    start = (row * np.int32(width) + column).astype(jnp.uint32)
+    return uniform_at(start + pair * np.uint32(2 * width) + across, seeds_gmem[0], seeds_gmem[1])
