@@ -66,21 +66,26 @@ class Made(NamedTuple):
     scale: jax.Array | None
 
 
-def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array, width: int) -> tuple[Made, ...]:
+def cast(
+    x: jax.Array, views: tuple[View, ...], up: jax.Array | None, seeds: jax.Array | None, width: int
+) -> tuple[Made, ...]:
     """The casts of x (M, K) that the views ask for; M must be a multiple of the block and K of 512.
 
-    up: for each view what brings its largest block maximum to the largest scale, and the reciprocal; float32 (V, 2),
-    read by two-level formats. seeds: the two words of each view's key, uint32 (V, 2). width: the length of rows by
-    which elements are counted for stochastic rounding.
+    up: for each view of a two-level format what brings its largest block maximum to the largest scale, and the
+    reciprocal; float32 (V, 2). seeds: where any rounds by chance, the two words of each view's key, uint32 (V, 2).
+    width: the length of rows by which elements are counted for that.
     """
     m, k = x.shape
     size = block_of(views[0].format)
     vector = _vector(size, x.dtype)
     columns = THREADS * vector  # of one program
 
-    def kernel(x_gmem, up_gmem, seeds_gmem, *others):
+    given = [each for each in (up, seeds) if each is not None]
+
+    def kernel(x_gmem, *others):
         *others, x_smem, full = others
         outs = iter(others)
+        up_gmem, seeds_gmem = (None if each is None else next(outs) for each in (up, seeds))
         first, beside = lax.axis_index("row") * size, lax.axis_index("column") * (columns // size)
         plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, size), pl.ds(beside, columns // size)], x_smem, full)
         pending = [Out(view, next(outs), None if view.values else next(outs)) for view in views]
@@ -90,7 +95,7 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
             together = [pending[0], *(out for out in pending[1:] if view.is_same_cast(out.view))]
             pending = [out for out in pending if out not in together]
             number = views.index(view)
-            level = up_gmem[number, 0], up_gmem[number, 1]
+            level = None if up_gmem is None else (up_gmem[number, 0], up_gmem[number, 1])
             uniform = functools.partial(_uniform, seeds_gmem, number, width) if view.stochastic else None
             made.append(Cast(view, level, tuple(together), uniform))
         plgpu.barrier_wait(full)
@@ -110,7 +115,7 @@ def cast(x: jax.Array, views: tuple[View, ...], up: jax.Array, seeds: jax.Array,
         scratch_types=[plgpu.SMEM((size, columns // size, size), x.dtype), plgpu.Barrier()],
         compiler_params=_PARAMETERS,
     )
-    written = iter(run(x.reshape(m, k // size, size), up, seeds))
+    written = iter(run(x.reshape(m, k // size, size), *given))
 
     def made(view: View) -> Made:
         data = next(written)
@@ -255,7 +260,7 @@ class Cast(NamedTuple):
     """One cast: the view that says how, its tensor's level, all that want it, and what rounds a row, if by chance."""
 
     view: View
-    level: tuple[Any, Any]
+    level: tuple[Any, Any] | None
     outs: tuple[Out, ...]
     uniform: Any
 

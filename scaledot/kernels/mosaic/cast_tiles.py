@@ -75,12 +75,12 @@ class Result(NamedTuple):
     K / 128) for squares; for lines (M, K / 128) of the rows and (K, M / 128) of the transposed matrix.
     """
 
-    rows: jax.Array | None
-    transposed: jax.Array | None
-    amax: jax.Array | None
-    sums: jax.Array | None
-    row_scale: jax.Array | None
-    column_scale: jax.Array | None
+    rows: Any
+    transposed: Any
+    amax: Any
+    sums: Any
+    row_scale: Any
+    column_scale: Any
 
 
 def amax(x: jax.Array) -> jax.Array:
@@ -131,8 +131,8 @@ def cast(
 
     def kernel(x_gmem, *others):
         refs: Any = iter(others)
-        given_gmem = next(refs) if given else None
-        seeds_gmem = None if seeds is None else next(refs)
+        given_gmem: Any = next(refs) if given else None
+        seeds_gmem: Any = None if seeds is None else next(refs)
         outs: tuple[Any, ...] = tuple(next(refs) if want else None for want in writes)
         rows_gmem, words_gmem, amax_gmem, sums_gmem, row_scale, column_scale = outs
         x_smem, rows_smem, words_smem, lines_smem, full = refs
@@ -142,7 +142,7 @@ def cast(
         for part in range(parts):
             for parity in range(2):
                 plgpu.copy_gmem_to_smem(x_gmem.at[pairs, parity, along[part]], x_smem.at[part, parity], full)
-        factor = None
+        factor: Any = None
         if isinstance(scaling, Given):
             factor = given_gmem[0]
         elif isinstance(scaling, Seen):

@@ -169,8 +169,11 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
         cast_blocks.View(format, view.shape, not view.kept, view.stochastic, view.rotation) for view in views
     )
     levels = _levels(filled, views, size)
-    up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
-    seeds = jnp.stack([_seeds(view, key) for view, key in zip(views, keys, strict=True)])
+    up = seeds = None
+    if format.two_level:
+        up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
+    if any(view.stochastic for view in views):
+        seeds = jnp.stack([_seeds(view, key) for view, key in zip(views, keys, strict=True)])
     made = cast_blocks.cast(filled, wanted, up, seeds, k)
 
     def array(view: View, level: Level, one) -> ScaledArray | RowPairs:

@@ -6,6 +6,9 @@ on neighbouring tiles, and each fetches half of the operand tile that both need,
 
 Tensor cores add 8-bit floats in an accumulator of about 14 bits. `promote` moves the sums of each step into float32
 registers; a warpgroup's tile is then multiplied in parts, because there is no room for two accumulators of it.
+
+Factors that change along the sum, one for each 128 elements of it, are applied to the sums of a step as they are
+promoted. They are fetched with the step's operands.
 """
 
 import dataclasses
@@ -22,6 +25,7 @@ from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
 
 WARPGROUPS = 2  # that multiply; one more fetches
 FETCH_REGISTERS = 40
+SQUARE = 128  # rows of b that share a factor where they are not given one by one
 MULTIPLY_REGISTERS = (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
 
 
@@ -84,29 +88,37 @@ def matmul(
 
     16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must suit the
     tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
-    Factors are float32 (1,), or (M,) and (N,) filled up to whole teams of programs, as the bias is.
+    Factors are float32 (1,), or (M,) and (N,) filled up to whole teams of programs, as the bias is. Factors that change
+    along the sum of 8-bit elements are (K / 128, M) and (K / 128, N), or (K / 128, N / 128) for squares of b; M and N
+    are filled up likewise, and sums are promoted.
     """
     m, k = a.shape[::-1] if summed_first[0] else a.shape
     n = b.shape[1 if summed_first[1] else 0]
     out_dtype = jnp.dtype(out_dtype)
     plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs)
     store_columns = _store_columns(n, config, out_dtype)
+    in_steps = row_factors.ndim == 2
+    by_line = (in_steps, in_steps and column_factors.shape[1] >= n)
 
     def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
-        *bias_gmem, out_gmem, a_ring, b_ring, out_smem, full, empty = rest
-        ring = Ring(config, a_ring, b_ring, full, empty, summed_first)
+        *bias_gmem, out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, full, empty = rest
+        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first)
         warpgroup = lax.axis_index("warpgroup")
 
         def fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            ring.drain(plan.over_tiles(functools.partial(ring.fetch_tile, plan, a_gmem, b_gmem)))
+            refs = a_gmem, b_gmem, rows_gmem, columns_gmem
+            ring.drain(plan.over_tiles(functools.partial(ring.fetch_tile, plan, *refs)))
 
         def multiply():
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-            factors = Factors(rows_gmem, columns_gmem)
+            factors = None if in_steps else Factors(rows_gmem, columns_gmem)
             below = warpgroup * config.rows if config.split == "rows" else 0
             beside = warpgroup * config.columns if config.split == "columns" else 0
-            sums = _promoted_sums if promote else _chained_sums
+            if in_steps:
+                sums = functools.partial(_promoted_sums, squares=None if by_line[1] else columns_gmem)
+            else:
+                sums = _promoted_sums if promote else _chained_sums
 
             def tile(place: Tile):
                 top, left = place.row + below, place.column + beside
@@ -116,7 +128,8 @@ def matmul(
                         slot = (at // store_columns + piece) % 2
                         first = left + at + piece * store_columns
                         result = values[:, piece * store_columns : (piece + 1) * store_columns]
-                        result = factors.apply(result, top, first)
+                        if factors is not None:
+                            result = factors.apply(result, top, first)
                         if bias_gmem:
                             result += along_columns(bias_gmem[0], first, result.shape)
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -125,7 +138,7 @@ def matmul(
                         block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first, store_columns)]
                         plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, slot], block)
 
-                sums(config, plan.steps, place.first, ring, below, beside, store)
+                sums(config, plan.steps, place, ring, below, beside, store)
 
             plan.over_tiles(tile)
             plgpu.wait_smem_to_gmem(0)
@@ -144,10 +157,12 @@ def matmul(
         scratch_types=[
             _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
             _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
+            plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if by_line[0] else None,
+            plgpu.SMEM((config.stages, config.program_columns), jnp.float32) if by_line[1] else None,
             plgpu.SMEM(
                 (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
             ),
-            plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=2 + sum(by_line), num_barriers=config.stages),
             _given_back(config),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -221,11 +236,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots that are fetched, multiplied and given back in turn."""
+    """Slots that are fetched, multiplied and given back in turn; those of factors are None where there are none."""
 
     config: Config
     a: Any
     b: Any
+    a_factors: Any
+    b_factors: Any
     full: Any
     empty: Any
     summed_first: tuple[bool, bool]
@@ -233,7 +250,7 @@ class Ring:
     def slot(self, step):
         return lax.rem(step, self.config.stages)
 
-    def fetch_tile(self, plan: Plan, a_gmem, b_gmem, tile: Tile) -> None:
+    def fetch_tile(self, plan: Plan, a_gmem, b_gmem, rows_gmem, columns_gmem, tile: Tile) -> None:
         config = self.config
         a_rows, b_rows = pl.ds(tile.row, config.program_rows), pl.ds(tile.column, config.program_columns)
         a_shared, b_shared = ("member" if config.pair == by else None for by in ("columns", "rows"))
@@ -247,6 +264,10 @@ class Ring:
             b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
             plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
             plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
+            if self.a_factors is not None:
+                plgpu.copy_gmem_to_smem(rows_gmem.at[step, a_rows], self.a_factors.at[slot], self.full.at[slot])
+            if self.b_factors is not None:
+                plgpu.copy_gmem_to_smem(columns_gmem.at[step, b_rows], self.b_factors.at[slot], self.full.at[slot])
 
     def drain(self, steps) -> None:
         """Wait until every slot was given back: nobody may still read one when the program ends."""
@@ -269,8 +290,9 @@ class Ring:
         return left, right
 
 
-def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
+def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store) -> None:
     """All of K in the tensor cores' own accumulator."""
+    first = tile.first
 
     @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((config.rows, config.columns), jnp.float32))
     def _(sums):
@@ -287,13 +309,21 @@ def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, 
         store(0, sums[...])
 
 
-def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
-    """Each step of K in the tensor cores' accumulator, all steps in float32 registers."""
+def _promoted_sums(
+    config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store, squares: Any = None
+) -> None:
+    """Each step of K in the tensor cores' accumulator, all steps in float32 registers.
+
+    squares: factors of 128 columns of b for each step, where rows have theirs in the ring.
+    """
     part = config.columns // config.parts
 
     def step_of(step, totals):
-        at = first + step
+        at = tile.first + step
+        slot = ring.slot(at)
+        one = [squares[step, lax.div(tile.column + beside + i * part, SQUARE)] for i in range(config.parts)] if squares is not None else None
         ring.wait(at)
+        rows = None if ring.a_factors is None else along_rows(ring.a_factors.at[slot], below, (config.rows, part))
         grown = []
         for i, total in enumerate(totals):
 
@@ -301,7 +331,12 @@ def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside,
                 plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside + column, part))
                 return sums[...]
 
-            grown.append(total + pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32)))
+            sums = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32))
+            if one is not None:
+                sums = sums * (rows * one[i])
+            elif rows is not None:
+                sums = sums * rows * along_columns(ring.b_factors.at[slot], beside + i * part, sums.shape)
+            grown.append(total + sums)
         ring.release(at)
         return tuple(grown)
 
