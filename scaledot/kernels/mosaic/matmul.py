@@ -25,7 +25,8 @@ from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
 
 WARPGROUPS = 2  # that multiply; one more fetches
 FETCH_REGISTERS = 40
-SQUARE = 128  # rows of b that share a factor where they are not given one by one
+SQUARE = 128  # rows of b that share a factor where they have none each
+SQUARES = 32  # factors of those that are fetched: 128 bytes is the least that is copied well
 MULTIPLY_REGISTERS = (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
 
 
@@ -98,11 +99,11 @@ def matmul(
     plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs)
     store_columns = _store_columns(n, config, out_dtype)
     in_steps = row_factors.ndim == 2
-    by_line = (in_steps, in_steps and column_factors.shape[1] >= n)
+    squares = in_steps and column_factors.shape[1] < n
 
     def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
         *bias_gmem, out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, full, empty = rest
-        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first)
+        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first, squares)
         warpgroup = lax.axis_index("warpgroup")
 
         def fetch():
@@ -115,10 +116,7 @@ def matmul(
             factors = None if in_steps else Factors(rows_gmem, columns_gmem)
             below = warpgroup * config.rows if config.split == "rows" else 0
             beside = warpgroup * config.columns if config.split == "columns" else 0
-            if in_steps:
-                sums = functools.partial(_promoted_sums, squares=None if by_line[1] else columns_gmem)
-            else:
-                sums = _promoted_sums if promote else _chained_sums
+            sums = _promoted_sums if promote or in_steps else _chained_sums
 
             def tile(place: Tile):
                 top, left = place.row + below, place.column + beside
@@ -138,7 +136,7 @@ def matmul(
                         block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first, store_columns)]
                         plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, slot], block)
 
-                sums(config, plan.steps, place, ring, below, beside, store)
+                sums(config, plan.steps, place.first, ring, below, beside, store)
 
             plan.over_tiles(tile)
             plgpu.wait_smem_to_gmem(0)
@@ -157,12 +155,14 @@ def matmul(
         scratch_types=[
             _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
             _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
-            plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if by_line[0] else None,
-            plgpu.SMEM((config.stages, config.program_columns), jnp.float32) if by_line[1] else None,
+            plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if in_steps else None,
+            plgpu.SMEM((config.stages, SQUARES if squares else config.program_columns), jnp.float32)
+            if in_steps
+            else None,
             plgpu.SMEM(
                 (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
             ),
-            plgpu.Barrier(num_arrivals=2 + sum(by_line), num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=4 if in_steps else 2, num_barriers=config.stages),
             _given_back(config),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -246,6 +246,7 @@ class Ring:
     full: Any
     empty: Any
     summed_first: tuple[bool, bool]
+    squares: bool
 
     def slot(self, step):
         return lax.rem(step, self.config.stages)
@@ -265,9 +266,9 @@ class Ring:
             plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
             plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
             if self.a_factors is not None:
+                columns = pl.ds(lax.div(tile.column, SQUARE), SQUARES) if self.squares else b_rows
                 plgpu.copy_gmem_to_smem(rows_gmem.at[step, a_rows], self.a_factors.at[slot], self.full.at[slot])
-            if self.b_factors is not None:
-                plgpu.copy_gmem_to_smem(columns_gmem.at[step, b_rows], self.b_factors.at[slot], self.full.at[slot])
+                plgpu.copy_gmem_to_smem(columns_gmem.at[step, columns], self.b_factors.at[slot], self.full.at[slot])
 
     def drain(self, steps) -> None:
         """Wait until every slot was given back: nobody may still read one when the program ends."""
@@ -282,6 +283,17 @@ class Ring:
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
+    def scaled(self, step, sums: jax.Array, first_row, first_column) -> jax.Array:
+        """Sums of a step times its factors, if it has any."""
+        if self.a_factors is None:
+            return sums
+        slot, layout = self.slot(step), plgpu.Layout.WGMMA.reduce(1)
+        rows = load(self.a_factors.at[slot, pl.ds(first_row, sums.shape[0])], layout, optimized=False)
+        if self.squares:
+            rows = rows * self.b_factors[slot, lax.div(first_column, SQUARE)]
+        sums = sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
+        return sums if self.squares else sums * along_columns(self.b_factors.at[slot], first_column, sums.shape)
+
     def operands(self, step, first_row, rows: int, first_column, columns: int) -> tuple[Any, Any]:
         """Rows of a, and of b transposed."""
         slot, a_rows, b_rows = self.slot(step), pl.ds(first_row, rows), pl.ds(first_column, columns)
@@ -290,9 +302,8 @@ class Ring:
         return left, right
 
 
-def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store) -> None:
+def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
     """All of K in the tensor cores' own accumulator."""
-    first = tile.first
 
     @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((config.rows, config.columns), jnp.float32))
     def _(sums):
@@ -309,21 +320,13 @@ def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, bes
         store(0, sums[...])
 
 
-def _promoted_sums(
-    config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store, squares: Any = None
-) -> None:
-    """Each step of K in the tensor cores' accumulator, all steps in float32 registers.
-
-    squares: factors of 128 columns of b for each step, where rows have theirs in the ring.
-    """
+def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
+    """Each step of K in the tensor cores' accumulator, all steps in float32 registers."""
     part = config.columns // config.parts
 
     def step_of(step, totals):
-        at = tile.first + step
-        slot = ring.slot(at)
-        one = [squares[step, lax.div(tile.column + beside + i * part, SQUARE)] for i in range(config.parts)] if squares is not None else None
+        at = first + step
         ring.wait(at)
-        rows = None if ring.a_factors is None else along_rows(ring.a_factors.at[slot], below, (config.rows, part))
         grown = []
         for i, total in enumerate(totals):
 
@@ -332,11 +335,7 @@ def _promoted_sums(
                 return sums[...]
 
             sums = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32))
-            if one is not None:
-                sums = sums * (rows * one[i])
-            elif rows is not None:
-                sums = sums * rows * along_columns(ring.b_factors.at[slot], beside + i * part, sums.shape)
-            grown.append(total + sums)
+            grown.append(total + ring.scaled(at, sums, below, beside + i * part))
         ring.release(at)
         return tuple(grown)
 
