@@ -101,6 +101,20 @@ def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blo
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("x_block", "w_block"),
+    [((1, 128), (128, 128)), ((1, 128), (128, 1)), ((128, 128), (128, 128)), ((128, 128), (0, 0)), ((1, 0), (128, 1))],
+)
+def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, x_block, w_block):
+    x = sd.quantize(normal(0, (150, 300)), "fp8_e4m3", axis=(0, 1), block=x_block, pad=True)
+    w = sd.quantize(normal(1, (300, 200)), "fp8_e4m3", axis=(0, 1), block=w_block, pad=True)
+    taken = sd.explain(sd.matmul, x, w)
+    assert "mosaic_float8     TAKEN" in taken
+    assert "the sums of every 128 terms" in taken
+    assert relative(sd.matmul(x, w), exact(x, w)) < 1e-6
+
+
+@needs_interpreter
 def test_block_scaled_operands_are_multiplied_as_values(hopper):
     for format in ("mxfp8", "nvfp4"):
         x, w = sd.quantize(normal(0, (96, 256)), format), sd.quantize(normal(1, (256, 64)), format, axis=0)
@@ -176,7 +190,13 @@ def test_sums_of_columns_come_with_the_cast(hopper):
     assert made.amax == sd.amax(x)
 
 
-RECIPES = {"fp8_current": "xla_codes", "fp8_delayed": "xla_codes", "mxfp8": "xla_upcast", "nvfp4": "xla_upcast"}
+RECIPES = {
+    "fp8_current": "xla_codes",
+    "fp8_delayed": "xla_codes",
+    "fp8_block": "xla_codes",
+    "mxfp8": "xla_upcast",
+    "nvfp4": "xla_upcast",
+}
 
 
 def step(recipe: str, kernel: str | None):

@@ -1,12 +1,15 @@
 """Products on Hopper's tensor cores as rows of the kernel table: which problems they solve, and how those are laid.
 
-`FLOAT8` multiplies 8-bit codes, `VALUES` the bfloat16 values of codes whose block scales change along the sum. 8-bit
-operands lie with the summed axis last. A transposition that this needs costs nothing where the operand was stored so by
-a fused cast, because XLA cancels it against the one that presents it in its logical shape.
+`FLOAT8` multiplies 8-bit codes, whose scales may change along the sum every 128 elements, and `VALUES` the bfloat16
+values of codes in shorter blocks. 8-bit operands lie with the summed axis last. A transposition that this needs costs
+nothing where the operand was stored so by a fused cast, because XLA cancels it against the one that presents it in its
+logical shape.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +21,10 @@ from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support, tuning
+from scaledot.kernels.mosaic.casts import LINE
 from scaledot.kernels.operands import Factor, filled_up
 from scaledot.kernels.spec import Operand, Problem
+from scaledot.numerics import blocks
 
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
@@ -57,23 +62,34 @@ class Product:
     def how(self, problem: Problem) -> str:
         if self.values:
             return "bfloat16 products on Hopper's tensor cores, block scales folded in exactly, one rounding"
-        sums = "float32 sums of every 128 terms" if promotes(problem) else "sums in the tensor cores"
+        if _scaled_in_steps(problem):
+            return (
+                f"float8 products on Hopper's tensor cores, scales applied to the sums of every {LINE} terms in float32"
+            )
+        sums = f"float32 sums of every {LINE} terms" if promotes(problem) else "sums in the tensor cores"
         return f"float8 products on Hopper's tensor cores, {sums}, scales applied before the one rounding"
 
     def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
         from scaledot.kernels.mosaic.matmul import matmul
 
         contraction = problem.contraction
-        promote = not self.values and promotes(problem)
+        in_steps = not self.values and _scaled_in_steps(problem)
+        promote = in_steps or (not self.values and promotes(problem))
         a = self._side(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, ROWS)
         b = self._side(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, COLUMNS)
         shape = tuning.Shape(a.rows, b.rows, a.terms, a.matrix.dtype.itemsize, problem.out_dtype.itemsize, promote)
         config = tuning.config_for(shape)
+        if in_steps:
+            rows = _step_factors(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, squares=False)
+            columns = _step_factors(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, squares=True)
+            of_square = LINE if columns.shape[1] < b.rows else 1
+        else:
+            rows, columns, of_square = a.factors(), b.factors(), 1
         result = matmul(
             a.matrix,
             b.matrix,
-            _filled_factors(a.factors, config.team_rows),
-            _filled_factors(b.factors, config.team_columns),
+            _filled_factors(rows, config.team_rows),
+            _filled_factors(columns, config.team_columns // of_square),
             None if bias is None else _filled_bias(bias, config.team_columns),
             out_dtype=problem.out_dtype,
             config=config,
@@ -96,7 +112,7 @@ class Product:
         matrix = moved.reshape((terms, rows) if summed_first else (rows, terms))
         row_bytes = ROW_BYTES // matrix.dtype.itemsize
         filled = filled_up(matrix, row_bytes, LAST) if summed_first else filled_up(matrix, multiple, row_bytes)
-        return Side(filled, rows, terms, summed_first, self._factors(q, labels, free, rows))
+        return Side(filled, rows, terms, summed_first, functools.partial(self._factors, q, labels, free, rows))
 
     def _factors(self, q: ScaledArray, labels: str, free: str, rows: int) -> jax.Array:
         """One number, or one for each row of the operand's matrix."""
@@ -113,13 +129,13 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """An operand as a matrix, filled up; its true sizes; and what its rows are multiplied by."""
+    """An operand as a matrix, filled up; its true sizes; and how to get what its rows are multiplied by."""
 
     matrix: jax.Array
     rows: int
     terms: int
     summed_first: bool
-    factors: jax.Array
+    factors: Callable[[], jax.Array]
 
 
 FLOAT8 = Product(values=False)
@@ -129,9 +145,28 @@ VALUES = Product(values=True)
 def _codes_reason(name: str, operand: Operand, summed: str) -> str | None:
     if operand.format is None or operand.format.element not in ELEMENTS or operand.format.scale != "float32":
         return f"{name} is {operand}; both sides must be 8-bit floats with float32 scales"
-    if any(c in summed for c in operand.varies):
-        return f"the scale of {name} changes along the sum"
-    return None
+    if not any(c in summed for c in operand.varies):
+        return None
+    if len(summed) == 1 and operand.block_of(summed) == LINE:
+        return None
+    return f"the scale of {name} changes along the sum, and not every {LINE} elements of one axis"
+
+
+def _scaled_in_steps(problem: Problem) -> bool:
+    """Whether a scale changes along the sum."""
+    return any(c in problem.contraction.contracted for operand in problem.operands for c in operand.varies)
+
+
+def _step_factors(q: ScaledArray, labels: str, free: str, summed: str, squares: bool) -> jax.Array:
+    """Factors of the rows of an operand's matrix, (steps, rows); or of 128 rows each, where `squares` may be."""
+    tiles = {summed: LINE}
+    if squares and len(free) == 1 and blocks.expand(q.block, q.ndim)[labels.index(free)] == LINE:
+        tiles[free] = LINE
+    (factor,) = operands.block_factors(q, labels, tiles)
+    values = factor.values.transpose([labels.index(c) for c in summed + free])
+    steps = -(-q.shape[labels.index(summed)] // LINE)
+    sizes = [-(-q.shape[labels.index(c)] // tiles.get(c, 1)) for c in free]
+    return jnp.broadcast_to(values, (steps, *sizes)).reshape(steps, -1)
 
 
 def _values_reason(name: str, operand: Operand, summed: str) -> str | None:
@@ -160,4 +195,7 @@ def _filled_bias(bias: jax.Array, whole: int) -> jax.Array:
 
 
 def _filled_factors(factors: jax.Array, whole: int) -> jax.Array:
-    return factors if factors.size == 1 else jnp.pad(factors, (0, -factors.size % whole)).astype(np.float32)
+    if factors.shape == (1,):
+        return factors
+    missing = [(0, 0)] * (factors.ndim - 1) + [(0, -factors.shape[-1] % whole)]
+    return jnp.pad(factors, missing).astype(np.float32)

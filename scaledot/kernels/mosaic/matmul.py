@@ -1,11 +1,12 @@
 """Matrix products on Hopper's tensor cores, with scales and bias applied before the one rounding of the result.
 
-One persistent program per multiprocessor. Its third warpgroup fetches tiles of both operands into a ring of slots in
-shared memory, without a pause between output tiles; the other two multiply and store. Two programs may work as a pair
-on neighbouring tiles, and each fetches half of the operand tile that both need, for both.
+One persistent program per multiprocessor. Its last warpgroup fetches tiles of both operands into a ring of slots in
+shared memory, without a pause between output tiles; the others multiply and store. Two programs may work as a pair on
+neighbouring tiles, and each fetches half of the operand tile that both need, for both.
 
 Tensor cores add 8-bit floats in an accumulator of about 14 bits. `promote` moves the sums of each step into float32
-registers; a warpgroup's tile is then multiplied in parts, because there is no room for two accumulators of it.
+registers; a warpgroup's tile is then multiplied in parts, because there is no room for two accumulators of it. While
+one warpgroup does that, the others must keep the tensor cores busy.
 
 Factors that change along the sum, one for each 128 elements of it, are applied to the sums of a step as they are
 promoted. They are fetched with the step's operands.
@@ -21,23 +22,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scaledot.kernels.mosaic.casts import LINE
 from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
 
-WARPGROUPS = 2  # that multiply; one more fetches
 FETCH_REGISTERS = 40
-SQUARE = 128  # rows of b that share a factor where they have none each
-SQUARES = 32  # factors of those that are fetched: 128 bytes is the least that is copied well
-MULTIPLY_REGISTERS = (512 - FETCH_REGISTERS) // WARPGROUPS // 8 * 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How a product is cut up.
 
-    rows, columns: the tile of one warpgroup. split: whether the two of a program lie below each other ("rows") or side
-    by side ("columns"). stages: slots of the ring. parts: pieces in which a promoted tile is multiplied. band: how many
-    output tiles wide the path is that programs walk along the result, for the cache; along: the axis that it follows.
-    pair: how the tiles of two programs that share an operand lie, "rows" (below each other), "columns" or None.
+    rows, columns: the tile of one warpgroup. groups: warpgroups that multiply. split: whether they lie below each other
+    ("rows") or side by side ("columns"). stages: slots of the ring. parts: pieces in which a promoted tile is
+    multiplied. band: how many output tiles wide the path is that programs walk along the result, for the cache; along:
+    the axis that it follows. pair: how the tiles of two programs that share an operand lie, "rows" (below each other),
+    "columns" or None.
     """
 
     rows: int = 64
@@ -49,14 +48,20 @@ class Config:
     along: int = 1
     pair: str | None = None
     epilogue_columns: int = 64
+    groups: int = 2
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies."""
+        return (512 - FETCH_REGISTERS) // self.groups // 8 * 8
 
     @property
     def program_rows(self) -> int:
-        return self.rows * (WARPGROUPS if self.split == "rows" else 1)
+        return self.rows * (self.groups if self.split == "rows" else 1)
 
     @property
     def program_columns(self) -> int:
-        return self.columns * (WARPGROUPS if self.split == "columns" else 1)
+        return self.columns * (self.groups if self.split == "columns" else 1)
 
     @property
     def paired(self) -> int:
@@ -103,7 +108,7 @@ def matmul(
 
     def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
         *bias_gmem, out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, full, empty = rest
-        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first, squares)
+        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first)
         warpgroup = lax.axis_index("warpgroup")
 
         def fetch():
@@ -112,11 +117,13 @@ def matmul(
             ring.drain(plan.over_tiles(functools.partial(ring.fetch_tile, plan, *refs)))
 
         def multiply():
-            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            plgpu.set_max_registers(config.registers, action="increase")
             factors = None if in_steps else Factors(rows_gmem, columns_gmem)
             below = warpgroup * config.rows if config.split == "rows" else 0
             beside = warpgroup * config.columns if config.split == "columns" else 0
             sums = _promoted_sums if promote or in_steps else _chained_sums
+            if squares:
+                sums = functools.partial(_promoted_sums, squares=columns_gmem)
 
             def tile(place: Tile):
                 top, left = place.row + below, place.column + beside
@@ -136,12 +143,12 @@ def matmul(
                         block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first, store_columns)]
                         plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, slot], block)
 
-                sums(config, plan.steps, place.first, ring, below, beside, store)
+                sums(config, plan.steps, place, ring, below, beside, store)
 
             plan.over_tiles(tile)
             plgpu.wait_smem_to_gmem(0)
 
-        lax.cond(warpgroup == WARPGROUPS, fetch, multiply)
+        lax.cond(warpgroup == config.groups, fetch, multiply)
 
     run = plgpu.kernel(
         kernel,
@@ -150,19 +157,17 @@ def matmul(
         grid_names=("team",),
         cluster=(config.paired,),
         cluster_names=("member",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=config.groups + 1,
         thread_name="warpgroup",
         scratch_types=[
             _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
             _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
             plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if in_steps else None,
-            plgpu.SMEM((config.stages, SQUARES if squares else config.program_columns), jnp.float32)
-            if in_steps
-            else None,
+            plgpu.SMEM((config.stages, config.program_columns), jnp.float32) if in_steps and not squares else None,
             plgpu.SMEM(
-                (WARPGROUPS, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
+                (config.groups, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
             ),
-            plgpu.Barrier(num_arrivals=4 if in_steps else 2, num_barriers=config.stages),
+            plgpu.Barrier(num_arrivals=2 + (in_steps + (in_steps and not squares)), num_barriers=config.stages),
             _given_back(config),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -179,8 +184,8 @@ def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> Any:
 def _given_back(config: Config):
     """Barriers of slots that all who multiply have done with; of a pair, both."""
     if config.pair is None:
-        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
-    return plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=config.stages)
+        return plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+    return plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=config.groups, num_barriers=config.stages)
 
 
 def _store_columns(n: int, config: Config, out_dtype) -> int:
@@ -246,7 +251,6 @@ class Ring:
     full: Any
     empty: Any
     summed_first: tuple[bool, bool]
-    squares: bool
 
     def slot(self, step):
         return lax.rem(step, self.config.stages)
@@ -265,10 +269,9 @@ class Ring:
             b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
             plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
             plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
-            if self.a_factors is not None:
-                columns = pl.ds(lax.div(tile.column, SQUARE), SQUARES) if self.squares else b_rows
-                plgpu.copy_gmem_to_smem(rows_gmem.at[step, a_rows], self.a_factors.at[slot], self.full.at[slot])
-                plgpu.copy_gmem_to_smem(columns_gmem.at[step, columns], self.b_factors.at[slot], self.full.at[slot])
+            for factors, ring, at in ((rows_gmem, self.a_factors, a_rows), (columns_gmem, self.b_factors, b_rows)):
+                if ring is not None:
+                    plgpu.copy_gmem_to_smem(factors.at[step, at], ring.at[slot], self.full.at[slot])
 
     def drain(self, steps) -> None:
         """Wait until every slot was given back: nobody may still read one when the program ends."""
@@ -283,16 +286,12 @@ class Ring:
     def release(self, step) -> None:
         plgpu.barrier_arrive(self.empty.at[self.slot(step)])
 
-    def scaled(self, step, sums: jax.Array, first_row, first_column) -> jax.Array:
-        """Sums of a step times its factors, if it has any."""
+    def row_factors(self, step, first_row, rows: int) -> Any:
+        """Factors of some rows in a step, None where it has none."""
         if self.a_factors is None:
-            return sums
-        slot, layout = self.slot(step), plgpu.Layout.WGMMA.reduce(1)
-        rows = load(self.a_factors.at[slot, pl.ds(first_row, sums.shape[0])], layout, optimized=False)
-        if self.squares:
-            rows = rows * self.b_factors[slot, lax.div(first_column, SQUARE)]
-        sums = sums * lax.broadcast_in_dim(rows, sums.shape, (0,))
-        return sums if self.squares else sums * along_columns(self.b_factors.at[slot], first_column, sums.shape)
+            return None
+        ref = self.a_factors.at[self.slot(step), pl.ds(first_row, rows)]
+        return load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def operands(self, step, first_row, rows: int, first_column, columns: int) -> tuple[Any, Any]:
         """Rows of a, and of b transposed."""
@@ -302,8 +301,9 @@ class Ring:
         return left, right
 
 
-def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
+def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store) -> None:
     """All of K in the tensor cores' own accumulator."""
+    first = tile.first
 
     @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((config.rows, config.columns), jnp.float32))
     def _(sums):
@@ -320,13 +320,26 @@ def _chained_sums(config: Config, steps: int, first, ring: Ring, below, beside, 
         store(0, sums[...])
 
 
-def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside, store) -> None:
-    """Each step of K in the tensor cores' accumulator, all steps in float32 registers."""
+def _promoted_sums(
+    config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store, squares: Any = None
+) -> None:
+    """Each step of K in the tensor cores' accumulator, all steps in float32 registers.
+
+    squares: factors of 128 columns of the result for each step, read one step ahead.
+    """
     part = config.columns // config.parts
 
-    def step_of(step, totals):
-        at = first + step
+    def squares_of(step) -> tuple[Any, ...]:
+        if squares is None:
+            return (None,) * config.parts
+        return tuple(squares[step, lax.div(tile.column + beside + i * part, LINE)] for i in range(config.parts))
+
+    def step_of(step, carry):
+        totals, by = carry
+        at = tile.first + step
+        following = squares_of(lax.min(step + 1, steps - 1))
         ring.wait(at)
+        rows = ring.row_factors(at, below, config.rows)
         grown = []
         for i, total in enumerate(totals):
 
@@ -335,12 +348,18 @@ def _promoted_sums(config: Config, steps: int, first, ring: Ring, below, beside,
                 return sums[...]
 
             sums = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32))
-            grown.append(total + ring.scaled(at, sums, below, beside + i * part))
+            if rows is not None:
+                factors = rows if by[i] is None else rows * by[i]
+                sums = sums * lax.broadcast_in_dim(factors, sums.shape, (0,))
+            if ring.b_factors is not None:
+                sums = sums * along_columns(ring.b_factors.at[ring.slot(at)], beside + i * part, sums.shape)
+            grown.append(total + sums)
         ring.release(at)
-        return tuple(grown)
+        return tuple(grown), following
 
     zeros = plgpu.layout_cast(jnp.zeros((config.rows, part), jnp.float32), plgpu.Layout.WGMMA)
-    for i, total in enumerate(lax.fori_loop(0, steps, step_of, (zeros,) * config.parts)):
+    totals, _ = lax.fori_loop(0, steps, step_of, ((zeros,) * config.parts, squares_of(0)))
+    for i, total in enumerate(totals):
         store(i * part, total)
 
 

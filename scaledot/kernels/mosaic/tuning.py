@@ -47,13 +47,15 @@ def heuristic(shape: Shape) -> Any:
         slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (paired if config.pair else 1.0)
         return rounds * config.program_rows * config.program_columns * slowdown
 
-    fitting = [config for config in candidates() if config.pair is None or shape.m > config.program_rows]
+    fitting = [config for config in candidates(shape.promote) if config.pair is None or shape.m > config.program_rows]
     return min(fitting, key=cost)
 
 
-def candidates() -> list[Any]:
+def candidates(promote: bool) -> list[Any]:
     from scaledot.kernels.mosaic.matmul import Config
 
+    if promote:  # three warpgroups, of which two multiply while one moves its sums
+        return [Config(columns=128, stages=4, parts=1, band=8, epilogue_columns=32, groups=3)]
     wide, narrow = Config(), Config(columns=128, stages=6, parts=1)
     return [dataclasses.replace(config, pair=pair) for config in (wide, narrow) for pair in (None, "rows")]
 
