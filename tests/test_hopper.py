@@ -16,7 +16,7 @@ from hopper import needs_interpreter
 import scaledot as sd
 from benchmarks.gpu import cast
 from scaledot import train
-from scaledot.kernels.mosaic import casts, support
+from scaledot.kernels.mosaic import casts, support, tuning
 
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
@@ -36,7 +36,14 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize(
-    "changed", [{}, {"pair": "rows"}, {"pair": "columns"}, {"columns": 128, "stages": 6, "parts": 1}]
+    "changed",
+    [
+        {},
+        {"pair": "rows"},
+        {"pair": "columns"},
+        {"columns": 128, "stages": 6, "parts": 1},
+        {"columns": 128, "parts": 1, "groups": 3, "epilogue_columns": 32},
+    ],
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
 def test_products_spill_nothing(listed, dtypes, out, changed, promote):
@@ -49,6 +56,22 @@ def test_products_spill_nothing(listed, dtypes, out, changed, promote):
 
     one = ((1,), jnp.float32)
     gpu_compile.compiled_for("H200", product, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("columns", [16, 2048])
+@pytest.mark.parametrize("out", [BF16, jnp.float32])
+def test_products_of_blocks_spill_nothing(listed, out, columns):
+    """With scales for squares of the second operand, and for its lines."""
+    from scaledot.kernels.mosaic.matmul import matmul
+
+    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, 1, jnp.dtype(out).itemsize, True))
+
+    def product(a, b, rows, columns):
+        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=True, programs=132)
+
+    codes, factors = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
+    gpu_compile.compiled_for("H200", product, *shapes(codes, codes, *factors))
     assert gpu_compile.spills(listed) == [0]
 
 

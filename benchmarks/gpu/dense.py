@@ -62,10 +62,10 @@ FIRST_STEP_S = 10  # the most that the first step of our sides may take
 BASE, FLAX_BASE = "JAX bfloat16", "flax nn.Dense bfloat16"
 RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
 # The kernel of XLA that a step is held to; delayed scaling has the kernels of current scaling.
-REFERENCE = {"fp8_current": "xla_codes", "mxfp8": "xla_upcast", "nvfp4": "xla_upcast"}
+REFERENCE = {"fp8_current": "xla_codes", "fp8_block": "xla_codes", "mxfp8": "xla_upcast", "nvfp4": "xla_upcast"}
 # Two bfloat16 roundings of sums that differ in their order are at most half a step apart, 2^-8 of the value; products
 # of 8-bit floats add the error of the tensor cores' accumulator, a few thousandths.
-ALLOWED = {"fp8_current": 5e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
+ALLOWED = {"fp8_current": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
 
 
 class Data(NamedTuple):
@@ -96,6 +96,10 @@ def step_of(layer: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+def plain_layer(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(x, w.astype(jnp.bfloat16))
+
+
 def scaledot_layer(recipe: str, kernel: str | None = None) -> Callable[..., Any]:
     key = jax.random.key(1) if sd.RECIPES[recipe].stochastic else None
 
@@ -113,7 +117,7 @@ def state_of(recipe: str) -> tuple:
 
 def sides_of(case: Case) -> Iterator[Side]:
     data = data_of(case)
-    yield jax_side(BASE, step_of(lambda x, w: jnp.dot(x, w.astype(jnp.bfloat16))), *data)
+    yield jax_side(BASE, step_of(plain_layer), *data)
     for recipe in RECIPES:
         yield jax_side(f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True)
     yield from dense_peers.linen_sides(FLAX_BASE, LINEN, case.outputs, *data)
@@ -140,25 +144,29 @@ def relative_error(a: jax.Array, b: jax.Array) -> float:
 
 
 def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
-    checks = {recipe: check(recipe) for recipe in REFERENCE}
+    checks = {recipe: check(recipe) for recipe in RECIPES if recipe in REFERENCE}
     print(f"gradients beside XLA's: {checks}")
     rows = []
     for case in (case for case in CASES if case.name in (cases or [each.name for each in CASES])):
         print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
         here = frozenset(name.removeprefix(f"{case.name}/") for name in skipped)
-        rows.append(_row(case, *measure(sides_of(case), turns, here)))
+        rows.append(row_of("dense", case, *measure(sides_of(case), turns, here), case.targets))
         print(f"wrote {report.write('dense', rows, checks=checks)}", flush=True)
 
 
-def _row(case: Case, timed: dict[str, Timed], missing: dict[str, str]) -> dict[str, Any]:
+def row_of(
+    suite: str, case: Case, timed: dict[str, Timed], missing: dict[str, str], targets: dict[str, float]
+) -> dict[str, Any]:
+    """A case as it is written, after its lines are printed."""
     sides = {}
     for name, times in timed.items():
         base = FLAX_BASE if "nn.Dense" in name and FLAX_BASE in timed else BASE
         ratio = timed[base].median / times.median
-        target = case.targets.get(name)
+        target = targets.get(name)
         sides[name] = {**times.as_dict(), "ratio": ratio, "over": base, "target": target}
         sides[name] |= {"stretch": case.stretch.get(name), "tflops": case.operations / times.median / 1e12}
         print(report.side_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
+        report.explain(suite, case.name, name, target, ratio)
     for name, reason in missing.items():
         print(f"  {name:<44} {reason}")
     return {"case": case.name, **_sizes(case), "sides": sides, "missing": missing, "first_step_target_s": FIRST_STEP_S}

@@ -4,10 +4,12 @@ Everything that is a number comes from the file; the words around it are below.
 """
 
 import json
+import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.gpu.remarks import remark
 from benchmarks.record import RESULTS
 from benchmarks.table import verdict
 
@@ -19,10 +21,12 @@ TEXT = """# How fast is it on Hopper?
 
 <!-- Made by `python -m benchmarks.gpu.page`; change that, not this. -->
 
-Measured by `python -m benchmarks.run --suite dense`, `gemm` and `cast` on one {device} with jax {jax}, torch {torch},
-torchao {torchao} and flax {flax}, {date}: [{results}](../../benchmarks/results/{results}). Sides of a case run in one
-process and take turns of about a tenth of a second, on N(0, 1) data. The chip is limited by power: whole runs differ
-by some hundredths from machine to machine, and sides by as much with what ran before them.
+Measured by `python -m benchmarks.run --suite dense`, `gemm`, `cast` and `block` on one {device} with jax {jax},
+torch {torch}, torchao {torchao} and flax {flax}, {date}:
+[{results}](../../benchmarks/results/{results}).
+Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
+data. The chip is limited by power: whole runs differ by some hundredths from machine to machine, and sides by as much
+with what ran before them.
 
 ## A linear layer, forward and backward
 
@@ -34,9 +38,8 @@ temporaries.
 
 {dense}
 
-What limits the 8-bit steps is the product itself, at the chip's power: our kernel keeps pace with cuBLAS (below), and
-three of them are most of the step. MXFP8 and NVFP4 are multiplied as exact bfloat16 values, so the product is
-bfloat16's; what they lose or gain is in the casts. Small layers are not in this table yet.
+MXFP8 and NVFP4 are multiplied as exact bfloat16 values, so the product is bfloat16's; what they lose or gain is in the
+casts, and in a small layer in launches.
 
 ## The FP8 product
 
@@ -44,6 +47,13 @@ bfloat16's; what they lose or gain is in the casts. Small layers are not in this
 
 Tensor cores add 8-bit products with few bits. *Error* is of float32 results against float64, relative, at K = 8192. The
 default adds all of K there; `precision="highest"` moves the sums into float32 every 128 terms.
+
+## Scales for 128 terms
+
+Lines of 128 on one side and squares of 128 × 128 on the other (forward, and the gradient of the input), or lines on
+both (the gradient of the kernel). Sums of every 128 terms are scaled and added in float32.
+
+{block}
 
 ## Casts
 
@@ -67,20 +77,23 @@ def write() -> None:
 def text(results: dict[str, Any]) -> str:
     about = results["dense"]["cases"][0]["environment"]
     words = {name: about[name] for name in ("device", "jax", "torch", "torchao", "flax")}
-    dense = "\n\n".join(_dense(case) for case in results["dense"]["cases"])
+    dense = "\n\n".join(_dense("dense", case) for case in results["dense"]["cases"])
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
+    tables["block"] = _block(results["block"])
     return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
 
 
-def _dense(case: dict[str, Any]) -> str:
+def _dense(suite: str, case: dict[str, Any]) -> str:
     title = f"**{case['case']}**: {case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}"
     rows = []
     for name, side in sorted(case["sides"].items(), key=lambda item: item[1]["median_ms"]):
         memory = "" if side["memory_gb"] is None else f"{side['memory_gb']:.2f} GB"
-        first = f"{side['first_step_s']:.1f} s"
+        late = name.startswith("scaledot") and side["first_step_s"] > case["first_step_target_s"]
+        first = f"{side['first_step_s']:.1f} s" + (f" (over {case['first_step_target_s']} s)" if late else "")
         target = _target(side["target"], side["ratio"])
         rows.append((name, f"{side['median_ms']:.2f}", f"{side['ratio']:.2f} ×", target, first, memory))
-    return f"{title}\n\n" + _table(("program", "ms", "ratio", "target", "first step", "memory"), rows)
+    table = _table(("program", "ms", "ratio", "target", "first step", "memory"), rows)
+    return f"{title}\n\n{table}{_remarks(suite, case, 'ratio')}"
 
 
 def _gemm(suite: dict[str, Any]) -> str:
@@ -93,6 +106,35 @@ def _gemm(suite: dict[str, Any]) -> str:
             target = _target(side["target"], side["of_torch"])
             rows.append((sizes, name, f"{side['tflops']:.0f}", part, target, "" if error is None else f"{error:.1e}"))
     return _table(("M × N × K", "program", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+
+
+def _block(suite: dict[str, Any]) -> str:
+    products, steps, remarks = [], [], ""
+    for case in suite["cases"]:
+        if "batch" in case:
+            steps.append(_dense("block", case))
+            continue
+        for name, side in case["sides"].items():
+            error = case["errors"].get(f"{name}, K = {case['k']}")
+            part, target = f"{side['of_torch']:.2f}", _target(side["target"], side["of_torch"])
+            off = "" if error is None else f"{error:.1e}"
+            products.append((case["case"], name, f"{side['tflops']:.0f}", part, target, off))
+        remarks += _remarks("block", case, "of_torch")
+    table = _table(
+        (f"M = N = K = {suite['cases'][0]['k']}", "program", "TFLOP/s", "of torch", "target", "error"), products
+    )
+    return "\n\n".join([table + remarks, *steps])
+
+
+def _remarks(suite: str, case: dict[str, Any], measure: str) -> str:
+    """What limits the rows that missed their targets, each said once."""
+    found: dict[str, list[str]] = {}
+    for name, side in case["sides"].items():
+        words = remark(suite, case["case"], name, side["target"], side[measure])
+        if words:
+            found.setdefault(words, []).append(name)
+    lines = [f"*{', '.join(names)}*: {words}" for words, names in found.items()]
+    return "".join(f"\n\n{textwrap.fill(line, 120)}" for line in lines)
 
 
 def _cast(suite: dict[str, Any]) -> str:

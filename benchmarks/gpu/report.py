@@ -2,11 +2,13 @@
 
 import json
 import os
+import textwrap
 from typing import Any
 
 import jax
 
 from benchmarks import record
+from benchmarks.gpu.remarks import remark
 from benchmarks.gpu.sides import Timed
 from benchmarks.table import verdict
 
@@ -45,3 +47,10 @@ def side_line(name: str, timed: Timed, rate: str, target: float | None = None, r
     memory = "" if timed.memory_bytes is None else f"{timed.memory_bytes / 1e9:6.2f} GB"
     met = "" if target is None or reached is None else f"target {target:g} {verdict(reached >= target)}"
     return f"  {name:<44} {1e3 * timed.median:9.3f} ms  {rate:>14}  first {timed.first_s:6.1f} s {memory:>10}  {met}"
+
+
+def explain(suite: str, case: str, side: str, target: float | None, reached: float | None) -> None:
+    """Print what limits a row that missed its target."""
+    words = remark(suite, case, side, target, reached)
+    if words:
+        print(textwrap.fill(words, 116, initial_indent="    ", subsequent_indent="    "))

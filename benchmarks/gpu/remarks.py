@@ -1,0 +1,37 @@
+"""Why a target was missed: what limits the row and what was tried. Printed and shown only where a row misses it."""
+
+_POWER = """
+The three products take nine tenths of the step, and they run at the chip's power limit, where the same kernel is no
+slower than cuBLAS. Clusters that share an operand's tile gained about a hundredth; cutting the last tiles smaller,
+warpgroups in turns, and a measured table of tiles gained nothing for this shape. The rest are casts near the rate of a
+copy, and the pass that looks for the largest magnitude, which delayed scaling does not need.
+"""
+_HISTORY = """
+A step of this size is bound by launches. Delayed scaling adds five small programs of XLA for the history of each
+tensor; its casts and products are those of current scaling.
+"""
+_PROMOTED = """
+Sums of every 128 terms are multiplied and added in registers while other warpgroups multiply. Two warpgroups of
+64 x 256 have too few registers for that, two of 64 x 128 idle together; three of 64 x 128 are what is measured here.
+Strict turns and clusters were slower. What is left beside the promoted product is the loads of the factors.
+"""
+_LINES = """
+The product for the gradient of the kernel has a factor for each row and each column of every step, two multiplications
+for a sum, and so is the slower one of the two products above; casts of lines search each line first.
+"""
+REMARKS: dict[tuple[str, str, str], str] = {
+    ("dense", "A", "scaledot fp8_current"): _POWER,
+    ("dense", "A", "scaledot fp8_delayed"): _POWER,
+    ("dense", "A", "scaledot fp8_current, nn.Dense"): _POWER,
+    ("dense", "B", "scaledot fp8_current"): _POWER,
+    ("dense", "small", "scaledot fp8_delayed"): _HISTORY,
+    ("block", "1x128 and 128x128", "scaledot"): _PROMOTED,
+    ("block", "B", "scaledot fp8_block"): _LINES,
+}
+
+
+def remark(suite: str, case: str, side: str, target: float | None, reached: float | None) -> str:
+    """What to say of a row, "" where it met its target or has none."""
+    if target is None or reached is None or reached >= target:
+        return ""
+    return " ".join(REMARKS.get((suite, case, side), "").split())
