@@ -17,6 +17,7 @@ together: no factor of a true state is larger than its own history allows. Then 
 nothing that a true state would not, and the history is begun afresh.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -79,11 +80,11 @@ def merge(*states: Any) -> Any:
 
 def merged(*states: AmaxHistory) -> AmaxHistory:
     """Histories by max, and the factor of the largest magnitude: the smallest of those that saw any in this step."""
-    histories = jnp.stack([s.history for s in states])
-    factors = jnp.stack([s.factor for s in states])
-    live = jnp.stack([s.history[..., -1] > 0 for s in states]).reshape(factors.shape)
-    smallest = jnp.min(jnp.where(live, factors, np.float32(np.inf)), axis=0)
-    return AmaxHistory(jnp.max(histories, axis=0), jnp.where(jnp.any(live, axis=0), smallest, factors[0]))
+    lives = [(s.history[..., -1] > 0).reshape(s.factor.shape) for s in states]
+    seen = [jnp.where(live, s.factor, np.float32(np.inf)) for live, s in zip(lives, states, strict=True)]
+    smallest = functools.reduce(jnp.minimum, seen)
+    factor = jnp.where(functools.reduce(jnp.logical_or, lives), smallest, states[0].factor)
+    return AmaxHistory(functools.reduce(jnp.maximum, [s.history for s in states]), factor)
 
 
 def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:

@@ -199,7 +199,7 @@ RECIPES = {
 }
 
 
-def step(recipe: str, kernel: str | None):
+def step(recipe: str | sd.Recipe, kernel: str | None):
     """Result, gradients and next state of a layer whose sizes are no multiples of anything."""
     x, w, dy = normal(0, (3, 30, 72), jnp.bfloat16), normal(1, (72, 40)), normal(2, (3, 30, 40), jnp.bfloat16)
     state = sd.init_state(recipe)
@@ -227,6 +227,21 @@ def test_a_step_of_training_is_the_reference_s(hopper, recipe):
         np.testing.assert_allclose(
             np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5, err_msg=str(path)
         )
+
+
+def rounding_gradients(line: sd.Cast, square: sd.Cast) -> sd.Recipe:
+    """A recipe that rounds gradients by chance."""
+    gradient = dataclasses.replace(line, rounding="stochastic")
+    return sd.Recipe("by_chance", sd.Gemm(line, square), sd.Gemm(gradient, square), sd.Gemm(line, gradient))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("blocks", [(None, None), ((1, 128), (128, 128))])
+def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
+    recipe = rounding_gradients(*(sd.Cast("fp8_e4m3", block) for block in blocks))
+    found, expected = step(recipe, None), step(recipe, "xla_codes")
+    for other, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5)
 
 
 @needs_interpreter
