@@ -63,13 +63,12 @@ def step_sides(case: dense.Case) -> Iterator[Side]:
 
 
 def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
-    rows = []
+    checked, rows = {"fp8_block": dense.check("fp8_block")}, []
+    print(f"gradients beside XLA's: {checked}")
     for name, (*blocks, target) in PRODUCTS.items():
         if not cases or name in cases:
             rows.append(_product_row(name, tuple(blocks), target, turns, skipped))
-            print(f"wrote {report.write('block', rows)}", flush=True)
-    checked = {"fp8_block": dense.check("fp8_block")}
-    print(f"gradients beside XLA's: {checked}")
+            print(f"wrote {report.write('block', rows, checks=checked)}", flush=True)
     for case in dense.CASES:
         if case.name in STEPS and (not cases or case.name in cases):
             print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")

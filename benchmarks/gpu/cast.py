@@ -35,11 +35,12 @@ class Case:
 
     def ours(self, x: jax.Array, key: jax.Array) -> Any:
         factor = jnp.float32(3.0) if self.given_factor else None
-        return casts.run(x, self.views, [key] * len(self.views), factor, self.given_factor, False)
+        return casts.run(x, self.views, list(jax.random.split(key, len(self.views))), factor, self.given_factor, False)
 
     def theirs(self, x: jax.Array, key: jax.Array) -> Any:
         """The same through quantize, transposed where ours is."""
-        return tuple(self._reference(view, x, key) for view in self.views)
+        keys = jax.random.split(key, len(self.views))
+        return tuple(self._reference(view, x, each) for view, each in zip(self.views, keys, strict=True))
 
     def _reference(self, view: View, x: jax.Array, key: jax.Array) -> sd.ScaledArray:
         axes = (1, 0) if view.summed == 0 else (0, 1)
@@ -98,8 +99,11 @@ def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
     x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[100].set(0)
     key = jax.random.key(5)
-    for ours, theirs in zip(case.ours(x, key).arrays, case.theirs(x, key), strict=True):
+    made = case.ours(x, key)
+    for ours, theirs in zip(made.arrays, case.theirs(x, key), strict=True):
         _require_same(case.name, ours, theirs)
+    if case.given_factor and made.amax != sd.amax(x):
+        raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {sd.amax(x)}")
 
 
 def _require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
@@ -116,7 +120,7 @@ def _require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
             raise AssertionError(f"{what}: {differing:.2%} of {a.dtype}{a.shape} differ from the reference")
 
 
-def moved_bytes(case: Case, f: Callable[..., Any], x: jax.Array, key: jax.Array) -> int:
+def moved_bytes(f: Callable[..., Any], x: jax.Array, key: jax.Array) -> int:
     """What is read, once, and what the results take."""
     results = jax.tree.leaves(jax.eval_shape(f, x, key))
     return x.nbytes + sum(leaf.size * leaf.dtype.itemsize for leaf in results)
@@ -133,7 +137,7 @@ def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
         big = jax.random.normal(jax.random.key(2), SHAPE, jnp.float32)
         sides = [
             jax_side(COPY, lambda x: lax.neg(x), big),
-            jax_side("scaledot", lambda x, key, case=case: case.ours(x, key).arrays, x, key, ours=True),
+            jax_side("scaledot", case.ours, x, key, ours=True),
             jax_side("XLA", case.theirs, x, key),
         ]
         timed, missing = measure(sides, turns, skipped)
@@ -145,7 +149,7 @@ def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
             "target": case.target,
         }
         print(f"{case.name}, {row['dtype']}; a copy moves {copy_rate / 1e9:.0f} GB/s")
-        moved = moved_bytes(case, lambda x, key, case=case: case.ours(x, key).arrays, x, key)
+        moved = moved_bytes(case.ours, x, key)
         row["sides"] = {}
         for name in (side for side in ("scaledot", "XLA") if side in timed):
             rate = moved / timed[name].median

@@ -69,7 +69,7 @@ class Made(NamedTuple):
 def cast(
     x: jax.Array, views: tuple[View, ...], up: jax.Array | None, seeds: jax.Array | None, width: int
 ) -> tuple[Made, ...]:
-    """The casts of x (M, K) that the views ask for; M must be a multiple of the block and K of 512.
+    """The casts of x (M, K) that the views ask for; M must be a multiple of the block and K of 1024.
 
     up: for each view of a two-level format what brings its largest block maximum to the largest scale, and the
     reciprocal; float32 (V, 2). seeds: where any rounds by chance, the two words of each view's key, uint32 (V, 2).
@@ -88,13 +88,13 @@ def cast(
         up_gmem, seeds_gmem = (None if each is None else next(outs) for each in (up, seeds))
         first, beside = lax.axis_index("row") * size, lax.axis_index("column") * (columns // size)
         plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, size), pl.ds(beside, columns // size)], x_smem, full)
-        pending = [Out(view, next(outs), None if view.values else next(outs)) for view in views]
+        pending = [Out(i, view, next(outs), None if view.values else next(outs)) for i, view in enumerate(views)]
         made = []
         while pending:
             view = pending[0].view
             together = [pending[0], *(out for out in pending[1:] if view.is_same_cast(out.view))]
             pending = [out for out in pending if out not in together]
-            number = views.index(view)
+            number = together[0].number
             level = None if up_gmem is None else (up_gmem[number, 0], up_gmem[number, 1])
             uniform = functools.partial(_uniform, seeds_gmem, number, width) if view.stochastic else None
             made.append(Cast(view, level, tuple(together), uniform))
@@ -236,8 +236,9 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Out:
-    """Where the codes or values of a view go, and its scales."""
+    """Where the codes or values of a view go, and its scales; and which of the views it is."""
 
+    number: int
     view: View
     data: Any
     scale: Any

@@ -71,7 +71,7 @@ class Wanted(NamedTuple):
 class Result(NamedTuple):
     """What was wanted, None elsewhere.
 
-    amax: one of each tile. sums: one row of each strip of tiles. Scales are () for a factor that was seen, (M / 128,
+    amax: one of each tile. sums: one row of each strip of tiles. Scales are (1,) for a factor that was seen, (M / 128,
     K / 128) for squares; for lines (M, K / 128) of the rows and (K, M / 128) of the transposed matrix.
     """
 

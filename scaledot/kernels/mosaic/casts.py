@@ -27,6 +27,7 @@ from scaledot.numerics.scale import multipliers, tensor_level
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 INPUTS = ("bfloat16", "float16", "float32")
 LINE = 128  # elements of a line with a float32 scale
+MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows
 # Values that tensor cores multiply exactly, under one scale.
 VALUES = Format("values", element="bfloat16")
 
@@ -123,8 +124,11 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
         return f"it reads {', '.join(INPUTS)}, not {dtype}"
     if len({view.format for view in views}) > 1:
         return "the two products take different formats"
-    if len({(_tiles(view), view.stochastic) for view in views}) == 1 and _tiles(views[0]):
-        return None
+    if shape[0] > MOST_ROWS:
+        return f"it casts at most {MOST_ROWS} rows, not {shape[0]}"
+    if all(map(_tiles, views)):
+        alike = len({(_tiles(view), view.stochastic) for view in views}) == 1
+        return None if alike else "the two products want different kinds of scales, or one of them rounds by chance"
     return next(filter(None, (_block_reason(shape, view) for view in views)), None)
 
 

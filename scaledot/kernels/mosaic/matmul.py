@@ -9,7 +9,8 @@ registers; a warpgroup's tile is then multiplied in parts, because there is no r
 one warpgroup does that, the others must keep the tensor cores busy.
 
 Factors that change along the sum, one for each 128 elements of it, are applied to the sums of a step as they are
-promoted. They are fetched with the step's operands.
+promoted. They are fetched with the step's operands, or read a step ahead where 128 columns share one. The product of
+two of them must be a normal number.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class Config:
     ("rows") or side by side ("columns"). stages: slots of the ring. parts: pieces in which a promoted tile is
     multiplied. band: how many output tiles wide the path is that programs walk along the result, for the cache; along:
     the axis that it follows. pair: how the tiles of two programs that share an operand lie, "rows" (below each other),
-    "columns" or None.
+    "columns" or None. epilogue_columns: 16-bit results of a row that are stored at a time.
     """
 
     rows: int = 64
@@ -264,6 +265,8 @@ class Ring:
         def _(step):
             slot = self.slot(tile.first + step)
             pl.when(tile.first + step >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+            if self.a_factors is not None:
+                plgpu.commit_smem()  # factors are read by threads, not by tensor cores: before they are overwritten
             along = pl.ds(step * plan.depth, plan.depth)
             a_tile = a_gmem.at[along, a_rows] if self.summed_first[0] else a_gmem.at[a_rows, along]
             b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
@@ -328,6 +331,7 @@ def _promoted_sums(
     squares: factors of 128 columns of the result for each step, read one step ahead.
     """
     part = config.columns // config.parts
+    assert squares is None or LINE % part == 0, f"{part} columns have more than one factor"
 
     def squares_of(step) -> tuple[Any, ...]:
         if squares is None:

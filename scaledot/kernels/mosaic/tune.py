@@ -27,7 +27,7 @@ WORTH = 0.99  # of the heuristic's time, or the difference is noise
 
 def shapes_of(layers: Iterable[tuple[int, int, int]]) -> list[Shape]:
     """The products of a layer forward, for the gradient of its input, and for that of its float32 kernel."""
-    shapes = []
+    shapes: list[Shape] = []
     for tokens, inputs, outputs in layers:
         for itemsize in (1, 2):
             shapes += [
@@ -35,7 +35,7 @@ def shapes_of(layers: Iterable[tuple[int, int, int]]) -> list[Shape]:
                 Shape(tokens, inputs, outputs, itemsize, 2, False),
                 Shape(inputs, outputs, tokens, itemsize, 4, False),
             ]
-    return shapes
+    return list(dict.fromkeys(shapes))
 
 
 def tune(layers: Iterable[tuple[int, int, int]], path: Path) -> None:
