@@ -346,6 +346,9 @@ def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, 
     monkeypatch.setattr(tune, "_seconds", lambda program, a, b: next(seconds))
     monkeypatch.setattr(tuning, "_path", lambda kind: tmp_path / "table.json")
     tune.tune([], tuning.path_of_device())
+    monkeypatch.setattr(tune, "shapes_of", lambda layers: [dataclasses.replace(shape, n=512)])
+    seconds = iter([1.0, 2.0] * tune.TURNS)
+    tune.tune([], tuning.path_of_device())  # another layer does not take its place
     tuning._table.cache_clear()
     assert tuning.config_for(shape) == faster
     assert tuning.config_for(dataclasses.replace(shape, m=256)) == tuning.heuristic(dataclasses.replace(shape, m=256))

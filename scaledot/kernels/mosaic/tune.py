@@ -39,11 +39,16 @@ def shapes_of(layers: Iterable[tuple[int, int, int]]) -> list[Shape]:
 
 
 def tune(layers: Iterable[tuple[int, int, int]], path: Path) -> None:
-    """Measure all products of the layers and write the device's table to a file, after each one."""
+    """Measure all products of the layers and write the device's table to a file, after each one.
+
+    What the file has of other products stays.
+    """
     reason = support.device_reason()
     if reason is not None:
         raise NotImplementedError(f"there is nothing to tune here: {reason}")
-    rows, shapes = [], shapes_of(layers)
+    shapes = shapes_of(layers)
+    known = json.loads(path.read_text())["matmul"] if path.exists() else []
+    rows = [row for row in known if Shape(**row["shape"]) not in shapes]
     for number, shape in enumerate(shapes, 1):
         config, gain = best(shape)
         print(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than by the count)", flush=True)
