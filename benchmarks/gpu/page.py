@@ -25,8 +25,8 @@ Measured by `python -m benchmarks.run --suite dense`, `gemm`, `cast` and `block`
 torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
-data. The chip is limited by power: whole runs differ by some hundredths from machine to machine, and sides by as much
-with what ran before them.
+data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
+much with what ran before them.
 
 ## A linear layer, forward and backward
 

@@ -1,9 +1,9 @@
 """Why a target was missed: what limits the row and what was tried. Printed and shown only where a row misses it."""
 
 _POWER = """
-The three products take nine tenths of the step, and they run at the chip's power limit, where the same kernel is no
-slower than cuBLAS. Clusters that share an operand's tile gained about a hundredth; cutting the last tiles smaller,
-warpgroups in turns, and a measured table of tiles gained nothing for this shape. The rest are casts near the rate of a
+The three products take nine tenths of the step, at what seems to be the chip's power limit: the same kernel is no
+slower than cuBLAS there. Tried: clusters that share an operand's tile, which are kept; smaller last tiles and
+warpgroups in turns, which are not; a measured table of tiles, which chose the same ones for A. The rest are casts near the rate of a
 copy, and the pass that looks for the largest magnitude, which delayed scaling does not need.
 """
 _HISTORY = """
@@ -13,7 +13,7 @@ tensor; its casts and products are those of current scaling.
 _PROMOTED = """
 Sums of every 128 terms are multiplied and added in registers while other warpgroups multiply. Two warpgroups of
 64 x 256 have too few registers for that, two of 64 x 128 idle together; three of 64 x 128 are what is measured here.
-Strict turns and clusters were slower. What is left beside the promoted product is the loads of the factors.
+Tried and not kept: strict turns of two warpgroups, clusters. What it does beside the promoted product is load factors.
 """
 _LINES = """
 The product for the gradient of the kernel has a factor for each row and each column of every step, two multiplications

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
+from scaledot.kernels.mosaic.casts import block_of
 from scaledot.kernels.mosaic.memory import THREADS, flushed, load, side_by_side, to_float8
 from scaledot.numerics.bits import amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
@@ -123,12 +124,6 @@ def cast(
         return Made(data.reshape(-1, k), None if scale is None else scale.reshape(scale.shape[0], -1))
 
     return tuple(map(made, views))
-
-
-def block_of(format: Format) -> int:
-    """Elements of a line that share a scale."""
-    (size,) = format.block or (0,)
-    return size
 
 
 def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> tuple[jax.Array, ...]:

@@ -24,12 +24,18 @@ from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of
 from scaledot.numerics.scale import multipliers, tensor_level
 
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOAT8_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 INPUTS = ("bfloat16", "float16", "float32")
 LINE = 128  # elements of a line with a float32 scale
 MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows
 # Values that tensor cores multiply exactly, under one scale.
 VALUES = Format("values", element="bfloat16")
+
+
+def block_of(format: Format) -> int:
+    """Elements of a line that share a scale, by the format's own block; 0 for a whole axis."""
+    (size,) = format.block or (0,)
+    return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +55,7 @@ class View:
     @property
     def shape(self) -> str:
         """How its blocks lie, if they are as long as the format says; "" otherwise."""
-        (size,) = self.format.block or (0,)
+        size = block_of(self.format)
         lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
         return lines.get(self.tile, "") if self.tile[self.summed] > 1 else ""
 
@@ -135,7 +141,7 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
 def _tiles(view: View) -> str:
     """How an 8-bit float has its float32 scales, if in a way that `cast_tiles` knows; "" otherwise."""
     plain = view.format.quirks == Quirks() and view.rotation is None
-    if not plain or view.format.element not in FLOAT8 or view.format.scale != "float32":
+    if not plain or view.format.element not in FLOAT8_ELEMENTS or view.format.scale != "float32":
         return ""
     line: blocks.Block = (1, LINE) if view.summed else (LINE, 1)
     ways: dict[blocks.Block, str] = {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}
@@ -144,13 +150,13 @@ def _tiles(view: View) -> str:
 
 def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     format = view.format
-    known = (format.element in FLOAT8 and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
+    known = (format.element in FLOAT8_ELEMENTS and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
     if not known or not view.shape:
         known = f"an 8-bit float with float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements), MXFP8 or NVFP4"
         return f"{format.name} in tiles of {view.tile} is not {known}"
     if view.rotation is None:
         return None
-    (size,) = format.block or (0,)
+    size = block_of(format)
     if view.shape != "down" or view.rotation.size != size:
         return f"a rotation of {view.rotation.size} is made down columns in blocks of as many"
     return None if not shape[0] % size else f"{shape[0]} rows are not whole groups of a rotation of {size}"
@@ -167,7 +173,7 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
     from scaledot.kernels.mosaic import cast_blocks
 
     (m, k), format = x.shape, views[0].format
-    (size,) = format.block or (0,)
+    size = block_of(format)
     filled = filled_up(x, size, cast_blocks.COLUMNS)
     wanted = tuple(
         cast_blocks.View(format, view.shape, not view.kept, view.stochastic, view.rotation) for view in views

@@ -21,13 +21,12 @@ from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support, tuning
-from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.casts import FLOAT8_ELEMENTS, LINE
 from scaledot.kernels.operands import Factor, filled_up
 from scaledot.kernels.spec import Operand, Problem
 from scaledot.numerics import blocks
 
 OUT_DTYPES = ("bfloat16", "float16", "float32")
-ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
 ROW_BYTES = 128  # the summed axis is filled up with zeros to whole rows of a tile
 ROWS, COLUMNS, LAST = 8, 16, 64  # what the others must be multiples of; LAST where they lie last
 
@@ -143,7 +142,7 @@ VALUES = Product(values=True)
 
 
 def _codes_reason(name: str, operand: Operand, summed: str) -> str | None:
-    if operand.format is None or operand.format.element not in ELEMENTS or operand.format.scale != "float32":
+    if operand.format is None or operand.format.element not in FLOAT8_ELEMENTS or operand.format.scale != "float32":
         return f"{name} is {operand}; both sides must be 8-bit floats with float32 scales"
     if not any(c in summed for c in operand.varies):
         return None
