@@ -3,8 +3,8 @@
 _POWER = """
 The three products take nine tenths of the step, at what seems to be the chip's power limit: the same kernel is no
 slower than cuBLAS there. Tried: clusters that share an operand's tile, which are kept; smaller last tiles and
-warpgroups in turns, which are not; a measured table of tiles, which chose the same ones for A. The rest are casts near the rate of a
-copy, and the pass that looks for the largest magnitude, which delayed scaling does not need.
+warpgroups in turns, which are not; a measured table of tiles, which chose the same ones for A. The rest are casts
+near the rate of a copy, and the pass that looks for the largest magnitude, which delayed scaling does not need.
 """
 _HISTORY = """
 A step of this size is bound by launches. Delayed scaling adds five small programs of XLA for the history of each
