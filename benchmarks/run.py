@@ -12,7 +12,7 @@ import importlib
 from benchmarks import record
 
 CPU_SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
-GPU_SUITES = {name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm", "block")}
+GPU_SUITES = {name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm", "block", "grouped", "decode")}
 SUITES = CPU_SUITES | GPU_SUITES
 REPEATS = 15
 

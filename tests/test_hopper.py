@@ -68,10 +68,53 @@ def test_products_of_blocks_spill_nothing(listed, out, columns):
     config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, 1, jnp.dtype(out).itemsize, True))
 
     def product(a, b, rows, columns):
-        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=True, programs=132)
+        how = {"out_dtype": out, "config": config, "promote": True, "in_steps": True, "programs": 132}
+        return matmul(a, b, rows, columns, None, **how)
 
     codes, factors = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
     gpu_compile.compiled_for("H200", product, *shapes(codes, codes, *factors))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_products_of_integers_spill_nothing(listed, in_steps):
+    from scaledot.kernels.mosaic.matmul import matmul
+
+    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, 1, 2, in_steps))
+
+    def product(a, b, rows, columns):
+        how = {"out_dtype": BF16, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        return matmul(a, b, rows, columns, None, **how)
+
+    factors = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if in_steps else [((1,), jnp.float32)] * 2
+    gpu_compile.compiled_for("H200", product, *shapes(*[((2048, 2048), jnp.int8)] * 2, *factors))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("sum", jnp.float32)])
+def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
+    from scaledot.kernels.mosaic.matmul import groups_of_rows, groups_of_sum, matmul
+
+    size, count = 2048, 8
+    rows = axis == "rows"
+    kind = tuning.Shape(size, size, size, 1, jnp.dtype(out).itemsize, in_steps, count if rows else 0)
+    config = tuning.heuristic(kind)
+
+    def product(a, b, rows_of, columns, sizes):
+        groups = groups_of_rows(sizes, size, config) if rows else groups_of_sum(sizes)
+        how = {"out_dtype": out, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        return matmul(a, b, rows_of, columns, None, **how, groups=groups)
+
+    steps, filled = size // 128, -(-size // config.program_rows) * config.program_rows + config.program_rows
+    if in_steps:
+        factors = [(steps, filled), (count, steps, steps) if rows else (steps, size)]
+    else:
+        factors = [(filled,), (count, 1)] if rows else [(count, 1)] * 2
+    operands = ((size, size), E4M3), ((count, size, size) if rows else (size, size), E4M3)
+    gpu_compile.compiled_for(
+        "H200", product, *shapes(*operands, *((shape, jnp.float32) for shape in factors), ((count,), jnp.int32))
+    )
     assert gpu_compile.spills(listed) == [0]
 
 

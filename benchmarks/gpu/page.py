@@ -21,8 +21,8 @@ TEXT = """# How fast is it on Hopper?
 
 <!-- Made by `python -m benchmarks.gpu.page`; change that, not this. -->
 
-Measured by `python -m benchmarks.run --suite dense`, `gemm`, `cast` and `block` on one {device} with jax {jax},
-torch {torch}, torchao {torchao} and flax {flax}, {date}:
+Measured by `python -m benchmarks.run --suite dense`, `gemm`, `block`, `grouped`, `decode` and `cast` on one {device}
+with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
 data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
@@ -51,9 +51,26 @@ default adds all of K there; `precision="highest"` moves the sums into float32 e
 ## Scales for 128 terms
 
 Lines of 128 on one side and squares of 128 × 128 on the other (forward, and the gradient of the input), or lines on
-both (the gradient of the kernel). Sums of every 128 terms are scaled and added in float32.
+both (the gradient of the kernel). Sums of every 128 terms are scaled and added in float32. Products of fp8 are beside
+torch's, those of int8 beside ours of fp8.
 
 {block}
+
+## Experts
+
+{tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is against our own product of as many
+tokens with one matrix, *of lax* against `lax.ragged_dot` in bfloat16, which multiplies all tokens by every matrix. The
+gradient of the kernels writes {experts} float32 matrices where the dense one writes one. A *step* is result and both
+gradients, its casts by XLA.
+
+{grouped}
+
+## Decoding
+
+A few rows of bfloat16 times packed weights; times are of one layer. A step is a loop over tokens, each of which meets
+several layers, more bytes than the cache holds. *GB/s* counts codes and scales.
+
+{decode}
 
 ## Casts
 
@@ -79,7 +96,11 @@ def text(results: dict[str, Any]) -> str:
     words = {name: about[name] for name in ("device", "jax", "torch", "torchao", "flax")}
     dense = "\n\n".join(_dense("dense", case) for case in results["dense"]["cases"])
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
-    tables["block"] = _block(results["block"])
+    tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
+    tables["decode"] = _decode(results["decode"])
+    first = results["grouped"]["cases"][0]
+    words |= {"tokens": sum(first["groups"]), "experts": len(first["groups"])}
+    words |= {"inputs": first["inputs"], "outputs": first["outputs"]}
     return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
 
 
@@ -93,7 +114,7 @@ def _dense(suite: str, case: dict[str, Any]) -> str:
         target = _target(side["target"], side["ratio"])
         rows.append((name, f"{side['median_ms']:.2f}", f"{side['ratio']:.2f} ×", target, first, memory))
     table = _table(("program", "ms", "ratio", "target", "first step", "memory"), rows)
-    return f"{title}\n\n{table}{_remarks(suite, case, 'ratio')}"
+    return f"{title}\n\n{table}{_remarks(suite, [case], 'ratio')}"
 
 
 def _gemm(suite: dict[str, Any]) -> str:
@@ -109,30 +130,59 @@ def _gemm(suite: dict[str, Any]) -> str:
 
 
 def _block(suite: dict[str, Any]) -> str:
-    products, steps, remarks = [], [], ""
+    products, steps = [], []
     for case in suite["cases"]:
         if "batch" in case:
             steps.append(_dense("block", case))
             continue
         for name, side in case["sides"].items():
             error = case["errors"].get(f"{name}, K = {case['k']}")
-            part = "" if side["of_torch"] is None else f"{side['of_torch']:.2f}"
-            target = _target(side["target"], side["of_torch"])
+            part = "" if side["of_peer"] is None else f"{side['of_peer']:.2f}"
+            target = _target(side["target"], side["of_peer"])
             off = "" if error is None else f"{error:.1e}"
             products.append((f"{case['case']}, {case['k']}", name, f"{side['tflops']:.0f}", part, target, off))
-        remarks += _remarks("block", case, "of_torch")
-    table = _table(("blocks, M = N = K", "program", "TFLOP/s", "of torch", "target", "error"), products)
+    table = _table(("blocks, M = N = K", "program", "TFLOP/s", "of the peer", "target", "error"), products)
+    remarks = _remarks("block", [case for case in suite["cases"] if "batch" not in case], "of_peer")
     return "\n\n".join([table + remarks, *steps])
 
 
-def _remarks(suite: str, case: dict[str, Any], measure: str) -> str:
+def _grouped(suite: dict[str, Any]) -> str:
+    rows = []
+    for case in suite["cases"]:
+        off = case["errors"].get(f"scaledot, K = {case['inputs']}")
+        for name, side in case["sides"].items():
+            ratios = ["" if side.get(key) is None else f"{side[key]:.2f}" for key in ("of_dense", "of_lax")]
+            targets = ", ".join(_target(target, side.get(key)) for key, target in side["targets"].items())
+            error = "" if off is None or name != "scaledot" else f"{off:.1e}"
+            rows.append(
+                (case["case"], name, f"{side['median_ms']:.2f}", f"{side['tflops']:.0f}", *ratios, targets, error)
+            )
+    return _table(("product", "program", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
+
+
+def _decode(suite: dict[str, Any]) -> str:
+    rows = []
+    for case in suite["cases"]:
+        terms = case["case"].split()[0]
+        for name, side in case["sides"].items():
+            found = case["errors"].get(name, {})
+            off = [f"{found[key]:.1e}" for who in ("scaledot", "XLA") if (key := f"{who}, {terms} terms") in found]
+            ratio = "" if side["of_bf16"] is None else f"{side['of_bf16']:.2f}"
+            speed = f"{1e3 * side['layer_ms']:.1f}", f"{side['gb_s']:.0f}", ratio
+            rows.append((case["case"], name, *speed, _target(side["target"], side["of_bf16"]), " / ".join(off)))
+    titles = "layer", "program", "µs", "GB/s", "over bfloat16", "target", "error, ours / XLA's"
+    return _table(titles, rows) + _remarks("decode", suite["cases"], "of_bf16")
+
+
+def _remarks(suite: str, cases: list[dict[str, Any]], measure: str) -> str:
     """What limits the rows that missed their targets, each said once."""
     found: dict[str, list[str]] = {}
-    for name, side in case["sides"].items():
-        words = remark(suite, case["case"], name, side["target"], side[measure])
-        if words:
-            found.setdefault(words, []).append(name)
-    lines = [f"*{', '.join(names)}*: {words}" for words, names in found.items()]
+    for case in cases:
+        for name, side in case["sides"].items():
+            words = remark(suite, case["case"], name, side["target"], side[measure])
+            if words:
+                found.setdefault(words, []).append(name if len(cases) == 1 else case["case"])
+    lines = [f"*{'; '.join(names)}*: {words}" for words, names in found.items()]
     return "".join(f"\n\n{textwrap.fill(line, 120)}" for line in lines)
 
 

@@ -161,7 +161,8 @@ class Problem:
 
     op: "dot", "ragged_dot" or "conv". preferred: the caller's preferred_element_type.
     ragged, group: the label whose axis is cut into groups and the label that counts them.
-    gathers: whether a scale per group can be turned into one per row.
+    gathers: whether a scale per group can be turned into one per row. group_multiple: what sizes of groups are
+    multiples of.
     window: the remaining arguments of a convolution, as pairs.
     """
 
@@ -175,6 +176,7 @@ class Problem:
     ragged: str = ""
     group: str = ""
     gathers: bool = False
+    group_multiple: int = 1
     window: tuple[tuple[str, Any], ...] = ()
 
     @property

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,14 +18,18 @@ from jax import lax
 from scaledot.kernels import block_scaled, forms, xla
 from scaledot.kernels.forms import Form
 from scaledot.kernels.mosaic import dot as mosaic_dot
-from scaledot.kernels.operands import Factor, lay
+from scaledot.kernels.mosaic import grouped as mosaic_grouped
+from scaledot.kernels.mosaic import weight_only as mosaic_weight_only
+from scaledot.kernels.operands import Factor, lay, scaled
 from scaledot.kernels.spec import Problem
 
 
 class Kernel(NamedTuple):
     """supports: a reason why not, or None. how: one sentence on what it does with a problem it supports.
 
-    adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
+    adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding. scales_groups:
+    whether it takes `factors` of results per group, applied before it. keeps_codes: whether its derivative keeps codes
+    for the backward pass and not values made of them.
     """
 
     name: str
@@ -33,11 +37,13 @@ class Kernel(NamedTuple):
     how: Callable[[Problem], str]
     run: Callable[..., jax.Array]  # (problem, lhs, rhs, group_sizes)
     adds_bias: bool = False
+    scales_groups: bool = False
+    keeps_codes: bool = False
 
 
 def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
     """The kernels of a problem's kind, in the order in which they are tried."""
-    return DOT if problem.op == "dot" else OTHERS
+    return {"dot": DOT, "ragged_dot": RAGGED}.get(problem.op, OTHERS)
 
 
 def choose(problem: Problem, kernel: str | None = None) -> Kernel:
@@ -141,17 +147,44 @@ _BLOCK_SCALED = Kernel(
 )
 
 
-def _mosaic(name: str, product: mosaic_dot.Product, elsewhere: Kernel) -> Kernel:
-    """A kernel for CUDA; where a program runs on something else, as on an array put on a CPU, XLA's takes its place."""
+def _mosaic(name: str, product: Any) -> Kernel:
+    """A kernel for CUDA, by what says whether and how, and runs it.
+
+    Where a program runs on something else, as on an array put on a CPU, XLA's takes its place.
+    """
 
     def run(problem: Problem, lhs, rhs, group_sizes=None, bias=None) -> jax.Array:
         kernel = functools.partial(product.run, problem)
         if jax.default_backend() != "gpu":
             return kernel(lhs, rhs, bias)
-        reference = functools.partial(run_and_add, elsewhere, problem)
+        reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
         return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
     return Kernel(name, product.supports, product.how, run, adds_bias=True)
+
+
+def _without_mosaic(problem: Problem) -> Kernel:
+    """The first of XLA's kernels that supports a problem of scaled operands."""
+    return next(row for row in OTHERS if row.supports(problem) is None)
+
+
+def _differentiated(kernel: Kernel) -> Kernel:
+    """The kernel of a plain lhs, whose derivative is the product of its tangent, by XLA."""
+
+    def run(problem: Problem, lhs, rhs, group_sizes=None, bias=None) -> jax.Array:
+        @jax.custom_jvp
+        def product(lhs, rhs, bias):
+            return kernel.run(problem, lhs, rhs, bias=bias)
+
+        @product.defjvp
+        def _(primals, tangents):
+            (_, rhs, _), (change, _, bias_change) = primals, tangents
+            reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
+            return product(*primals), jax.checkpoint(reference)(change, rhs, bias_change)
+
+        return product(lhs, rhs, bias)
+
+    return kernel._replace(run=run, keeps_codes=True)
 
 
 def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
@@ -166,12 +199,54 @@ def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
     return (total + bias).astype(problem.out_dtype)
 
 
+def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, factors) -> jax.Array:
+    """A result (groups, m, n) times factors (groups, 1 or m) and (groups, 1 or n), with one rounding."""
+    if kernel.scales_groups:
+        return kernel.run(problem, lhs, rhs, group_sizes, factors=factors)
+    wide = np.dtype(np.float64 if problem.out_dtype == np.float64 else np.float32)
+    total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs, group_sizes)
+    left, right = factors
+    return scaled(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
+
+
+def _run_grouped(problem: Problem, lhs, rhs, group_sizes, factors=None) -> jax.Array:
+    """A kernel for CUDA; where a program runs on something else, the next of the table that can takes its place."""
+    kernel = functools.partial(mosaic_grouped.run, problem)
+    if jax.default_backend() != "gpu":
+        return kernel(lhs, rhs, group_sizes, factors)
+    elsewhere = _without_mosaic(problem)
+
+    def reference(lhs, rhs, group_sizes, factors):
+        if factors is None:
+            return elsewhere.run(problem, lhs, rhs, group_sizes)
+        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, factors)
+
+    return lax.platform_dependent(lhs, rhs, group_sizes, factors, cuda=kernel, default=reference)
+
+
 _INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
 _CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
 _UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
 _DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)
-_MOSAIC_FLOAT8 = _mosaic("mosaic_float8", mosaic_dot.FLOAT8, _CODES)
-_MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES, _DEQUANTIZE)
+_MOSAIC_WEIGHT_ONLY = _differentiated(_mosaic("mosaic_weight_only", mosaic_weight_only))
+_MOSAIC_FLOAT8 = _mosaic("mosaic_float8", mosaic_dot.FLOAT8)
+_MOSAIC_INT8 = _mosaic("mosaic_int8", mosaic_dot.INT8)
+_MOSAIC_GROUPED = Kernel(
+    "mosaic_grouped", mosaic_grouped.supports, mosaic_grouped.how, _run_grouped, scales_groups=True
+)
+_MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES)
 
-DOT = (_PLAIN, _BLOCK_SCALED, _MOSAIC_FLOAT8, _MOSAIC_VALUES, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+DOT = (
+    _PLAIN,
+    _BLOCK_SCALED,
+    _MOSAIC_WEIGHT_ONLY,
+    _MOSAIC_FLOAT8,
+    _MOSAIC_INT8,
+    _MOSAIC_VALUES,
+    _INTEGER,
+    _CODES,
+    _UPCAST,
+    _DEQUANTIZE,
+)
+RAGGED = (_PLAIN, _MOSAIC_GROUPED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)

@@ -4,6 +4,8 @@ Group sizes may be traced, so the number of row blocks is not known before the d
 it belongs to, and scales are stored per row.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,3 +67,25 @@ def _segment_amax(amax: jax.Array, segment: jax.Array, count: int) -> jax.Array:
     """For each row the largest entry of its segment."""
     largest = jax.ops.segment_max(amax, segment, num_segments=count)
     return jnp.maximum(largest, 0)[segment]
+
+
+def whole_groups(group_sizes: Any, together: int) -> Any:
+    """Sizes rounded up to multiples."""
+    return -(-group_sizes // together) * together
+
+
+def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:
+    """Rows moved so that every group starts at a multiple of `together`, with zeros between.
+
+    How many rows there will be is not known before the data; the result has room for the worst case.
+    """
+    if together == 1:
+        return x
+    rows, count = x.shape[0], group_sizes.shape[0]
+    room = whole_groups(rows + min(count, rows) * (together - 1), together)
+    whole = whole_groups(group_sizes, together)
+    group = group_rows(whole, room, 0)[0]
+    starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (group_sizes, whole))
+    within = jnp.arange(room) - targets[group]
+    valid = (group < count) & (within < jnp.append(group_sizes, 0)[group])
+    return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))

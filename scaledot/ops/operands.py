@@ -14,7 +14,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.spec import Contraction, Operand, Problem, operand_of
-from scaledot.kernels.table import Kernel, choose, run_and_add
+from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
 from scaledot.ops.plan import check_whole
 
 Array = jax.Array | ScaledArray
@@ -124,23 +124,26 @@ def contract(
     return solve(make_problem("dot", contraction, lhs, rhs, **wanted), kernel, lhs, rhs, bias=bias)
 
 
-def solve(problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None) -> jax.Array:
+def solve(
+    problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None, factors=None
+) -> jax.Array:
     """The problem's result, by the kernel of that name or the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
-    return _run(problem, choose(problem, name), lhs, rhs, group_sizes, bias)
+    return _run(problem, choose(problem, name), lhs, rhs, group_sizes, bias, factors)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias) -> jax.Array:
+def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, factors) -> jax.Array:
     run = functools.partial(kernel.run, problem)
     if bias is not None:
         return run_and_add(kernel, problem, lhs, rhs, bias)
+    if factors is not None:
+        return run_and_scale(kernel, problem, lhs, rhs, group_sizes, factors)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
     lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
-    if problem.lhs.format is None or problem.rhs.format is None:
-        # Differentiated, it keeps codes for the backward pass and not the values made of them.
-        run = jax.checkpoint(run)
+    if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:
+        run = jax.checkpoint(run)  # differentiated, it keeps codes and not the values made of them
     return run(lhs, rhs, group_sizes)
 
 

@@ -1,7 +1,7 @@
 """ragged_dot and ragged_dot_general on scaled and plain operands: rows in groups, each with its own matrix."""
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from scaledot.kernels.spec import Contraction, operand_of
@@ -56,11 +56,30 @@ def ragged_dot_general(
     The ragged axis of lhs may be kept (each group has a slice of rhs), summed over (the result has one slice per
     group), or a batch axis.
     """
+    wanted = {"precision": precision, "preferred": preferred_element_type}
+    return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **wanted)
+
+
+def contract_groups(
+    lhs,
+    rhs,
+    group_sizes,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    kernel: Choice,
+    *,
+    factors: tuple[jax.Array, jax.Array] | None = None,
+    **wanted,
+) -> jax.Array:
+    """ragged_dot_general whose problem says more: `group_multiple` is what group sizes are multiples of.
+
+    factors: what results that have one slice (m, n) per group are multiplied by before their rounding, (groups, 1) or
+    (groups, m) and (groups, n).
+    """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     numbers = ragged_dot_dimension_numbers
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
-    flat = jnp.ndim(group_sizes) == 1
+    flat = np.ndim(group_sizes) == 1
     if flat:
         group_sizes = checked_groups(group_sizes, lhs.shape[contraction.lhs.index(ragged)])
     if flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:
@@ -70,13 +89,12 @@ def ragged_dot_general(
         contraction,
         lhs,
         rhs,
-        precision=precision,
-        preferred=preferred_element_type,
         ragged=ragged,
         group=group,
         gathers=flat and group in contraction.rhs,
+        **wanted,
     )
-    return solve(problem, kernel, lhs, rhs, group_sizes)
+    return solve(problem, kernel, lhs, rhs, group_sizes, factors=factors)
 
 
 def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumbers) -> tuple[Contraction, str, str]:

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
-from scaledot.kernels import operands
 from scaledot.numerics import blocks
-from scaledot.numerics.grouped import group_rows, quantize_tiles_parts
+from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, spaced, whole_groups
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan
 from scaledot.ops.quantize import amax, quantize, quantize_grouped
-from scaledot.ops.ragged import ragged_dot_general
+from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
@@ -124,7 +122,7 @@ class Groups:
     def quantize(self, laid, x: jax.Array, groups, factor, key) -> Any:
         if isinstance(laid, Laid):
             return _each_matrix(laid, x, factor, key)
-        x, groups = spaced(x, groups, laid.together), _whole(groups, laid.together)
+        x, groups = spaced(x, groups, laid.together), whole_groups(groups, laid.together)
         if factor is not None:
             how = {"rounding": laid.cast.rounding, "key": key}
             return quantize(_members(x, groups), laid.cast.format, factor=factor, **how)
@@ -155,16 +153,16 @@ class Groups:
             summed = 1 if product == "fwd" else 2
             numbers = lax.RaggedDotDimensionNumbers((((1,), (summed,)), ((), ())), [0], [0])
             return ragged_dot_general(lhs, rhs, groups, numbers, **wanted)
-        dtype = wanted.pop("preferred_element_type")
-        (lhs, left), (rhs, right) = (
-            (x.codes, [x.scale[:, :, None].swapaxes(1, axis)]) if isinstance(x, PerGroup) else (x, [])
-            for x, axis in ((lhs, 1), (rhs, 2))
-        )
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        sizes = _whole(groups, self.together)
-        total = ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=wide, **wanted)
-        return operands.scaled(total, left, right).astype(dtype)
+        more = {"precision": wanted["precision"], "preferred": wanted["preferred_element_type"]}
+        if isinstance(lhs, PerGroup) or isinstance(rhs, PerGroup):
+            one = jnp.ones((groups.shape[0], 1), jnp.float32)
+            (lhs, left), (rhs, right) = (
+                (x.codes, x.scale) if isinstance(x, PerGroup) else (x, one) for x in (lhs, rhs)
+            )
+            more["factors"] = left, right
+        sizes = whole_groups(groups, self.together)
+        return contract_groups(lhs, rhs, sizes, numbers, wanted["kernel"], group_multiple=self.together, **more)
 
     def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
         return multiply_then_add(self, x, w, bias, groups, **wanted)
@@ -245,25 +243,3 @@ def _members(x: jax.Array, groups: jax.Array) -> jax.Array:
     """x with zeros in rows of no group."""
     inside = jnp.arange(x.shape[0]) < jnp.sum(groups)
     return jnp.where(inside[:, None], x, jnp.zeros_like(x))
-
-
-def _whole(groups: Any, together: int) -> Any:
-    """Sizes rounded up to multiples."""
-    return -(-groups // together) * together
-
-
-def spaced(x: jax.Array, groups: jax.Array, together: int) -> jax.Array:
-    """Rows moved so that every group starts at a multiple of `together`, with zeros between.
-
-    How many rows there will be is not known before the data; the result has room for the worst case.
-    """
-    if together == 1:
-        return x
-    rows, count = x.shape[0], groups.shape[0]
-    room = _whole(rows + min(count, rows) * (together - 1), together)
-    whole = _whole(groups, together)
-    group = _group_of(whole, room)
-    starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (groups, whole))
-    within = jnp.arange(room) - targets[group]
-    valid = (group < count) & (within < jnp.append(groups, 0)[group])
-    return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))

@@ -1,9 +1,7 @@
 """Products on Hopper's tensor cores as rows of the kernel table: which problems they solve, and how those are laid.
 
-`FLOAT8` multiplies 8-bit codes, whose scales may change along the sum every 128 elements, and `VALUES` the bfloat16
-values of codes in shorter blocks. 8-bit operands lie with the summed axis last. A transposition that this needs costs
-nothing where the operand was stored so by a fused cast, because XLA cancels it against the one that presents it in its
-logical shape.
+`FLOAT8` and `INT8` multiply 8-bit codes, whose scales may change along the sum every 128 elements, and `VALUES` the
+bfloat16 values of codes in shorter blocks.
 """
 
 import dataclasses
@@ -20,79 +18,72 @@ from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
-from scaledot.kernels.mosaic import support, tuning
-from scaledot.kernels.mosaic.casts import FLOAT8_ELEMENTS, LINE
-from scaledot.kernels.operands import Factor, filled_up
+from scaledot.kernels.mosaic import sides, support, tuning
+from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import Operand, Problem
-from scaledot.numerics import blocks
-
-OUT_DTYPES = ("bfloat16", "float16", "float32")
-ROW_BYTES = 128  # the summed axis is filled up with zeros to whole rows of a tile
-ROWS, COLUMNS, LAST = 8, 16, 64  # what the others must be multiples of; LAST where they lie last
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One of the two ways to multiply; `values`: bfloat16 values instead of 8-bit codes."""
+    """One of the ways to multiply: "float8" and "int8" are codes as they are, "values" those that codes stand for."""
 
-    values: bool
+    kind: str
+
+    @property
+    def values(self) -> bool:
+        return self.kind == "values"
 
     def supports(self, problem: Problem) -> str | None:
         return self.problem_reason(problem) or support.device_reason()
 
     def problem_reason(self, problem: Problem) -> str | None:
         """Why the kernel cannot compute it, whatever the device."""
-        contraction = problem.contraction
-        if problem.op != "dot" or contraction.batch:
+        if problem.op != "dot" or problem.contraction.batch:
             return "it multiplies two matrices, without batch axes"
-        if problem.out_dtype.name not in OUT_DTYPES:
-            return f"it writes {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-        if problem.out_sharding is not None or any(operand.sharded for operand in problem.operands):
-            return "operands or result are laid out along explicit mesh axes"
-        reason = _values_reason if self.values else _codes_reason
-        for name, operand in problem.named:
-            found = reason(name, operand, contraction.contracted)
-            if found:
-                return found
-            if operand.rotated and operand.rotated in contraction.out:
-                return f"{name} is rotated along {operand.rotated!r}, which is kept"
-        return None if all(math.prod(o.shape) for o in problem.operands) else "an operand is empty"
+        reason = _values_reason(problem) if self.values else sides.codes_reason(problem, self.kind)
+        return reason or sides.result_reason(problem)
 
     def how(self, problem: Problem) -> str:
         if self.values:
             return "bfloat16 products on Hopper's tensor cores, block scales folded in exactly, one rounding"
-        if _scaled_in_steps(problem):
-            return (
-                f"float8 products on Hopper's tensor cores, scales applied to the sums of every {LINE} terms in float32"
-            )
-        sums = f"float32 sums of every {LINE} terms" if promotes(problem) else "sums in the tensor cores"
-        return f"float8 products on Hopper's tensor cores, {sums}, scales applied before the one rounding"
+        products = f"{self.kind} products on Hopper's tensor cores"
+        if sides.scaled_in_steps(problem):
+            return f"{products}, scales applied to the sums of every {LINE} terms in float32"
+        sums = f"float32 sums of every {LINE} terms" if self.promotes(problem) else "sums in the tensor cores"
+        return f"{products}, {sums}, scales applied before the one rounding"
+
+    def promotes(self, problem: Problem) -> bool:
+        """Whether partial sums of floats are moved into float32: where more than the default precision is asked for."""
+        return self.kind == "float8" and is_precise(problem)
 
     def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
         from scaledot.kernels.mosaic.matmul import matmul
 
         contraction = problem.contraction
-        in_steps = not self.values and _scaled_in_steps(problem)
-        promote = in_steps or (not self.values and promotes(problem))
-        a = self._side(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, ROWS)
-        b = self._side(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, COLUMNS)
+        in_steps = not self.values and sides.scaled_in_steps(problem)
+        promote = in_steps or self.promotes(problem)
+        a = self._side(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, sides.ROWS)
+        b = self._side(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, sides.COLUMNS)
         shape = tuning.Shape(a.rows, b.rows, a.terms, a.matrix.dtype.itemsize, problem.out_dtype.itemsize, promote)
         config = tuning.config_for(shape)
         if in_steps:
-            rows = _step_factors(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, squares=False)
-            columns = _step_factors(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, squares=True)
+            step_factors = functools.partial(sides.step_factors, summed=contraction.contracted)
+            rows = step_factors(lhs, contraction.lhs, contraction.lhs_free, squares=False)
+            columns = step_factors(rhs, contraction.rhs, contraction.rhs_free, squares=True)
             of_square = LINE if columns.shape[1] < b.rows else 1
         else:
             rows, columns, of_square = a.factors(), b.factors(), 1
         result = matmul(
             a.matrix,
             b.matrix,
-            _filled_factors(rows, config.team_rows),
-            _filled_factors(columns, config.team_columns // of_square),
+            sides.filled_factors(rows, in_steps, config.team_rows),
+            sides.filled_factors(columns, in_steps, config.team_columns // of_square),
             None if bias is None else _filled_bias(bias, config.team_columns),
             out_dtype=problem.out_dtype,
             config=config,
             promote=promote,
+            in_steps=in_steps,
             programs=support.multiprocessors(),
             summed_first=(a.summed_first, b.summed_first),
         )
@@ -102,28 +93,22 @@ class Product:
         return result.transpose([contraction.natural.index(c) for c in contraction.out])
 
     def _side(self, q: ScaledArray, labels: str, free: str, along: str, multiple: int) -> "Side":
-        data = operands.block_values(q, jnp.bfloat16) if self.values and not _is_values(q.format) else q.data
+        folds = self.values and not _is_values(q.format)
+        data = operands.block_values(q, jnp.bfloat16) if folds else sides.codes_of(q)
         summed_first = self.values and labels == along + free
         order = along + free if summed_first else free + along
         moved = data.transpose([labels.index(c) for c in order])
         rows = math.prod(q.shape[labels.index(c)] for c in free)
         terms = q.size // rows
         matrix = moved.reshape((terms, rows) if summed_first else (rows, terms))
-        row_bytes = ROW_BYTES // matrix.dtype.itemsize
-        filled = filled_up(matrix, row_bytes, LAST) if summed_first else filled_up(matrix, multiple, row_bytes)
-        return Side(filled, rows, terms, summed_first, functools.partial(self._factors, q, labels, free, rows))
+        row = sides.ROW_BYTES // matrix.dtype.itemsize
+        filled = filled_up(matrix, row, sides.LAST) if summed_first else filled_up(matrix, multiple, row)
 
-    def _factors(self, q: ScaledArray, labels: str, free: str, rows: int) -> jax.Array:
-        """One number, or one for each row of the operand's matrix."""
-        by_block = not self.values or _is_values(q.format)
-        factors = operands.block_factors(q, labels, {}) if by_block else operands.level_factors(q, labels)
-        if not factors:
-            return jnp.ones(1, jnp.float32)
-        (factor,) = factors
-        if factor.values.size == 1:
-            return factor.values.reshape(1)
-        shape = tuple(q.shape[labels.index(c)] for c in free)
-        return jnp.broadcast_to(operands.lay(Factor(factor.values, labels), free), shape).reshape(rows)
+        def factors() -> jax.Array:
+            scale = operands.level_factors(q, labels) if folds else operands.block_factors(q, labels, {})
+            return sides.row_factors(scale, q, labels, free)
+
+        return Side(filled, rows, terms, summed_first, factors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,38 +122,20 @@ class Side:
     factors: Callable[[], jax.Array]
 
 
-FLOAT8 = Product(values=False)
-VALUES = Product(values=True)
+FLOAT8 = Product("float8")
+INT8 = Product("int8")
+VALUES = Product("values")
 
 
-def _codes_reason(name: str, operand: Operand, summed: str) -> str | None:
-    if operand.format is None or operand.format.element not in FLOAT8_ELEMENTS or operand.format.scale != "float32":
-        return f"{name} is {operand}; both sides must be 8-bit floats with float32 scales"
-    if not any(c in summed for c in operand.varies):
-        return None
-    if len(summed) == 1 and operand.block_of(summed) == LINE:
-        return None
-    return f"the scale of {name} changes along the sum, and not every {LINE} elements of one axis"
+def _values_reason(problem: Problem) -> str | None:
+    for name, operand in problem.named:
+        found = _operand_values_reason(name, operand, problem.contraction.contracted)
+        if found:
+            return found
+    return None
 
 
-def _scaled_in_steps(problem: Problem) -> bool:
-    """Whether a scale changes along the sum."""
-    return any(c in problem.contraction.contracted for operand in problem.operands for c in operand.varies)
-
-
-def _step_factors(q: ScaledArray, labels: str, free: str, summed: str, squares: bool) -> jax.Array:
-    """Factors of the rows of an operand's matrix, (steps, rows); or of 128 rows each, where `squares` may be."""
-    tiles = {summed: LINE}
-    if squares and len(free) == 1 and blocks.expand(q.block, q.ndim)[labels.index(free)] == LINE:
-        tiles[free] = LINE
-    (factor,) = operands.block_factors(q, labels, tiles)
-    values = factor.values.transpose([labels.index(c) for c in summed + free])
-    steps = -(-q.shape[labels.index(summed)] // LINE)
-    sizes = [-(-q.shape[labels.index(c)] // tiles.get(c, 1)) for c in free]
-    return jnp.broadcast_to(values, (steps, *sizes)).reshape(steps, -1)
-
-
-def _values_reason(name: str, operand: Operand, summed: str) -> str | None:
+def _operand_values_reason(name: str, operand: Operand, summed: str) -> str | None:
     if operand.format is None:
         return f"{name} is {operand}; both sides must be scaled"
     if not _is_values(operand.format) and not folds_exactly(operand.format, operand.zero):
@@ -182,8 +149,8 @@ def _is_values(format: Any) -> bool:
     return format.element == "bfloat16"
 
 
-def promotes(problem: Problem) -> bool:
-    """Whether partial sums are moved into float32: where the caller asks for more than the default precision."""
+def is_precise(problem: Problem) -> bool:
+    """Whether the caller asks for more than the default precision."""
     asked = problem.precision if isinstance(problem.precision, tuple) else (problem.precision,)
     fast = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
     return any(precision not in fast for precision in asked)
@@ -191,10 +158,3 @@ def promotes(problem: Problem) -> bool:
 
 def _filled_bias(bias: jax.Array, whole: int) -> jax.Array:
     return jnp.pad(bias.reshape(-1).astype(np.float32), (0, -bias.size % whole))
-
-
-def _filled_factors(factors: jax.Array, whole: int) -> jax.Array:
-    if factors.shape == (1,):
-        return factors
-    missing = [(0, 0)] * (factors.ndim - 1) + [(0, -factors.shape[-1] % whole)]
-    return jnp.pad(factors, missing).astype(np.float32)

@@ -11,6 +11,10 @@ one warpgroup does that, the others must keep the tensor cores busy.
 Factors that change along the sum, one for each 128 elements of it, are applied to the sums of a step as they are
 promoted. They are fetched with the step's operands, or read a step ahead where 128 columns share one. The product of
 two of them must be a normal number.
+
+Groups, as of tokens by experts, are parts of the rows, each with its own matrix to multiply, or parts of the sum, each
+with its own result. Their sizes are data: programs look up what their tiles are in a small table, and a tile that a
+group does not fill is stored in pieces, not to write on a neighbour's rows.
 """
 
 import dataclasses
@@ -24,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.mosaic.casts import LINE
-from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
+from scaledot.kernels.mosaic.memory import ROW_TILE, SWIZZLE, load, tiled
 
 FETCH_REGISTERS = 40
 
@@ -78,6 +82,38 @@ class Config:
         return self.program_columns * (2 if self.pair == "columns" else 1)
 
 
+class Groups(NamedTuple):
+    """Parts of the rows or of the sum. axis: "rows" or "sum". table: what programs look up, of either kind below."""
+
+    axis: str
+    count: int
+    table: jax.Array
+
+
+def groups_of_rows(sizes: jax.Array, m: int, config: Config) -> Groups:
+    """Consecutive rows of a, each group with a matrix of b: int32 (1 + tiles, 4), of which the first says how many.
+
+    The others have group, first row, and from which to which of its rows it belongs to the group: copies can begin at
+    every eighth row only. Rows of no group are one more, without a matrix.
+    """
+    ends = jnp.append(jnp.cumsum(sizes), m).astype(jnp.int32)
+    starts = jnp.append(0, ends[:-1])
+    firsts = starts // ROW_TILE * ROW_TILE
+    tiles = jnp.where(ends > starts, -(-(ends - firsts) // config.program_rows), 0)
+    after = jnp.cumsum(tiles)
+    index = jnp.arange(m // config.program_rows + 2 * ends.size, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(index[:, None] >= after[None], axis=1, dtype=jnp.int32), ends.size - 1)
+    row = firsts[group] + (index - (after - tiles)[group]) * config.program_rows
+    low, high = jnp.maximum(starts[group] - row, 0), jnp.minimum(ends[group] - row, config.program_rows)
+    count = jnp.zeros(4, jnp.int32).at[0].set(after[-1])
+    return Groups("rows", sizes.size, jnp.concatenate([count[None], jnp.stack([group, row, low, high], axis=1)]))
+
+
+def groups_of_sum(steps: jax.Array) -> Groups:
+    """Consecutive steps of the sum, so many in each group: int32 (groups, 2), the first step and how many."""
+    return Groups("sum", steps.size, jnp.stack([jnp.cumsum(steps) - steps, steps], axis=1).astype(jnp.int32))
+
+
 def matmul(
     a: jax.Array,
     b: jax.Array,
@@ -89,71 +125,122 @@ def matmul(
     config: Config,
     promote: bool,
     programs: int,
+    in_steps: bool = False,
     summed_first: tuple[bool, bool] = (False, False),
+    groups: Groups | None = None,
 ) -> jax.Array:
     """a (M, K) times b (N, K) transposed, times factors, plus bias (N,).
 
     16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must suit the
     tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
     Factors are float32 (1,), or (M,) and (N,) filled up to whole teams of programs, as the bias is. Factors that change
-    along the sum of 8-bit elements are (K / 128, M) and (K / 128, N), or (K / 128, N / 128) for squares of b; M and N
-    are filled up likewise, and sums are promoted.
+    along the sum of 8-bit elements (`in_steps`) are (K / 128, M) and (K / 128, N), or (K / 128, N / 128) for squares of
+    b; M and N are filled up likewise, and sums are promoted.
+
+    With groups of rows, b and its factors have an axis of groups in front, N is a multiple of 64, and factors of rows
+    are filled up by one more tile. With groups of the sum, which have whole steps, the result has an axis of groups in
+    front, and so have factors that do not change along the sum.
     """
     m, k = a.shape[::-1] if summed_first[0] else a.shape
-    n = b.shape[1 if summed_first[1] else 0]
+    n = b.shape[-1 if summed_first[1] else -2]
     out_dtype = jnp.dtype(out_dtype)
-    plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs)
+    axis = None if groups is None else groups.axis
+    of_rows, of_sum = axis == "rows", axis == "sum"
+    plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs, groups)
     store_columns = _store_columns(n, config, out_dtype)
-    in_steps = row_factors.ndim == 2
-    squares = in_steps and column_factors.shape[1] < n
+    edge_columns = SWIZZLE // out_dtype.itemsize  # of a row that can be copied alone
+    squares = in_steps and column_factors.shape[-1] < n
 
     def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
-        *bias_gmem, out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, full, empty = rest
+        refs: Any = iter(rest)
+        table_gmem: Any = None if groups is None else next(refs)
+        bias_gmem: Any = None if bias is None else next(refs)
+        out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, edge_smem, full, empty = refs
         ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first)
         warpgroup = lax.axis_index("warpgroup")
 
+        def of_group(tile: Tile) -> tuple[Any, Any, Any]:
+            """b, and the factors of rows and of columns, for a tile."""
+            rows = rows_gmem.at[tile.group] if of_sum and not in_steps else rows_gmem
+            columns = columns_gmem.at[tile.group] if of_rows or (of_sum and not in_steps) else columns_gmem
+            return b_gmem.at[tile.group] if of_rows else b_gmem, rows, columns
+
         def fetch():
             plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            refs = a_gmem, b_gmem, rows_gmem, columns_gmem
-            ring.drain(plan.over_tiles(functools.partial(ring.fetch_tile, plan, *refs)))
+            steps = plan.over_tiles(table_gmem, lambda tile: ring.fetch_tile(plan, tile, a_gmem, *of_group(tile)))
+            ring.drain(steps)
 
         def multiply():
             plgpu.set_max_registers(config.registers, action="increase")
-            factors = None if in_steps else Factors(rows_gmem, columns_gmem)
+            for_all = None if in_steps or groups is not None else Factors(rows_gmem, columns_gmem)
             below = warpgroup * config.rows if config.split == "rows" else 0
             beside = warpgroup * config.columns if config.split == "columns" else 0
             sums = _promoted_sums if promote or in_steps else _chained_sums
-            if squares:
-                sums = functools.partial(_promoted_sums, squares=columns_gmem)
 
-            def tile(place: Tile):
-                top, left = place.row + below, place.column + beside
+            def tile_of(tile: Tile):
+                top, left = tile.row + below, tile.column + beside
+                _, *both = of_group(tile)
+                factors = for_all if in_steps or groups is None else Factors(*both)
+
+                def finished(values: jax.Array, first) -> jax.Array:
+                    result = values if factors is None else factors.apply(values, top, first)
+                    if bias_gmem is not None:
+                        result += along_columns(bias_gmem, first, result.shape)
+                    return result.astype(out_dtype)
+
+                def target(first_row, rows: int, first, columns: int) -> Any:
+                    result = out_gmem.at[tile.group] if of_sum else out_gmem
+                    return result.at[pl.ds(first_row, rows), pl.ds(first, columns)]
 
                 def store(at: int, values: jax.Array):
                     for piece in range(values.shape[1] // store_columns):
                         slot = (at // store_columns + piece) % 2
                         first = left + at + piece * store_columns
-                        result = values[:, piece * store_columns : (piece + 1) * store_columns]
-                        if factors is not None:
-                            result = factors.apply(result, top, first)
-                        if bias_gmem:
-                            result += along_columns(bias_gmem[0], first, result.shape)
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        out_smem[warpgroup, slot] = result.astype(out_dtype)
+                        out_smem[warpgroup, slot] = finished(_columns(values, piece, store_columns), first)
                         plgpu.commit_smem()
-                        block = out_gmem.at[pl.ds(top, config.rows), pl.ds(first, store_columns)]
-                        plgpu.copy_smem_to_gmem(out_smem.at[warpgroup, slot], block)
+                        plgpu.copy_smem_to_gmem(
+                            out_smem.at[warpgroup, slot], target(top, config.rows, first, store_columns)
+                        )
 
-                sums(config, plan.steps, place, ring, below, beside, store)
+                def store_edge(at: int, values: jax.Array, low, high):
+                    """Only some rows, in pieces whose numbers of rows are powers of two.
 
-            plan.over_tiles(tile)
+                    A copy of one row is one of bytes, which does not see where a row of the result ends: none may begin
+                    behind it.
+                    """
+                    for piece in range(values.shape[1] // edge_columns):
+                        first = left + at + piece * edge_columns
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        edge_smem[warpgroup] = finished(_columns(values, piece, edge_columns), first)
+                        plgpu.commit_smem()
+                        row, size = low, config.rows // 2
+                        while size:
+
+                            def copy(row=row, size=size, first=first):
+                                piece = edge_smem.at[warpgroup, pl.ds(row, size)]
+                                plgpu.copy_smem_to_gmem(piece, target(top + row, size, first, edge_columns))
+
+                            pl.when(((high - low) & size != 0) & (first < n))(copy)
+                            row, size = row + ((high - low) & size), size // 2
+
+                def store_what_is_there(at: int, values: jax.Array):
+                    low, high = (jnp.clip(end - below, 0, config.rows) for end in tile.rows)
+                    whole = high - low == config.rows
+                    lax.cond(whole, lambda: store(at, values), lambda: store_edge(at, values, low, high))
+
+                squares_of_tile = both[1] if squares else None
+                sums(config, tile, ring, below, beside, store_what_is_there if of_rows else store, squares_of_tile)
+
+            plan.over_tiles(table_gmem, tile_of)
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(warpgroup == config.groups, fetch, multiply)
 
+    out_shape = (groups.count, m, n) if groups is not None and of_sum else (m, n)
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
         grid=(plan.teams,),
         grid_names=("team",),
         cluster=(config.paired,),
@@ -168,12 +255,18 @@ def matmul(
             plgpu.SMEM(
                 (config.groups, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
             ),
+            plgpu.SMEM((config.groups, config.rows, edge_columns), out_dtype) if of_rows else None,
             plgpu.Barrier(num_arrivals=2 + (in_steps + (in_steps and not squares)), num_barriers=config.stages),
             _given_back(config),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return run(a, b, row_factors, column_factors, *([] if bias is None else [bias]))
+    extras = [*([] if groups is None else [groups.table]), *([] if bias is None else [bias])]
+    return run(a, b, row_factors, column_factors, *extras)
+
+
+def _columns(values: jax.Array, piece: int, columns: int) -> jax.Array:
+    return values[:, piece * columns : (piece + 1) * columns]
 
 
 def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> Any:
@@ -198,11 +291,19 @@ def _store_columns(n: int, config: Config, out_dtype) -> int:
 
 
 class Tile(NamedTuple):
-    """A part of the result: its first row and column, and the first of the program's steps that belong to it."""
+    """A part of the result.
+
+    row, column: its first ones. first: the first of the program's steps that belong to it. start, steps: where its sum
+    begins, and how long it is. group: whose matrix or result it has. rows: from which to which belong to the group.
+    """
 
     row: Any
     column: Any
     first: Any
+    start: Any
+    steps: Any
+    group: Any = None
+    rows: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,29 +316,46 @@ class Plan:
     depth: int
     config: Config
     programs: int
+    groups: Groups | None
 
     @property
     def teams(self) -> int:
         return self.programs // self.config.paired
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tiles of teams down and across."""
-        return pl.cdiv(self.m, self.config.team_rows), pl.cdiv(self.n, self.config.team_columns)
-
-    def over_tiles(self, work) -> Any:
+    def over_tiles(self, table, work) -> Any:
         """work(tile) for each tile of this program; returns its number of steps."""
-        config, team, member = self.config, lax.axis_index("team"), lax.axis_index("member")
-        turns = pl.cdiv(self.grid[0] * self.grid[1] - team, self.teams)
+        config, team = self.config, lax.axis_index("team")
+        axis = None if self.groups is None else self.groups.axis
+        down = table[0, 0] if axis == "rows" else pl.cdiv(self.m, config.team_rows)
+        grid = down, pl.cdiv(self.n, config.team_columns)
+        results = self.groups.count if self.groups is not None and axis == "sum" else 1
+        turns = lax.div(grid[0] * grid[1] * results - team + self.teams - 1, self.teams)
 
-        @pl.loop(0, turns)
-        def _(turn):
-            row, column = plgpu.planar_snake(team + turn * self.teams, self.grid, config.along, config.band)
-            row = row * 2 + member if config.pair == "rows" else row
-            column = column * 2 + member if config.pair == "columns" else column
-            work(Tile(row * config.program_rows, column * config.program_columns, turn * self.steps))
+        def turn(count, first):
+            index = team + count * self.teams
+            tile = self._tile(table, axis, index, grid, first)
+            work(tile)
+            return first + tile.steps
 
-        return turns * self.steps
+        return lax.fori_loop(0, turns, turn, jnp.int32(0))
+
+    def _tile(self, table, axis: str | None, index, grid, first) -> Tile:
+        config, member, group = self.config, lax.axis_index("member"), None
+        matrices = 0 if self.groups is None else self.groups.count
+        if axis == "sum":
+            group, index = lax.div(index, grid[0] * grid[1]), lax.rem(index, grid[0] * grid[1])
+        row, column = plgpu.planar_snake(index, grid, config.along, config.band)
+        row = row * 2 + member if config.pair == "rows" else row
+        column = column * 2 + member if config.pair == "columns" else column
+        left = column * config.program_columns
+        if axis == "rows":
+            group, top, *rows = (table[1 + row, i] for i in range(4))
+            steps = jnp.where(group < matrices, self.steps, 0)
+            return Tile(top, left, first, 0, steps, lax.min(group, matrices - 1), rows)
+        top = row * config.program_rows
+        if axis == "sum":
+            return Tile(top, left, first, table[group, 0], table[group, 1], group)
+        return Tile(top, left, first, 0, self.steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,25 +374,25 @@ class Ring:
     def slot(self, step):
         return lax.rem(step, self.config.stages)
 
-    def fetch_tile(self, plan: Plan, a_gmem, b_gmem, rows_gmem, columns_gmem, tile: Tile) -> None:
+    def fetch_tile(self, plan: Plan, tile: Tile, a_gmem, b_gmem, rows_gmem, columns_gmem) -> None:
         config = self.config
         a_rows, b_rows = pl.ds(tile.row, config.program_rows), pl.ds(tile.column, config.program_columns)
         a_shared, b_shared = ("member" if config.pair == by else None for by in ("columns", "rows"))
 
-        @pl.loop(0, plan.steps)
+        @pl.loop(0, tile.steps)
         def _(step):
             slot = self.slot(tile.first + step)
             pl.when(tile.first + step >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
             if self.a_factors is not None:
                 plgpu.commit_smem()  # factors are read by threads, not by tensor cores: before they are overwritten
-            along = pl.ds(step * plan.depth, plan.depth)
+            along = pl.ds((tile.start + step) * plan.depth, plan.depth)
             a_tile = a_gmem.at[along, a_rows] if self.summed_first[0] else a_gmem.at[a_rows, along]
             b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
             plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
             plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
             for factors, ring, at in ((rows_gmem, self.a_factors, a_rows), (columns_gmem, self.b_factors, b_rows)):
                 if ring is not None:
-                    plgpu.copy_gmem_to_smem(factors.at[step, at], ring.at[slot], self.full.at[slot])
+                    plgpu.copy_gmem_to_smem(factors.at[tile.start + step, at], ring.at[slot], self.full.at[slot])
 
     def drain(self, steps) -> None:
         """Wait until every slot was given back: nobody may still read one when the program ends."""
@@ -304,11 +422,17 @@ class Ring:
         return left, right
 
 
-def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store) -> None:
-    """All of K in the tensor cores' own accumulator."""
-    first = tile.first
+def _accumulator(ring: Ring, rows: int, columns: int) -> Any:
+    """Of the tensor cores: integers are summed as integers, exactly."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.int32 if ring.a.dtype == jnp.int8 else jnp.float32)
 
-    @functools.partial(pl.run_scoped, sums=plgpu.WGMMAAccumulatorRef((config.rows, config.columns), jnp.float32))
+
+def _chained_sums(config: Config, tile: Tile, ring: Ring, below, beside, store, squares=None) -> None:
+    """All of K in the tensor cores' own accumulator."""
+    assert squares is None, "factors that change along the sum need sums that are promoted"
+    first, steps = tile.first, tile.steps
+
+    @functools.partial(pl.run_scoped, sums=_accumulator(ring, config.rows, config.columns))
     def _(sums):
         @pl.loop(0, steps)
         def _(step):
@@ -319,13 +443,11 @@ def _chained_sums(config: Config, steps: int, tile: Tile, ring: Ring, below, bes
             pl.when(step > 0)(lambda: ring.release(at - 1))
 
         plgpu.wgmma_wait(0)
-        ring.release(first + steps - 1)
-        store(0, sums[...])
+        pl.when(steps > 0)(lambda: ring.release(first + steps - 1))
+        store(0, sums[...].astype(jnp.float32))
 
 
-def _promoted_sums(
-    config: Config, steps: int, tile: Tile, ring: Ring, below, beside, store, squares: Any = None
-) -> None:
+def _promoted_sums(config: Config, tile: Tile, ring: Ring, below, beside, store, squares=None) -> None:
     """Each step of K in the tensor cores' accumulator, all steps in float32 registers.
 
     squares: factors of 128 columns of the result for each step, read one step ahead.
@@ -336,12 +458,13 @@ def _promoted_sums(
     def squares_of(step) -> tuple[Any, ...]:
         if squares is None:
             return (None,) * config.parts
-        return tuple(squares[step, lax.div(tile.column + beside + i * part, LINE)] for i in range(config.parts))
+        at = tile.start + lax.max(lax.min(step, tile.steps - 1), 0)
+        return tuple(squares[at, lax.div(tile.column + beside + i * part, LINE)] for i in range(config.parts))
 
     def step_of(step, carry):
         totals, by = carry
         at = tile.first + step
-        following = squares_of(lax.min(step + 1, steps - 1))
+        following = squares_of(step + 1)
         ring.wait(at)
         rows = ring.row_factors(at, below, config.rows)
         grown = []
@@ -351,7 +474,7 @@ def _promoted_sums(
                 plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside + column, part))
                 return sums[...]
 
-            sums = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((config.rows, part), jnp.float32))
+            sums = pl.run_scoped(product, _accumulator(ring, config.rows, part)).astype(jnp.float32)
             if rows is not None:
                 factors = rows if by[i] is None else rows * by[i]
                 sums = sums * lax.broadcast_in_dim(factors, sums.shape, (0,))
@@ -362,7 +485,7 @@ def _promoted_sums(
         return tuple(grown), following
 
     zeros = plgpu.layout_cast(jnp.zeros((config.rows, part), jnp.float32), plgpu.Layout.WGMMA)
-    totals, _ = lax.fori_loop(0, steps, step_of, ((zeros,) * config.parts, squares_of(0)))
+    totals, _ = lax.fori_loop(0, tile.steps, step_of, ((zeros,) * config.parts, squares_of(jnp.int32(0))))
     for i, total in enumerate(totals):
         store(i * part, total)
 

@@ -16,7 +16,8 @@ from scaledot.kernels.mosaic import support
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen by: sizes, bytes of an element and of a result, and whether sums are promoted."""
+    """What tiles are chosen by: sizes, bytes of an element and of a result, whether sums are promoted, and how many
+    groups the rows are in (0 for none)."""
 
     m: int
     n: int
@@ -24,6 +25,7 @@ class Shape:
     itemsize: int
     out_itemsize: int
     promote: bool
+    groups: int = 0
 
 
 def config_for(shape: Shape) -> Any:
@@ -47,8 +49,15 @@ def heuristic(shape: Shape) -> Any:
         slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (paired if config.pair else 1.0)
         return rounds * config.program_rows * config.program_columns * slowdown
 
+    if shape.groups:
+        return min(map(for_groups, candidates(shape.promote)), key=cost)
     fitting = [config for config in candidates(shape.promote) if config.pair is None or shape.m > config.program_rows]
     return min(fitting, key=cost)
+
+
+def for_groups(config: Any) -> Any:
+    """Neighbouring tiles may have different matrices, and what tiles that are not full need takes half of the room."""
+    return dataclasses.replace(config, pair=None, epilogue_columns=32)
 
 
 def candidates(promote: bool) -> list[Any]:
@@ -62,7 +71,7 @@ def candidates(promote: bool) -> list[Any]:
 
 def _measured(shape: Shape) -> dict[str, Any] | None:
     for row in _table(jax.devices()[0].device_kind):
-        if row["shape"] == dataclasses.asdict(shape):
+        if Shape(**row["shape"]) == shape:
             return row["config"]
     return None
 

@@ -1,0 +1,328 @@
+"""Token by token with weights of 4 bits.
+
+    python -m examples.decode
+    python -m examples.decode --untrained --width 4096 --hidden 14336 --layers 8 --batch 1      # for a GPU
+
+A decoder-only transformer generates text with a cache of keys and values, in one compiled loop. A step multiplies a few
+rows by every weight: on a GPU its time is that of reading the weights, and fewer bits are less to read. A CPU spends
+more time on unpacking them than it saves.
+
+The same weights are held three ways: in bfloat16, in int4 with a scale for every 128 and in nvfp4, whose blocks run
+along the axis that is summed. Activations are bfloat16.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+import scaledot as sd
+from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, optimizer
+
+BLOCKS = {"int4": 128, "nvfp4": 16}  # weights that share a scale
+FORMATS = ("bfloat16", *BLOCKS)
+PROMPT = 8  # tokens that are given
+RUNS = 5
+Kernel = jax.Array | sd.ScaledArray
+
+
+class Layer(NamedTuple):
+    """Kernels are (inputs, outputs)."""
+
+    before_attention: jax.Array
+    qkv: Kernel
+    out: Kernel
+    before_mlp: jax.Array
+    up: Kernel  # the gate and what it lets through
+    down: Kernel
+
+
+class Weights(NamedTuple):
+    symbols: jax.Array  # (symbols, width)
+    layers: tuple[Layer, ...]
+    before_head: jax.Array
+    head: jax.Array  # (width, symbols)
+
+
+class Cache(NamedTuple):
+    """What a layer remembers of earlier tokens: (batch, capacity, heads, width of a head)."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def heads_of(width: int) -> tuple[int, int]:
+    """Heads of queries, and heads of keys and values: each of them serves four."""
+    heads = max(4, width // 128)
+    return heads, heads // 4
+
+
+def start(key: jax.Array, width: int, hidden: int, layers: int, dtype=jnp.float32) -> Weights:
+    keys = iter(jax.random.split(key, 2 + 4 * layers))
+    heads, shared = heads_of(width)
+    ones = jnp.ones(width, dtype)
+
+    def kernel(inputs: int, outputs: int) -> jax.Array:
+        return jax.random.normal(next(keys), (inputs, outputs), dtype) * jnp.asarray(inputs**-0.5, dtype)
+
+    def layer() -> Layer:
+        qkv, out = kernel(width, (heads + 2 * shared) * (width // heads)), kernel(width, width)
+        return Layer(ones, qkv, out, ones, kernel(width, 2 * hidden), kernel(hidden, width))
+
+    return Weights(
+        jax.random.normal(next(keys), (SOURCE.symbols, width), dtype) / 2,
+        tuple(layer() for _ in range(layers)),
+        ones,
+        kernel(width, SOURCE.symbols),
+    )
+
+
+def in_bfloat16(weights: Weights) -> Weights:
+    return jax.tree.map(lambda array: array.astype(jnp.bfloat16), weights)
+
+
+def quantized(weights: Weights, format: str) -> Weights:
+    """The kernels of all layers in a format; what is read by the row or is small stays as it is."""
+
+    def layer(plain: Layer) -> Layer:
+        kernels = {name: getattr(plain, name) for name in ("qkv", "out", "up", "down")}
+        return plain._replace(**{n: sd.quantize(k, format, axis=0, block=BLOCKS[format]) for n, k in kernels.items()})
+
+    return weights._replace(layers=tuple(map(layer, weights.layers)))
+
+
+def size_of(weights: Weights) -> int:
+    """Bytes, with codes packed to their bits and all scales."""
+    arrays = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, sd.ScaledArray))
+    return sum(array.nbytes for array in arrays)
+
+
+def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
+    """x (..., inputs) -> (..., outputs)."""
+    return sd.matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+    return (wide * gain.astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """(batch, length, heads, width) turned by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[:, None, :].astype(x.dtype), jnp.sin(angles)[:, None, :].astype(x.dtype)
+    left, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
+
+
+def attention(layer: Layer, x: jax.Array, cache: Cache, position: jax.Array | int) -> tuple[jax.Array, Cache]:
+    batch, length, width = x.shape
+    heads, shared = heads_of(width)
+    q, k, v = jnp.split(linear(x, layer.qkv).reshape(batch, length, -1, width // heads), (heads, heads + shared), 2)
+    positions = position + jnp.arange(length)
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(earlier, new, position, axis=1)
+        for earlier, new in zip(cache, (rotary(k, positions), v), strict=True)
+    )
+    seen = jnp.arange(keys.shape[1]) <= positions[:, None]
+    attended = jax.nn.dot_product_attention(rotary(q, positions), keys, values, mask=seen[None, None])
+    return linear(attended.reshape(x.shape), layer.out), Cache(keys, values)
+
+
+def mlp(layer: Layer, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(linear(x, layer.up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, layer.down)
+
+
+def forward(weights: Weights, tokens: jax.Array, caches: tuple[Cache, ...], position: jax.Array | int):
+    """tokens (batch, length) from that position on -> logits (batch, length, symbols) and the caches with them."""
+    x = weights.symbols[tokens]
+    after = []
+    for layer, cache in zip(weights.layers, caches, strict=True):
+        attended, cache = attention(layer, normalized(x, layer.before_attention), cache, position)
+        x = x + attended
+        x = x + mlp(layer, normalized(x, layer.before_mlp))
+        after.append(cache)
+    return linear(normalized(x, weights.before_head), weights.head).astype(jnp.float32), tuple(after)
+
+
+def empty_caches(weights: Weights, batch: int, capacity: int) -> tuple[Cache, ...]:
+    width, dtype = weights.symbols.shape[1], weights.symbols.dtype
+    heads, shared = heads_of(width)
+    zeros = jnp.zeros((batch, capacity, shared, width // heads), dtype)
+    return tuple(Cache(zeros, zeros) for _ in weights.layers)
+
+
+def logits_of(weights: Weights, tokens: jax.Array) -> jax.Array:
+    """All positions at once, as in training."""
+    return forward(weights, tokens, empty_caches(weights, *tokens.shape), 0)[0]
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def read(weights: Weights, prompt: jax.Array, capacity: int) -> tuple[Cache, ...]:
+    """The caches after all of the prompt but its last token."""
+    return forward(weights, prompt[:, :-1], empty_caches(weights, prompt.shape[0], capacity), 0)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("count", "temperature"), donate_argnames="caches")
+def generate(
+    weights: Weights,
+    caches: tuple[Cache, ...],
+    token: jax.Array,
+    position: jax.Array,
+    key: jax.Array,
+    *,
+    count: int,
+    temperature: float,
+) -> tuple[jax.Array, tuple[Cache, ...]]:
+    """`count` tokens (batch, count) after a token (batch,) at a position, and the caches, updated in place."""
+
+    def step(carry, key: jax.Array):
+        token, caches, position = carry
+        # Without a barrier XLA may unpack the weights once, before the loop, and read 16 bits for each in every step.
+        held, token = jax.lax.optimization_barrier((weights, token))
+        logits, caches = forward(held, token[:, None], caches, position)
+        token = pick(logits[:, 0], key, temperature)
+        return (token, caches, position + 1), token
+
+    (_, caches, _), tokens = jax.lax.scan(step, (token, caches, position), jax.random.split(key, count))
+    return tokens.T, caches
+
+
+def pick(logits: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
+    """The likeliest symbols at temperature 0; above it, symbols by chance, which the key decides for similar logits."""
+    if not temperature:
+        return jnp.argmax(logits, axis=-1)
+    return jax.random.categorical(key, logits / temperature)
+
+
+def continued(weights: Weights, prompt: jax.Array, key: jax.Array, count: int, temperature: float):
+    """`count` tokens after the prompt, and the seconds that the loop took."""
+    length = prompt.shape[1]
+    caches = jax.block_until_ready(read(weights, prompt, capacity=length - 1 + count))
+    began = time.perf_counter()
+    tokens, _ = generate(
+        weights, caches, prompt[:, -1], jnp.int32(length - 1), key, count=count, temperature=temperature
+    )
+    jax.block_until_ready(tokens)
+    return tokens, time.perf_counter() - began
+
+
+def fit(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weights:
+    """Weights in float32 that predict the source."""
+    start_key, data_key = jax.random.split(jax.random.key(seed))
+    weights, updates = start(start_key, width, hidden, layers), optimizer(steps)
+
+    @jax.jit
+    def step(weights: Weights, state, tokens: jax.Array):
+        def loss(weights: Weights):
+            return loss_and_excess(logits_of(weights, tokens[:, :-1]), tokens)
+
+        gradients, excess = jax.grad(loss, has_aux=True)(weights)
+        changes, state = updates.update(gradients, state, weights)
+        return optax.apply_updates(weights, changes), state, excess
+
+    state = updates.init(weights)
+    for tokens in (progress := tqdm(batches(data_key, steps), desc="training", unit="step", leave=False)):
+        weights, state, excess = step(weights, state, tokens)
+        progress.set_postfix(excess=f"{float(excess):.3f}", refresh=False)
+    return weights
+
+
+class Quality(NamedTuple):
+    """On held-out text, in nats per symbol."""
+
+    divergence: jax.Array  # of the predictions from those of bfloat16
+    excess: jax.Array  # loss above the entropy of the source
+
+
+@jax.jit
+def quality(weights: Weights, plain: Weights, tokens: jax.Array) -> Quality:
+    logits, expected = logits_of(weights, tokens[:, :-1]), jax.nn.log_softmax(logits_of(plain, tokens[:, :-1]))
+    apart = jnp.sum(jnp.exp(expected) * (expected - jax.nn.log_softmax(logits)), axis=-1)
+    return Quality(jnp.mean(apart), loss_and_excess(logits, tokens)[1])
+
+
+class Row(NamedTuple):
+    name: str
+    nbytes: int
+    speed: float  # tokens per second
+    tokens: jax.Array
+    quality: Quality
+
+
+def measure(name: str, weights: Weights, plain: Weights, prompt: jax.Array, count: int, temperature: float) -> Row:
+    text_key, held_out_key = jax.random.split(jax.random.key(1))
+    tokens, _ = continued(weights, prompt, text_key, count, temperature)  # compiles
+    seconds = statistics.median(continued(weights, prompt, text_key, count, temperature)[1] for _ in range(RUNS))
+    found = quality(weights, plain, SOURCE.draw(held_out_key, (64, LENGTH + 1)))
+    return Row(name, size_of(weights), tokens.size / seconds, tokens, found)
+
+
+HEAD = f"{'':<10}{'weights':>13}{'of bf16':>9}{'tokens/s':>11}{'× bf16':>8}{'same':>7}{'divergence':>12}{'excess':>9}"
+NOTES = (
+    f"tokens/s: of all sequences together, the median of {RUNS} runs.\n"
+    "same: generated tokens that bfloat16 generated, too, with the same random numbers.\n"
+    "divergence: of predictions from those of bfloat16 (Kullback-Leibler), and excess: loss above the entropy of the\n"
+    "source; both in nats per symbol, on held-out text."
+)
+
+
+def line(row: Row, plain: Row) -> str:
+    size = f"{row.nbytes / 2**20:,.2f} MiB{row.nbytes / plain.nbytes:>9.1%}"
+    speed = f"{row.speed:>11,.0f}{row.speed / plain.speed:>8.2f}"
+    same = float(jnp.mean(row.tokens == plain.tokens))
+    return f"{row.name:<10}{size:>22}{speed}{same:>7.0%}{row.quality.divergence:>12.4f}{row.quality.excess:>9.4f}"
+
+
+def kernel_taken(weights: Weights, batch: int) -> str:
+    """The first product of the MLP, and the kernel that computes it."""
+    x = jax.ShapeDtypeStruct((batch, weights.symbols.shape[1]), weights.symbols.dtype)
+    problem, *kernels = sd.explain(sd.matmul, x, weights.layers[0].up).splitlines()
+    return "\n".join([problem, *(kernel for kernel in kernels if "  TAKEN: " in kernel)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m examples.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=256, help="of a token (default: 256)")
+    parser.add_argument("--hidden", type=int, default=512, help="inside the gated MLP (default: 512)")
+    parser.add_argument("--layers", type=int, default=2, help="of attention and MLP (default: 2)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences at once (default: 8)")
+    parser.add_argument("--tokens", type=int, default=64, help="to generate for each (default: 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default: 1)")
+    parser.add_argument("--steps", type=int, default=500, help="of training (default: 500)")
+    parser.add_argument("--untrained", action="store_true", help="random weights, where only speed matters")
+    args = parser.parse_args(arguments)
+    for name, size in (("width", args.width), ("hidden", args.hidden)):
+        if size % BLOCKS["int4"]:
+            parser.error(f"--{name} is {size}, but int4 has a scale for every {BLOCKS['int4']}; give a multiple of it")
+    print(
+        f"{args.layers} layers of {args.width} x {args.hidden}, {'random' if args.untrained else 'trained'}, "
+        f"{args.batch} x {args.tokens} tokens after a prompt of {PROMPT}.\n",
+        flush=True,
+    )
+    sizes = args.width, args.hidden, args.layers
+    plain = start(jax.random.key(0), *sizes, jnp.bfloat16) if args.untrained else in_bfloat16(fit(*sizes, args.steps))
+    prompt = SOURCE.draw(jax.random.key(3), (args.batch, PROMPT))
+    rows, kernels = [], []
+    print(HEAD)
+    for name in FORMATS:
+        weights = quantized(plain, name) if name in BLOCKS else plain
+        rows.append(measure(name, weights, plain, prompt, args.tokens, args.temperature))
+        kernels.append(kernel_taken(weights, args.batch))
+        print(line(rows[-1], rows[0]), flush=True)
+    print("\n".join(["", NOTES, "", "The first product of the MLP:", "", *kernels]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Packed codes as operands of Hopper's tensor cores: from words in registers to bfloat16 tiles there, by their bits.
+
+A line of 32 int32 words holds the codes of neighbouring columns of the weights; a chunk is such lines of 64 terms. Two
+words of neighbouring terms are zipped, so that a shift and a mask leave two numbers in a register, side by side as
+tensor cores want them. The lower half words then belong to rows 0 to 7 of every 16 rows of a tile, the upper ones to
+rows 8 to 15, and each shift is a tile: `placed` says which column of the weights is which row.
+
+Functions that name registers have a second form for the interpreter, which knows arrays only.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import math, vector
+
+from scaledot.formats import Format
+from scaledot.kernels.mosaic import support
+
+TILE = 64  # rows of a tile, and the terms of a chunk
+WORDS = 32  # of a line, 128 bytes
+
+MX_BLOCK, NV_BLOCK = 32, 16
+
+_WARPS, _ROWS = 4, 8  # a tile's rows are 4 warps of 2 x 8
+_LOW_HALF, _HIGH_HALF = np.int32(0xFFFF), np.int32(-0x10000)
+
+# (terms, words): 8 lanes of a warp along words and 4 along pairs of terms, as along rows and columns of an operand.
+WORDS_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, WORDS), (8, _ROWS), (2, 1))), warp_dims=(-5,), lane_dims=(-3, -4), vector_dim=-1
+)
+_PAIRS_LAYOUT = plgpu.Layout.TILED(  # (pairs of terms, words), likewise
+    plgpu.Tiling(((4, WORDS), (4, _ROWS), (1,))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+)
+
+
+def beside_words(size: int) -> Any:
+    """A layout of rows of 32 x size: what belongs to a word, in every thread that has the word."""
+    vector = min(size, 4)
+    tiles = (WORDS * size,), (_ROWS * size,), *([] if size == vector else [(size,)]), (vector,)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(-len(tiles),), lane_dims=(1 - len(tiles), plgpu.Replicated(4)), vector_dim=-1
+    )
+
+
+def zipped(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The lower half words of even and odd terms (64, 32) side by side, and the upper ones, (32, 32)."""
+    if support.is_interpreted():
+        even, odd = words[0::2], words[1::2]
+        low = (even & _LOW_HALF) | (odd << 16)
+        return low, lax.shift_right_logical(even, np.int32(16)) | (odd & _HIGH_HALF)
+    half = plgpu.ShapeDtypeStruct((TILE // 2, WORDS), jnp.int32, layout=_PAIRS_LAYOUT)
+
+    @_inlined((WORDS_LAYOUT,), (half, half))
+    def zip_words(_, words):
+        layout = _PAIRS_LAYOUT.to_mgpu()
+        pairs = words.registers.reshape(-1, 2)
+        i32 = ir.IntegerType.get_signless(32)
+
+        def picked(permutation: int) -> Any:
+            registers = np.empty(len(pairs), dtype=object)
+            for at, (even, odd) in enumerate(pairs):
+                registers[at] = _vector(
+                    mgpu_utils.prmt(_element(even, 0), _element(odd, 0), mgpu_utils.c(permutation, i32))
+                )
+            shaped = registers.reshape(layout.registers_shape((TILE // 2, WORDS)))
+            return mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=True)
+
+        return picked(0x5410), picked(0x7632)
+
+    return zip_words(words)
+
+
+def operand(low: jax.Array, high: jax.Array) -> jax.Array:
+    """A tile (64, 64) from words (32, 32) of two bfloat16 numbers each, of the upper and of the lower eight rows."""
+    if support.is_interpreted():
+        pairs = lax.bitcast_convert_type(jnp.stack([low, high]), jnp.bfloat16)  # half, terms / 2, words, 2
+        rows = pairs.reshape(2, TILE // 2, _WARPS, _ROWS, 2).transpose(2, 0, 3, 1, 4)
+        return rows.reshape(TILE, TILE)
+
+    @_inlined((_PAIRS_LAYOUT, _PAIRS_LAYOUT), _tile_type())
+    def join(_, low, high):
+        return _tile(lambda group, half: _two((low, high)[half].registers.flat[group]))
+
+    return join(low, high)
+
+
+def spread(pairs: jax.Array, block: int) -> jax.Array:
+    """A tile from words (blocks, 32 x 2): numbers of a block of terms and of a row, which are the same twice."""
+    if support.is_interpreted():
+        values = lax.bitcast_convert_type(pairs, jnp.bfloat16)[..., 0]
+        rows = values.reshape(-1, _WARPS, _ROWS, 2).transpose(1, 3, 2, 0).reshape(TILE, -1)
+        return jnp.repeat(rows, block, axis=1)
+
+    @_inlined((beside_words(2),), _tile_type())
+    def join(_, pairs):
+        registers = pairs.registers.reshape(-1)
+        return _tile(lambda group, half: _two(_vector(_element(registers[group * _ROWS // block], half))))
+
+    return join(pairs)
+
+
+def add_scaled(total: jax.Array, sums: jax.Array, factors: jax.Array, index: int) -> jax.Array:
+    """total + sums * factors; of the factors of a line's columns, those of its tile `index`."""
+    if support.is_interpreted():
+        by_half = factors.reshape(_WARPS, _ROWS, 2, -1)[..., index].transpose(0, 2, 1)
+        return total + sums * lax.broadcast_in_dim(by_half.reshape(TILE), sums.shape, (0,))
+
+    per_word = factors.shape[0] // WORDS
+    accumulator = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @_inlined((plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, beside_words(per_word)), accumulator)
+    def add(_, total, sums, factors):
+        grown = np.empty_like(total.registers)
+        for at, register in np.ndenumerate(sums.registers):
+            place = at[4] * (per_word // 2) + index
+            factor = _element(factors.registers.flat[place // 4], place % 4)
+            grown[at] = math.fma(register, vector.broadcast(register.type, factor), total.registers[at])
+        return mgpu.FragmentedArray(_registers=grown, _layout=total.layout, _is_signed=None)
+
+    return add(total, sums, factors)
+
+
+def placed(sums: jax.Array, per_word: int) -> jax.Array:
+    """Sums (..., tiles, 64, rows of x) with their columns of the weights in order, (..., columns, rows of x)."""
+    half = per_word // 2
+    *front, tiles, _, rows = sums.shape
+    split = sums.reshape(*front, tiles // half, half, _WARPS, 2, _ROWS, rows)  # line, tile, warp, half, lane, row
+    n = len(front)
+    ordered = split.transpose(*range(n), n, n + 2, n + 4, n + 3, n + 1, n + 5)
+    return ordered.reshape(*front, tiles * TILE, rows)
+
+
+def int4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
+    """Codes: four bits below the leading one of 128, with their sign turned, are 136 more than the code."""
+    mask = in_register(0x000F000F)
+    low, high = ((_shifted(half, 4 * index) & mask) ^ 0x43084308 for half in (low, high))
+    return operand(low, high) - jnp.bfloat16(136)
+
+
+def int8_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
+    """Codes: 128 and the lower seven bits, less 128 or, where the sign is set, 256."""
+    low, high = _shifted(low, 8 * index), _shifted(high, 8 * index)
+    seven, sign = (operand(*((half & mask) | 0x43004300 for half in (low, high))) for mask in (0x007F007F, 0x00800080))
+    return seven - sign
+
+
+def fp4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
+    """Values of e2m1 codes times 2^-126: their sign, exponent and mantissa in place in a bfloat16."""
+    low, high = (
+        ((half << (12 - 4 * index)) & np.int32(-0x7FFF8000)) | (_shifted_by(half, 4 * index - 6) & 0x01C001C0)
+        for half in (low, high)
+    )
+    return operand(low, high)
+
+
+def mxfp4_tile(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> jax.Array:
+    """Values: a power of two is exact, so its smallest (2^-127, code 0) and its NaN (code 255) are, too."""
+    code = _shifted(scales, 8 * index) & 0xFF
+    power = jnp.maximum(code * 0x00800080, 0x00400040) + ((code + 1) >> 8) * 0x00400040
+    return times_power(fp4_tile(low, high, index), 126) * spread(power, MX_BLOCK)
+
+
+def nvfp4_tile(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> jax.Array:
+    """Values; the bits of e4m3 scales are placed as those of codes are, and 480 stands for their NaN."""
+    code = _shifted(scales, 8 * index) & 0xFF
+    sign, rest = code & 0x80, code & 0x7F
+    bits = (sign << 8) + (rest << 4) + ((rest + 1) >> 7) * 0x7800
+    return times_power(fp4_tile(low, high, index), 126) * times_power(spread(bits * 0x00010001, NV_BLOCK), 120)
+
+
+def in_register(constant: int) -> jax.Array:
+    """A constant in a register: one that the assembler can see through it makes again for every use.
+
+    What it does not know is that there are fewer than 2^31 multiprocessors.
+    """
+    shape = (TILE // 2, WORDS)
+    if support.is_interpreted():
+        return jnp.full(shape, constant, jnp.int32)
+    kind = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WG_SPLAT(shape))
+
+    @_inlined((), kind)
+    def make(_):
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = "{ .reg .b32 r; mov.u32 r, %nsmid; shr.u32 r, r, 31; add.u32 $0, r, $1; }"
+        known = mgpu_utils.c(constant, i32)
+        value = mgpu_utils.inline_ptx(ptx, known, result_types=i32)  # pyright: ignore  (before jax 0.11)
+        return mgpu.FragmentedArray.splat(value, shape, is_signed=True)
+
+    return make()
+
+
+def _shifted(word: jax.Array, bits: int) -> jax.Array:
+    return lax.shift_right_logical(word, np.int32(bits)) if bits else word
+
+
+def _shifted_by(word: jax.Array, bits: int) -> jax.Array:
+    return _shifted(word, bits) if bits >= 0 else word << -bits
+
+
+def times_power(x: jax.Array, power: int) -> jax.Array:
+    """bfloat16 times a power of two that makes its subnormals normal; a CPU would take those for zeros."""
+    if not support.is_interpreted():
+        return x * jnp.bfloat16(2.0**power)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
+    exponent, mantissa = (bits >> 7) & 0xFF, bits & 0x7F
+    normal = x.astype(jnp.float32) * np.float32(2.0**power)
+    grown = jnp.where(bits >> 15, -mantissa, mantissa).astype(jnp.float32) * np.float32(2.0 ** (power - 133))
+    return jnp.where(exponent == 0, grown, normal).astype(jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """How codes of one kind become tiles.
+
+    per_word: codes of a word. tile: a tile from zipped words and its index among those of a line, and from words of
+    scales where `block`, the terms that share one, is not 0.
+    """
+
+    per_word: int
+    tile: Callable[..., jax.Array]
+    block: int = 0
+
+    @property
+    def line_tiles(self) -> int:
+        return self.per_word // 2
+
+
+def codes_for(format: Format) -> Codes:
+    if format.code_dtype == jnp.int4:
+        return INT4
+    if format.code_dtype == jnp.int8:
+        return INT8
+    return MXFP4 if format.scale == "float8_e8m0fnu" else NVFP4
+
+
+INT4 = Codes(8, int4_tile)
+INT8 = Codes(4, int8_tile)
+MXFP4 = Codes(8, mxfp4_tile, MX_BLOCK)
+NVFP4 = Codes(8, nvfp4_tile, NV_BLOCK)
+
+
+def _inlined(layouts: tuple, returned: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function of registers, after the launch context, as one of arrays."""
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=returned)
+
+
+def _tile_type() -> Any:
+    return plgpu.ShapeDtypeStruct((TILE, TILE), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+
+def _tile(register: Callable[[int, int], Any]) -> Any:
+    """A bfloat16 tile whose registers are told by eight columns and the half of 16 rows."""
+    layout = plgpu.Layout.WGMMA.to_mgpu()
+    registers = np.empty(layout.registers_shape((TILE, TILE)), dtype=object)
+    for at in np.ndindex(registers.shape):
+        registers[at] = register(at[1], at[4])
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _two(word: Any) -> Any:
+    """A word as two bfloat16 numbers."""
+    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
+
+
+def _vector(scalar: Any) -> Any:
+    return vector.broadcast(ir.VectorType.get((1,), scalar.type), scalar)
+
+
+def _element(values: Any, index: int) -> Any:
+    return vector.extract(values, [], [index])

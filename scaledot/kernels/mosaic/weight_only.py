@@ -1,0 +1,140 @@
+"""Few bfloat16 rows times packed weights as a row of the kernel table: which problems, and how weights are laid.
+
+Weights lie with their summed axis first, (K, N), and are handed over as the words they are stored in, which costs
+nothing. Scales of groups and of short blocks go to the kernel; those of channels and of the tensor meet the result, in
+the pass that adds what several programs summed, transposes it and rounds once.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.kernels import operands
+from scaledot.kernels.manual import vary_as
+from scaledot.kernels.mosaic import support
+from scaledot.kernels.mosaic.sides import result_reason
+from scaledot.kernels.operands import filled_up
+from scaledot.kernels.spec import Operand, Problem
+
+MOST_ROWS = 64
+STEP = 64  # a group of terms is a multiple of this
+LINE, ROWS = 128, 8  # bytes and rows of a tile in shared memory; what is fetched in tiles consists of whole ones
+ALIGNED = 16  # bytes; rows of other arrays are multiples of this
+FP4 = "float4_e2m1fn"
+BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale of this dtype
+
+
+def supports(problem: Problem) -> str | None:
+    return problem_reason(problem) or support.device_reason()
+
+
+def problem_reason(problem: Problem) -> str | None:
+    """Why the kernel cannot compute it, whatever the device."""
+    contraction, x, w = problem.contraction, problem.lhs, problem.rhs
+    if problem.op != "dot" or contraction.batch or len(contraction.contracted) != 1:
+        return "it multiplies two matrices along one axis, without batch axes"
+    if x.format is not None or x.dtype != jnp.bfloat16:
+        return f"lhs is {x}; it multiplies plain bfloat16 values with weights"
+    if w.format is None:
+        return f"rhs is {w}; it must be scaled weights"
+    rows = math.prod(x.size(c) for c in contraction.lhs_free)
+    if rows > MOST_ROWS:
+        return f"lhs has {rows} rows; it is made for at most {MOST_ROWS}"
+    if w.labels != contraction.contracted + contraction.rhs_free:
+        summed = contraction.contracted
+        return f"the summed axis of rhs, {summed!r}, must lie first; quantize weights (inputs, outputs) with axis=0"
+    return result_reason(problem) or _weights_reason(w, contraction.contracted)
+
+
+def _weights_reason(w: Operand, summed: str) -> str | None:
+    assert w.format is not None
+    if w.zero:
+        return "rhs has zero points"
+    if summed in w.level_varies:
+        return f"the tensor scale of rhs changes along {summed!r}, which is summed"
+    if w.format.element == FP4:
+        return _blocks_reason(w, summed)
+    if not w.format.is_integer or w.format.scale == "float8_e8m0fnu":
+        return f"rhs is {w}; it unpacks FP4 codes, and integers that have float scales"
+    if summed in w.varies and w.block_of(summed) % STEP:
+        return f"scales of rhs change every {w.block_of(summed)} terms; it has groups of multiples of {STEP}"
+    return None
+
+
+def _blocks_reason(w: Operand, summed: str) -> str | None:
+    assert w.format is not None
+    size = BLOCKS.get(w.format.scale)
+    if size is None:
+        return f"rhs is {w} with {w.format.scale} scales; it folds {' and '.join(BLOCKS)} into FP4 codes"
+    others = {w.block_of(c) for c in w.labels if c != summed}
+    if w.block[w.labels.index(summed)] != size or others != {1}:
+        return f"rhs is {w}; {w.format.scale} scales are folded for {size} terms of one column"
+    return None
+
+
+def how(problem: Problem) -> str:
+    w, summed = problem.rhs, problem.contraction.contracted
+    if w.format is not None and w.format.element == FP4:
+        where = "block scales folded in exactly"
+    elif summed in w.varies:
+        where = f"scales applied to the sums of every {w.block_of(summed)} terms in float32"
+    else:
+        where = "scales applied before the one rounding"
+    return f"weights read as they are stored, bfloat16 products on Hopper's tensor cores, {where}"
+
+
+def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
+    from scaledot.kernels.mosaic import decode, unpack
+
+    contraction = problem.contraction
+    summed, free = contraction.contracted, contraction.rhs_free
+    terms, columns = rhs.shape[0], math.prod(rhs.shape[1:])
+    x = lhs.transpose([contraction.lhs.index(c) for c in contraction.lhs_free + summed]).reshape(-1, terms)
+    rows, codes = x.shape[0], unpack.codes_for(rhs.format)
+    words = _words(rhs.data.reshape(terms, columns), codes.per_word)
+    scales, group = _scales(rhs, contraction.rhs, problem.rhs, summed, decode.STRIP)
+    config = decode.config_for(rows, columns, terms, codes, support.multiprocessors())
+    x = filled_up(x, ROWS if rows > ROWS else 1, LINE // x.dtype.itemsize)
+    sums = decode.decode(x, words, scales, codes=codes, group=group, config=config)
+    total = unpack.placed(vary_as(sums, x, words).sum(0), codes.per_word)
+    total = total.reshape(-1, total.shape[-1])[:columns, :rows]
+    for factor in _factors(rhs, contraction.rhs, free, inside=scales is not None):
+        total = total * factor
+    if bias is not None:
+        total = total + bias.reshape(-1, 1).astype(jnp.float32)
+    sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
+    result = total.astype(problem.out_dtype).reshape([sizes[c] for c in free + contraction.lhs_free])
+    return result.transpose([(free + contraction.lhs_free).index(c) for c in contraction.out])
+
+
+def _words(codes: jax.Array, per_word: int) -> jax.Array:
+    """A matrix of codes as int32 words of neighbouring columns."""
+    filled = filled_up(codes, ROWS, LINE // 4 * per_word)
+    return lax.bitcast_convert_type(filled.reshape(filled.shape[0], -1, per_word), jnp.int32)
+
+
+def _scales(q: ScaledArray, labels: str, w: Operand, summed: str, strip: int) -> tuple[jax.Array | None, int]:
+    """What the kernel applies, None where that is nothing, and the terms of a group where there are groups.
+
+    float32 scales of a group are fetched by whole strips of columns, as bytes, which must be there.
+    """
+    if q.format.element == FP4:
+        scale = filled_up(q.scale.reshape(q.scale.shape[0], -1), 1, ALIGNED)
+        return lax.bitcast_convert_type(scale.reshape(scale.shape[0], -1, 4), jnp.int32), 0
+    if summed not in w.varies:
+        return None, 0
+    group = w.block_of(summed)
+    (factor,) = operands.block_factors(q, labels, {summed: group})
+    shape = factor.values.shape[:1] + q.shape[1:]
+    values = jnp.broadcast_to(factor.values, shape).reshape(shape[0], -1)
+    return filled_up(values, 1, strip), group
+
+
+def _factors(q: ScaledArray, labels: str, free: str, inside: bool) -> list[jax.Array]:
+    """What the sums of each column, (N, 1), are multiplied by; block scales are not, where they were `inside`."""
+    found = operands.level_factors(q, labels) + ([] if inside else operands.block_factors(q, labels, {}))
+    shape = tuple(q.shape[labels.index(c)] for c in free)
+    return [jnp.broadcast_to(operands.lay(factor, free), shape).reshape(-1, 1) for factor in found]

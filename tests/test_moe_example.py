@@ -1,0 +1,80 @@
+"""The layer of examples/moe.py is the loop over its experts, whoever gets the tokens, and it learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import moe
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 160, 128, 64, 3
+
+
+def layer_and_tokens():
+    x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH), jnp.bfloat16)
+    return moe.start(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
+
+
+ROWS = np.arange(TOKENS * moe.CHOSEN).reshape(TOKENS, moe.CHOSEN)
+CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
+
+
+@pytest.mark.parametrize(("recipe", "case"), [*zip(moe.RECIPES, 2 * [*CHOSEN], strict=True)])
+def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
+    """The largest groups are longer than a block of 128 rows, and no group fills its last one."""
+    layer, x = layer_and_tokens()
+    chosen = jnp.asarray(CHOSEN[case])
+    found = moe.differences(layer, x, chosen, recipe, jax.random.key(2))
+    limit = moe.allowed(layer, recipe, int(np.bincount(np.asarray(chosen).reshape(-1)).max()))
+    assert set(found) == {"y", "dx", "d router", "d up", "d down"}
+    assert {name: difference for name, difference in found.items() if not difference <= limit} == {}
+
+
+def test_a_loop_in_another_precision_is_told_apart_in_every_tensor(monkeypatch):
+    layer, _ = layer_and_tokens()
+    single = moe.single_product
+    monkeypatch.setattr(moe, "single_product", lambda _, precision: single("bfloat16", precision))
+    with pytest.raises(SystemExit, match="not the loop over experts: y, dx, d router, d up, d down"):
+        moe.print_comparison(layer, "fp8_current", TOKENS, jax.random.key(0))
+
+
+def test_each_token_is_the_weighted_sum_of_its_experts():
+    """In float64, by the formula: no sorting, no groups."""
+    layer, x = layer_and_tokens()
+    probabilities = moe.probabilities_of(layer.router, x)
+    chosen = moe.choose(probabilities)
+    shares = moe.shares_of(probabilities, chosen)
+    y = moe.grouped(layer, x, shares, chosen, moe.grouped_product("bfloat16"))
+    rows, up, down = (np.asarray(a, np.float64) for a in (x, layer.up, layer.down))
+    z = np.einsum("tw,ewh->teh", rows, up)
+    z *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    every = np.einsum("teh,ehw->tew", z, down)
+    expected = np.einsum("tc,tcw->tw", shares, np.take_along_axis(every, np.asarray(chosen)[..., None], axis=1))
+    # Rounded by 2^-9 at most: both kernels, the activation's argument and result, an expert's result, and y.
+    assert np.linalg.norm(np.float64(y) - expected) < 6 * 2**-9 * np.linalg.norm(expected)
+
+
+def test_imbalance_is_one_for_equal_parts_and_the_number_of_experts_for_one_that_has_all():
+    equal, certain = jnp.full((6, 3), 1 / 3), jax.nn.one_hot(jnp.full(6, 2), 3)
+    np.testing.assert_allclose(moe.imbalance(equal, moe.parts_of(jnp.arange(6) % 3, 3)), 1, rtol=1e-6)
+    np.testing.assert_allclose(moe.imbalance(certain, moe.parts_of(jnp.full(6, 2), 3)), 3, rtol=1e-6)
+
+
+def test_the_example_learns_and_prints_what_it_found(capsys):
+    sizes = {"tokens": 256, "width": 64, "hidden": 64, "experts": 2, "steps": 40}
+    moe.main(["--recipe=fp8_current", *(f"--{name}={size}" for name, size in sizes.items())])
+    table, comparison, kernel = (text.splitlines() for text in capsys.readouterr().out.split("\n\nThe "))
+    steps, excess, *_ = zip(*(map(float, line.replace("%", "").split()) for line in table[3:]), strict=True)
+    assert steps == (1, *range(4, 41, 4))
+    assert excess[-1] < excess[0] - 0.5
+    assert [line.split("  ")[0] for line in comparison[3:]] == ["y", "dx", "d router", "d up", "d down"]
+    assert kernel[2].startswith("ragged_dot")
+    assert sum("TAKEN" in line for line in kernel) == 1
+
+
+def test_too_few_experts_are_an_error_with_both_numbers(capsys):
+    with pytest.raises(SystemExit):
+        moe.main(["--experts", "1"])
+    assert "--experts is 1, but each token goes to 2" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""Products of groups on Hopper: held to loops over groups, by JAX's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hopper import interpreted, needs_interpreter
+from jax import lax
+
+import scaledot as sd
+from scaledot import train
+from scaledot.kernels.mosaic import support
+
+SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+# Rows, and how they fall into groups: empty ones, ones that start and end inside a tile, all in one, rows left over.
+SIZES = {
+    "uneven": (180, [5, 0, 100, 60, 15]),
+    "empty": (64, [0, 0, 0]),
+    "one has all": (150, [0, 150, 0]),
+    "more groups than rows": (3, [1, 0, 1, 0, 1, 0, 0]),
+    "left over": (300, [130, 3]),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch, capfd):
+    with interpreted(monkeypatch):
+        yield
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def values(q: sd.ScaledArray) -> np.ndarray:
+    return np.asarray(sd.dequantize(q, jnp.float32), np.float64)
+
+
+def parts(sizes) -> list[slice]:
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def by_rows(x: np.ndarray, w: np.ndarray, sizes) -> np.ndarray:
+    expected = np.zeros((x.shape[0], w.shape[2]))
+    for part, matrix in zip(parts(sizes), w, strict=True):
+        expected[part] = x[part] @ matrix
+    return expected
+
+
+# What float32 sums of k terms may be off by, relative to a result whose terms do not cancel much.
+def close(found, expected: np.ndarray, k: int) -> None:
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=k * 2.0**-24 * _largest(expected))
+
+
+def _largest(x: np.ndarray) -> float:
+    return max(float(np.abs(x).max(initial=0)), 1.0)
+
+
+OPERANDS = {  # format, blocks of x (rows, k) and of w (groups, k, n)
+    "fp8 per tensor": ("fp8_e4m3", (0, 0), (1, 0, 0)),
+    "fp8 per row and column": ("fp8_e4m3", (1, 0), (1, 0, 1)),
+    "fp8 lines and squares": ("fp8_e4m3", (1, 128), (1, 128, 128)),
+    "fp8 lines and lines": ("fp8_e4m3", (1, 128), (1, 128, 1)),
+    "int8 per row and column": ("int8", (1, 0), (1, 0, 1)),
+    "int8 lines and squares": ("int8", (1, 128), (1, 128, 128)),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("operands", ["fp8 per tensor", "fp8 lines and squares"])
+def test_each_group_is_multiplied_by_its_matrix(hopper, operands, sizes):
+    _check_rows(operands, *SIZES[sizes])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "operands", [name for name in OPERANDS if name not in ("fp8 per tensor", "fp8 lines and squares")]
+)
+def test_scales_may_be_of_rows_columns_and_lines(hopper, operands):
+    _check_rows(operands, *SIZES["uneven"])
+
+
+def _check_rows(operands: str, rows: int, sizes: list[int]) -> None:
+    format, x_block, w_block = OPERANDS[operands]
+    x = sd.quantize(normal(0, (rows, 200)), format, axis=(0, 1), block=x_block, pad=True)
+    w = sd.quantize(normal(1, (len(sizes), 200, 72)), format, axis=(0, 1, 2), block=w_block, pad=True)
+    found = jax.jit(lambda g: sd.ragged_dot(x, w, g, kernel="mosaic_grouped"))(jnp.array(sizes))
+    close(found, by_rows(values(x), values(w), sizes), 200)
+    assert not np.any(found[sum(sizes) :]), "rows of no group must be zeros"
+
+
+@needs_interpreter
+def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
+    x = sd.quantize(normal(0, (40, 128)).at[30:].set(jnp.nan), "fp8_e4m3", axis=(0, 1), block=(1, 0))
+    w = sd.quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    found = sd.ragged_dot(x, w, jnp.array([10, 20]), kernel="mosaic_grouped")
+    close(found[:30], by_rows(values(x[:30]), values(w), [10, 20]), 128)
+    assert not np.any(found[30:])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("asked", "meant"), [([20, 90, 40], [20, 80, 0]), ([-5, 60, 70], [0, 60, 40])])
+def test_sizes_that_do_not_fit_end_with_the_rows(hopper, asked, meant):
+    """Known ones are refused; those that are data cannot be, and no row is read or written that is not there."""
+    x = sd.quantize(normal(0, (100, 128)), "fp8_e4m3")
+    w = sd.quantize(normal(1, (3, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    found = jax.jit(lambda g: sd.ragged_dot(x, w, g, kernel="mosaic_grouped"))(jnp.array(asked))
+    close(found, by_rows(values(x), values(w), meant), 128)
+    with pytest.raises(ValueError, match="group_sizes"):
+        sd.ragged_dot(x, w, asked)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sums_over_groups_have_a_result_each(hopper, sizes):
+    rows, sizes = SIZES[sizes]
+    x, g = (sd.quantize(normal(i, (rows, n)), "fp8_e4m3", axis=(0, 1), block=(0, 1)) for i, n in ((0, 72), (1, 48)))
+    found = jax.jit(lambda s: sd.ragged_dot_general(x, g, s, SUMMED, kernel="mosaic_grouped"))(jnp.array(sizes))
+    expected = np.stack([values(x)[part].T @ values(g)[part] for part in parts(sizes)])
+    close(found, expected, rows)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed", "int8"])
+def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
+    taken = []
+    from scaledot.kernels.mosaic import matmul
+
+    run = matmul.matmul
+    monkeypatch.setattr(matmul, "matmul", lambda *a, **how: taken.append(how["groups"].axis) or run(*a, **how))
+    rows, sizes = SIZES["uneven"]
+    x, w, dy = (
+        normal(0, (rows, 200), jnp.bfloat16),
+        normal(1, (len(sizes), 200, 72)),
+        normal(2, (rows, 72), jnp.bfloat16),
+    )
+
+    def step():
+        state = sd.init_state(recipe)
+
+        def layer(x, w):
+            how = {"recipe": recipe, "state": state or None, "key": jax.random.key(3)}
+            y = train.ragged_dot(x, w, jnp.array(sizes), preferred_element_type=jnp.bfloat16, **how)
+            return y[0] if state else y
+
+        y, backward = jax.vjp(layer, x, w)
+        return y, *backward(dy)
+
+    found = step()
+    assert taken == ["rows", "rows", "sum"], "a product was left to XLA"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(support, "device_reason", lambda: "not here")
+        expected = step()
+    assert len(taken) == 3
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        # Codes are equal; float32 sums in another order may round a bfloat16 result to its neighbour.
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32),
+            np.asarray(other, np.float32),
+            rtol=2.0**-7,
+            atol=1e-5 * _largest(np.asarray(other)),
+        )
+
+
+@needs_interpreter
+def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def gradients(x, w, sizes):
+        def total(x, w):
+            return train.ragged_dot(x, w, sizes, recipe="fp8_current").astype(jnp.float32).sum()
+
+        return jax.grad(total, (0, 1))(x, w)
+
+    jaxpr = str(jax.make_jaxpr(gradients)(jnp.ones((64, 32)), jnp.ones((2, 32, 16)), jnp.array([30, 20])))
+    assert "mpmd_map" in jaxpr
+    assert "platform_index" in jaxpr
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "reason"),
+    [
+        (("mxfp8", None), ("mxfp8", None), "both sides must be 8-bit floats"),
+        (("fp8_e4m3", (1, 32)), ("fp8_e4m3", (1, 0, 0)), "changes along the sum, and not every 128"),
+        (("int8", (1, 0)), ("fp8_e4m3", (1, 0, 0)), "both sides must be 8-bit floats"),
+    ],
+)
+def test_what_is_left_to_xla_has_reasons(monkeypatch, x, w, reason):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    x = sd.quantize(normal(0, (64, 64)), x[0], **({} if x[1] is None else {"axis": (0, 1), "block": x[1]}))
+    w = sd.quantize(
+        normal(1, (2, 64, 32)), w[0], **({"axis": 1} if w[1] is None else {"axis": (0, 1, 2), "block": w[1]})
+    )
+    assert reason in sd.explain(sd.ragged_dot, x, w, jnp.array([30, 34]))
+    with pytest.raises(NotImplementedError, match=reason):
+        sd.ragged_dot(x, w, jnp.array([30, 34]), kernel="mosaic_grouped")
+
+
+def test_blocks_down_rows_need_groups_of_whole_blocks(monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    x, g = (sd.quantize(normal(i, (256, 32)), "fp8_e4m3", axis=(0, 1), block=(128, 1)) for i in range(2))
+    with pytest.raises(NotImplementedError, match="groups do not come in as many"):
+        sd.ragged_dot_general(x, g, jnp.array([100, 156]), SUMMED, kernel="mosaic_grouped")
