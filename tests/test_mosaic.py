@@ -347,6 +347,8 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert "there are 2 devices" in str(support.device_reason())
+    with jax.enable_x64(True):
+        assert "jax_enable_x64" in str(support.device_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
     assert "compute capability 9" in str(support.device_reason())
 

@@ -1,5 +1,7 @@
 """Products of groups on Hopper: held to loops over groups, by JAX's interpreter."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,7 @@ OPERANDS = {  # format, blocks of x (rows, k) and of w (groups, k, n)
     "fp8 per row and column": ("fp8_e4m3", (1, 0), (1, 0, 1)),
     "fp8 lines and squares": ("fp8_e4m3", (1, 128), (1, 128, 128)),
     "fp8 lines and lines": ("fp8_e4m3", (1, 128), (1, 128, 1)),
+    "fp8 lines, one scale for all matrices": ("fp8_e4m3", (1, 128), (0, 0, 0)),
     "int8 per row and column": ("int8", (1, 0), (1, 0, 1)),
     "int8 lines and squares": ("int8", (1, 128), (1, 128, 128)),
 }
@@ -99,6 +102,19 @@ def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
     found = sd.ragged_dot(x, w, jnp.array([10, 20]), kernel="mosaic_grouped")
     close(found[:30], by_rows(values(x[:30]), values(w), [10, 20]), 128)
     assert not np.any(found[30:])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bad", ["x", "w"])
+def test_scales_that_are_no_numbers_stay_with_their_group(hopper, bad):
+    x = sd.quantize(normal(0, (40, 128)), "fp8_e4m3")
+    w = sd.quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    x, w = (
+        dataclasses.replace(q, scale=q.scale.at[-1].set(jnp.nan)) if n == bad else q for n, q in (("x", x), ("w", w))
+    )
+    found = sd.ragged_dot(x, w, jnp.array([10, 20]), kernel="mosaic_grouped")
+    assert not np.any(found[30:])
+    assert np.all(np.isnan(found[10:30]))
 
 
 @needs_interpreter

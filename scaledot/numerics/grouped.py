@@ -86,6 +86,6 @@ def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:
     whole = whole_groups(group_sizes, together)
     group = group_rows(whole, room, 0)[0]
     starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (group_sizes, whole))
-    within = jnp.arange(room) - targets[group]
+    within = jnp.arange(room, dtype=targets.dtype) - targets[group]
     valid = (group < count) & (within < jnp.append(group_sizes, 0)[group])
     return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))

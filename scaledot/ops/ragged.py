@@ -27,6 +27,7 @@ def ragged_dot(
 
     Rows come in consecutive groups and each is multiplied by its group's matrix. Groups may be empty; rows past
     the last group give zeros. Scales of rhs may differ from group to group. vmap goes as far as jax.lax's does.
+    As in `dot_general`, tensor cores add products of 8-bit floats with few bits unless `precision` asks for more.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.stack([jnp.eye(2), 3 * jnp.eye(2)]), "int8", axis=1)
@@ -80,6 +81,8 @@ def contract_groups(
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
     flat = np.ndim(group_sizes) == 1
+    if not flat and ragged in contraction.contracted:
+        raise ValueError(f"`group_sizes` must have one size for each group that is summed, not {np.shape(group_sizes)}")
     if flat:
         group_sizes = checked_groups(group_sizes, lhs.shape[contraction.lhs.index(ragged)])
     if flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:

@@ -3,8 +3,6 @@
 Work is proportional to rows. How many a group has is read by the programs themselves, so nothing waits for the host.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -39,7 +37,7 @@ def _kind_of(problem: Problem) -> str:
 
 def _rows_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if not problem.gathers or contraction.lhs_free != problem.ragged or len(contraction.contracted) != 1:
+    if not problem.gathers or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
         return "rows in groups must be a matrix, with one size for each group"
     if len(contraction.rhs) != 3:
         return f"there must be one matrix for each group, not {problem.rhs}"
@@ -104,13 +102,10 @@ def _by_rows(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Ar
     config = tuning.config_for(tuning.Shape(m, n, k, 1, problem.out_dtype.itemsize, promote, sizes.size))
     if in_steps:
         rows = sides.step_factors(lhs, contraction.lhs, row, term, squares=False)
-        of_one = functools.partial(sides.step_factors, labels=contraction.rhs.replace(group, ""), free=column)
-        columns = jax.vmap(functools.partial(of_one, summed=term, squares=True))(_group_first(rhs, contraction, group))
+        columns = sides.step_factors(rhs, contraction.rhs, column, term, squares=True, group=group)
     else:
         rows = sides.row_factors(operands.block_factors(lhs, contraction.lhs, {}), lhs, contraction.lhs, row)
         columns = _of_each_group(rhs, contraction.rhs, group + column)
-    if rows.shape[-1] > 1:  # rows of no group come out as zeros, whatever their scales are
-        rows = jnp.where(jnp.arange(m) < jnp.sum(sizes), rows, jnp.ones_like(rows))
     of_square = LINE if in_steps and columns.shape[-1] < n else 1
     result = matmul(
         filled_up(a, sides.ROWS, LINE),
@@ -180,8 +175,3 @@ def _of_each_group(q: ScaledArray, labels: str, wanted: str) -> jax.Array:
     group, column = (q.shape[labels.index(c)] for c in wanted)
     values = operands.lay(Factor(factor.values, labels), wanted)
     return jnp.broadcast_to(values, (group, column if values.shape[1] > 1 else 1))
-
-
-def _group_first(q: ScaledArray, contraction: Contraction, group: str) -> ScaledArray:
-    axis = contraction.rhs.index(group)
-    return q.transpose(axis, *(a for a in range(q.ndim) if a != axis))

@@ -106,7 +106,8 @@ def groups_of_rows(sizes: jax.Array, m: int, config: Config) -> Groups:
     row = firsts[group] + (index - (after - tiles)[group]) * config.program_rows
     low, high = jnp.maximum(starts[group] - row, 0), jnp.minimum(ends[group] - row, config.program_rows)
     count = jnp.zeros(4, jnp.int32).at[0].set(after[-1])
-    return Groups("rows", sizes.size, jnp.concatenate([count[None], jnp.stack([group, row, low, high], axis=1)]))
+    table = jnp.concatenate([count[None], jnp.stack([group, row, low, high], axis=1)])
+    return Groups("rows", sizes.size, table.astype(jnp.int32))
 
 
 def groups_of_sum(steps: jax.Array) -> Groups:
@@ -183,7 +184,12 @@ def matmul(
                 factors = for_all if in_steps or groups is None else Factors(*both)
 
                 def finished(values: jax.Array, first) -> jax.Array:
-                    result = values if factors is None else factors.apply(values, top, first)
+                    result = values
+                    if factors is not None and of_rows:  # rows of no group are zeros, whatever the factors are
+                        apply = functools.partial(factors.apply, values, top, first)
+                        result = lax.cond(tile.steps > 0, apply, lambda: values)
+                    elif factors is not None:
+                        result = factors.apply(values, top, first)
                     if bias_gmem is not None:
                         result += along_columns(bias_gmem, first, result.shape)
                     return result.astype(out_dtype)

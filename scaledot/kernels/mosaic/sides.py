@@ -75,16 +75,19 @@ def row_factors(factors: list[Factor], q: ScaledArray, labels: str, free: str) -
     return jnp.broadcast_to(operands.lay(Factor(factor.values, labels), free), shape).reshape(-1)
 
 
-def step_factors(q: ScaledArray, labels: str, free: str, summed: str, squares: bool) -> jax.Array:
-    """Factors of the rows of an operand's matrix, (steps, rows); or of 128 rows each, where `squares` may be."""
+def step_factors(q: ScaledArray, labels: str, free: str, summed: str, squares: bool, group: str = "") -> jax.Array:
+    """Factors of the rows of an operand's matrix, (steps, rows); or of 128 rows each, where `squares` may be.
+
+    Those of several matrices, one for each `group`, are (groups, steps, rows).
+    """
     tiles = {summed: LINE}
     if squares and len(free) == 1 and blocks.expand(q.block, q.ndim)[labels.index(free)] == LINE:
         tiles[free] = LINE
     (factor,) = operands.block_factors(q, labels, tiles)
-    values = factor.values.transpose([labels.index(c) for c in summed + free])
-    steps = -(-q.shape[labels.index(summed)] // LINE)
-    sizes = [-(-q.shape[labels.index(c)] // tiles.get(c, 1)) for c in free]
-    return jnp.broadcast_to(values, (steps, *sizes)).reshape(steps, -1)
+    order = group + summed + free
+    values = factor.values.transpose([labels.index(c) for c in order])
+    sizes = [-(-q.shape[labels.index(c)] // tiles.get(c, 1)) for c in order]
+    return jnp.broadcast_to(values, sizes).reshape(*sizes[: len(group) + 1], -1)
 
 
 def filled_factors(factors: jax.Array, in_steps: bool, whole: int, more: int = 0) -> jax.Array:

@@ -20,6 +20,8 @@ def device_reason() -> str | None:
     capability = getattr(device, "compute_capability", "unknown")
     if not capability.startswith("9."):
         return f"needs compute capability 9; {device.device_kind} has {capability}"
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        return "its programs count in 32 bits, and jax_enable_x64 makes them count in 64"
     return _sharding_reason()
 
 
