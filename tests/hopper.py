@@ -3,8 +3,11 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import scaledot as sd
 from scaledot.kernels.mosaic import support
 
 needs_interpreter = pytest.mark.skipif(
@@ -22,3 +25,16 @@ def interpreted(monkeypatch, multiprocessors: int = 2):
         patched.setattr(support, "multiprocessors", lambda: multiprocessors)
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             yield
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def values(q: sd.ScaledArray) -> np.ndarray:
+    return np.asarray(sd.dequantize(q, jnp.float32), np.float64)
+
+
+def relative(found, expected) -> float:
+    expected = np.asarray(expected, np.float64)
+    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import interpreted, needs_interpreter
+from hopper import needs_interpreter, normal, relative, values
 from jax import lax
 
 import scaledot as sd
@@ -16,28 +16,9 @@ from scaledot.ops.operands import contract
 
 KERNEL = "mosaic_weight_only"
 BF16 = jnp.bfloat16
+MULTIPROCESSORS = 4  # for programs that share a sum
 
 pytestmark = needs_interpreter
-
-
-@pytest.fixture
-def hopper(monkeypatch, capfd):
-    with interpreted(monkeypatch, multiprocessors=4):
-        yield
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def values(w: sd.ScaledArray) -> np.ndarray:
-    return np.asarray(sd.dequantize(w, jnp.float32), np.float64)
-
-
-def relative(found, expected) -> float:
-    expected = np.asarray(expected, np.float64)
-    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
 
 
 WEIGHTS = [  # format, block along the sum

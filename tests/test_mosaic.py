@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import interpreted, needs_interpreter
+from hopper import needs_interpreter, normal, relative, values
 
 import scaledot as sd
 from scaledot import train
@@ -17,17 +17,6 @@ E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
-@pytest.fixture
-def hopper(monkeypatch, capfd):
-    with interpreted(monkeypatch):
-        yield
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 def taken(explained: str) -> str:
     """The row of the kernel that was chosen."""
     (row,) = (line.strip() for line in explained.splitlines() if "  TAKEN: " in line)
@@ -35,12 +24,7 @@ def taken(explained: str) -> str:
 
 
 def exact(x: sd.ScaledArray, w: sd.ScaledArray) -> np.ndarray:
-    return np.asarray(sd.dequantize(x, jnp.float32), np.float64) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
-
-
-def relative(found, expected) -> float:
-    expected = np.asarray(expected, np.float64)
-    return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+    return values(x) @ values(w)
 
 
 MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis first in either operand

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import interpreted, needs_interpreter
+from hopper import needs_interpreter, normal, values
 from jax import lax
 
 import scaledot as sd
@@ -24,21 +24,6 @@ SIZES = {
 }
 
 
-@pytest.fixture
-def hopper(monkeypatch, capfd):
-    with interpreted(monkeypatch):
-        yield
-    assert "RACE DETECTED" not in capfd.readouterr().out
-
-
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def values(q: sd.ScaledArray) -> np.ndarray:
-    return np.asarray(sd.dequantize(q, jnp.float32), np.float64)
-
-
 def parts(sizes) -> list[slice]:
     ends = np.cumsum(sizes)
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -51,8 +36,8 @@ def by_rows(x: np.ndarray, w: np.ndarray, sizes) -> np.ndarray:
     return expected
 
 
-# What float32 sums of k terms may be off by, relative to a result whose terms do not cancel much.
 def close(found, expected: np.ndarray, k: int) -> None:
+    """Off by no more than k roundings of float32 of the largest result."""
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=k * 2.0**-24 * _largest(expected))
 
 
