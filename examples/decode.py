@@ -4,8 +4,8 @@
     python -m examples.decode --untrained --width 4096 --hidden 14336 --layers 8 --batch 1      # for a GPU
 
 A decoder-only transformer generates text with a cache of keys and values, in one compiled loop. A step multiplies a few
-rows by every weight: on a GPU its time is that of reading the weights, and fewer bits are less to read. A CPU spends
-more time on unpacking them than it saves.
+rows by every weight: on a GPU its time is that of reading the weights, and fewer bits are less to read. On a CPU, which
+has to unpack them first, look at what is lost and not at the speed.
 
 The same weights are held three ways: in bfloat16, in int4 with a scale for every 128 and in nvfp4, whose blocks run
 along the axis that is summed. Activations are bfloat16.

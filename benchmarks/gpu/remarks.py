@@ -20,31 +20,30 @@ The product for the gradient of the kernel has a factor for each row and each co
 for a sum, and so is the slower one of the two products above; casts of lines search each line first.
 """
 _INTEGERS = """
-Integers are summed exactly, but every sum of 128 terms must be converted, at half the rate of a multiplication. With
-that, a warpgroup spends about as long on a step as the tensor cores do for all three. Tried and not kept: sums that
-start from the bits of 1.5 x 2^23, which need no conversion, but as many moves and one more addition; it was slower.
+Integers are summed exactly, but every sum of 128 terms must be converted to float32, at half the rate at which it is
+multiplied, while the tensor cores wait for registers. Tried and not kept: sums that start from the bits of 1.5 x 2^23,
+which need no conversion, but as many moves and one more addition.
 """
 _FEW_BYTES = """
-The kernel alone takes 12 to 15 us, of which 10 remain when it only copies the weights: with so few bytes, starting and
-the last tiles weigh as much as the rate of memory. The pass that adds parts of sums takes 1 to 3 us more, and of 132
-multiprocessors only 112 have work where there are 14336 columns. A warpgroup that fetches for the others is no faster
-than warpgroups that fetch for themselves.
+A layer has so few bytes that starting a program and its last tiles weigh beside reading them, and a pass that adds the
+parts of sums follows. Where there are 14336 columns, some multiprocessors have no work. Tried: warpgroups that fetch for
+themselves, and one that fetches for the others, which is kept.
 """
-REMARKS: dict[tuple[str, str, str], str] = {
-    ("dense", "A", "scaledot fp8_current"): _POWER,
-    ("dense", "A", "scaledot fp8_delayed"): _POWER,
-    ("dense", "A", "scaledot fp8_current, nn.Dense"): _POWER,
-    ("dense", "B", "scaledot fp8_current"): _POWER,
-    ("dense", "small", "scaledot fp8_delayed"): _HISTORY,
-    ("block", "1x128 and 128x128", "scaledot"): _PROMOTED,
-    ("block", "B", "scaledot fp8_block"): _LINES,
-    ("block", "int8, 1x128 and 128x128", "scaledot"): _INTEGERS,
-    ("block", "int8, 1x128 and 1x128", "scaledot"): _INTEGERS,
-    ("decode", "4096 -> 14336, batch 1", "scaledot int4 in groups of 128"): _FEW_BYTES,
-    ("decode", "4096 -> 14336, batch 16", "scaledot int4 in groups of 128"): _FEW_BYTES,
-    ("decode", "14336 -> 4096, batch 1", "scaledot int4 in groups of 128"): _FEW_BYTES,
-    ("decode", "14336 -> 4096, batch 16", "scaledot int4 in groups of 128"): _FEW_BYTES,
-}
+_WORDS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # words, suite, cases, sides
+    (_POWER, "dense", ("A",), ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense")),
+    (_POWER, "dense", ("B",), ("scaledot fp8_current",)),
+    (_HISTORY, "dense", ("small",), ("scaledot fp8_delayed",)),
+    (_PROMOTED, "block", ("1x128 and 128x128",), ("scaledot",)),
+    (_LINES, "block", ("B",), ("scaledot fp8_block",)),
+    (_INTEGERS, "block", ("int8, 1x128 and 128x128", "int8, 1x128 and 1x128"), ("scaledot",)),
+    (
+        _FEW_BYTES,
+        "decode",
+        tuple(f"{layer}, batch {rows}" for layer in ("4096 -> 14336", "14336 -> 4096") for rows in (1, 16)),
+        ("scaledot int4 in groups of 128",),
+    ),
+)
+REMARKS = {(suite, case, side): words for words, suite, cases, sides in _WORDS for case in cases for side in sides}
 
 
 def remark(suite: str, case: str, side: str, target: float | None, reached: float | None) -> str:
