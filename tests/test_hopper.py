@@ -47,7 +47,8 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
 def test_products_spill_nothing(listed, dtypes, out, changed, promote):
-    from scaledot.kernels.mosaic.matmul import Config, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import Config
 
     config = dataclasses.replace(Config(), **changed)
 
@@ -94,7 +95,8 @@ def test_products_of_integers_spill_nothing(listed, in_steps):
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("sum", jnp.float32)])
 def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
-    from scaledot.kernels.mosaic.matmul import groups_of_rows, groups_of_sum, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import groups_of_rows, groups_of_sum
 
     size, count = 2048, 8
     rows = axis == "rows"

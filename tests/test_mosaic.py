@@ -44,7 +44,8 @@ MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis f
 @needs_interpreter
 @pytest.mark.parametrize(("sizes", "dtypes", "changed", "promote", "turned"), MATMULS)
 def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, turned):
-    from scaledot.kernels.mosaic.matmul import Config, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import Config
 
     m, n, k = sizes
     a, b = normal(0, (m, k), jnp.float32).astype(dtypes[0]), normal(1, (n, k), jnp.float32).astype(dtypes[1])
@@ -68,7 +69,8 @@ def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, 
 @needs_interpreter
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
-    from scaledot.kernels.mosaic.matmul import Config, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import Config
 
     a, b = normal(0, (128, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
     rows, columns, bias = (jnp.exp(normal(i, (size,))) for i, size in ((2, 128), (3, 256), (4, 256)))

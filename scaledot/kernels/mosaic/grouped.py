@@ -91,7 +91,8 @@ def _fitting(sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def _by_rows(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array) -> jax.Array:
-    from scaledot.kernels.mosaic.matmul import groups_of_rows, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import groups_of_rows
 
     contraction, group, row, term = problem.contraction, problem.group, problem.ragged, problem.contraction.contracted
     (column,) = (c for c in contraction.rhs_free if c != group)
@@ -124,7 +125,8 @@ def _by_rows(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Ar
 
 
 def _by_sums(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array, factors) -> jax.Array:
-    from scaledot.kernels.mosaic.matmul import groups_of_sum, matmul
+    from scaledot.kernels.mosaic.matmul import matmul
+    from scaledot.kernels.mosaic.tiles import groups_of_sum
 
     contraction, term = problem.contraction, problem.ragged
     labels = (contraction.lhs, contraction.lhs_free), (contraction.rhs, contraction.rhs_free)

@@ -29,7 +29,7 @@ class Shape:
 
 
 def config_for(shape: Shape) -> Any:
-    from scaledot.kernels.mosaic.matmul import Config
+    from scaledot.kernels.mosaic.tiles import Config
 
     fields = _measured(shape)
     return Config(**fields) if fields is not None else heuristic(shape)
@@ -61,7 +61,7 @@ def for_groups(config: Any) -> Any:
 
 
 def candidates(promote: bool) -> list[Any]:
-    from scaledot.kernels.mosaic.matmul import Config
+    from scaledot.kernels.mosaic.tiles import Config
 
     if promote:  # three warpgroups, of which two multiply while one moves its sums
         return [Config(columns=128, stages=4, parts=1, band=8, epilogue_columns=32, groups=3)]
