@@ -4,15 +4,17 @@ Memory is what such a product waits for, so weights stay codes until they are in
 operand of the tensor cores: columns of the weights are rows of the transposed result, and the few rows of x, in shared
 memory, its columns.
 
-A program computes 256 columns over a part of the sum. Its last warpgroup fetches steps of the sum into a ring of slots.
-The others are teams that multiply these steps in turn, and members of a team that share a step and have different
-tiles. Every step's sums are added, in float32 and times the factors of its group, to the totals; those of the teams are
-added at the end, and those of programs are left to the caller.
+A program computes 256 columns over a part of the sum. Its last warpgroup fetches steps of the sum into a ring of slots:
+few large copies, as each costs the same to start. The others are teams, each of which multiplies its part of every
+step, and members of a team that share a part and have different tiles. A part's sums are added, in float32 and times
+the factors of its group, to the totals; those of the teams are added at the end, and those of programs are left to the
+caller.
 """
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.mosaic import support
 from scaledot.kernels.mosaic.memory import load, tiled
-from scaledot.kernels.mosaic.unpack import TILE, WORDS, WORDS_LAYOUT, Codes, add_scaled, beside_words, zipped
+from scaledot.kernels.mosaic.unpack import TILE, WORDS, WORDS_LAYOUT, Codes, add_scaled, beside_words, joined, zipped
 
 TILES = 4
 STRIP = TILES * TILE  # columns of a program
 WARPGROUPS = 4  # that multiply
-DEPTH = 64  # terms of a step
+PART = 64  # terms of a step that a team multiplies
 SHARED_BYTES = 227 * 1024 - 1024  # of a program, but for barriers
 FETCH_REGISTERS = 32
 
@@ -36,15 +38,18 @@ FETCH_REGISTERS = 32
 class Config:
     """How a product is cut up.
 
-    depth: terms of a step. slots: of the ring, a multiple of the teams, so that each slot is always the same team's.
-    teams, members: the warpgroups that multiply. splits: programs that share the sum.
+    slots: of the ring. teams, members: the warpgroups that multiply. splits: programs that share the sum.
     """
 
-    depth: int
     slots: int
     teams: int
     members: int
     splits: int
+
+    @property
+    def depth(self) -> int:
+        """Terms of a step."""
+        return self.teams * PART
 
     @property
     def groups(self) -> int:
@@ -60,26 +65,28 @@ class Config:
 def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int) -> Config:
     """A program for each multiprocessor where there are steps enough, and the slots that its memory holds."""
     rows = _filled(rows)
-    members = min(TILES, rows // 8)  # totals and sums of a thread fill the same registers for any rows up to 32
-    config = Config(DEPTH, 1, WARPGROUPS // members, members, 1)
+    members = max(1, rows // (8 if codes.block else 16))  # as many rows as leave room in registers for all tiles
+    members = min(members, TILES)
+    config = Config(1, WARPGROUPS // members, members, 1)
     steps, strips = pl.cdiv(terms, config.depth), pl.cdiv(columns, STRIP)
-    splits = max(1, min(programs // strips, steps // config.teams))
-    slots = Slots(config, codes, DEPTH, rows, scaled=True)
+    splits = max(1, min(programs // strips, steps))
+    slots = Slots(config, codes, PART, rows, scaled=True)
     return dataclasses.replace(config, slots=slots.that_fit(), splits=splits)
 
 
 def decode(
     x: jax.Array, words: jax.Array, scales: jax.Array | None, *, codes: Codes, group: int, config: Config
 ) -> jax.Array:
-    """Partial sums of x (rows, K) times weights (K, N), float32 (splits, strips, tiles, 64, rows filled up).
+    """Partial sums of x (rows, K) times weights (K, N), float32 (splits, lines, rows filled up, columns of a line).
 
-    `unpack.placed` puts their columns in order. words: int32 (K, N / codes of a word). scales: float32 (groups, N), N
-    filled up to whole strips, each for `group` terms, which is a multiple of the depth; or bytes that are folded into
-    codes, as int32 (blocks, N / 4); or None. K is a multiple of 8, and lines of x and words have whole multiples of 128
-    bytes, or less than that.
+    words: int32 (K, N / codes of a word). scales: float32 (groups, N), N filled up to whole strips, each for `group`
+    terms, which is a multiple of 64; or bytes that are folded into codes, as int32 (blocks, N / 4); or None. K is a
+    multiple of 8, and lines of x and words have whole multiples of 128 bytes, or less than that.
     """
     rows, terms = _filled(x.shape[0]), x.shape[1]
     strips = pl.cdiv(words.shape[1] * codes.per_word, STRIP)
+    line = rows, 2 * WORDS, codes.line_tiles
+    lines = TILES // codes.line_tiles
     steps = pl.cdiv(terms, config.depth)
     slots = Slots(config, codes, group, rows, scales is not None)
 
@@ -98,14 +105,10 @@ def decode(
             plgpu.set_max_registers(config.registers, action="increase")
             team = lax.div(warpgroup, config.members)
             mine = range(member * slots.tiles, (member + 1) * slots.tiles)
-            _add_teams(config, team, totals, added, mine, ring.multiply(team, mine))
-
-            @pl.when(team == 0)
-            def _():
-                plgpu.commit_smem()
-                for tile in mine:
-                    plgpu.copy_smem_to_gmem(totals.at[0, tile], out_gmem.at[split, strip, tile])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _leave(totals.at[team], codes, mine, ring.multiply(first, team, mine))
+            plgpu.barrier_arrive(added)
+            plgpu.barrier_wait(added)
+            _add_teams(config, totals, warpgroup, out_gmem.at[split, pl.ds(strip * lines, lines)])
 
         pl.when(warpgroup == config.groups)(fetch)
         for member in range(config.members):
@@ -114,21 +117,22 @@ def decode(
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((config.splits, strips, TILES, TILE, rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((config.splits, strips * lines, *line), jnp.float32),
         grid=(config.splits, strips),
         grid_names=("split", "strip"),
         num_threads=config.groups + 1,
         thread_name="warpgroup",
         scratch_types=[
             *slots.rings(),
-            plgpu.SMEM((config.teams, TILES, TILE, rows), jnp.float32, transforms=tiled(rows, jnp.float32)),
+            plgpu.SMEM((config.teams, lines, *line), jnp.float32),
             plgpu.Barrier(num_arrivals=slots.copies, num_barriers=config.slots),
-            plgpu.Barrier(num_arrivals=config.members, num_barriers=config.slots),
-            plgpu.Barrier(num_arrivals=(config.teams - 1) * config.members) if config.teams > 1 else None,
+            plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.slots),
+            plgpu.Barrier(num_arrivals=config.groups),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return run(x, words, *([] if scales is None else [scales]))
+    sums = run(x, words, *([] if scales is None else [scales]))
+    return sums.reshape(*sums.shape[:3], -1)
 
 
 def _filled(rows: int) -> int:
@@ -142,25 +146,23 @@ def _share(steps: int, splits: int, split) -> tuple[Any, Any]:
     return split * share, lax.max(lax.min(share, steps - split * share), 0)
 
 
-def _add_teams(config: Config, team, totals, added, mine: range, sums: list[jax.Array]) -> None:
-    """Leave the sums of all teams in the first one's place."""
+def _leave(totals, codes: Codes, mine: range, sums: list[jax.Array]) -> None:
+    """Put the sums of some tiles where a team's lines are gathered, columns in order."""
+    for line in sorted({tile // codes.line_tiles for tile in mine}):
+        of_line = [tile for tile in mine if tile // codes.line_tiles == line]
+        places = pl.ds(of_line[0] % codes.line_tiles, len(of_line))
+        totals[line, :, :, places] = joined([sums[tile - mine[0]] for tile in of_line])
 
-    def leave():
-        for tile, values in zip(mine, sums, strict=True):
-            totals[team, tile] = values
-        plgpu.barrier_arrive(added)
 
-    def add():
-        if config.teams > 1:
-            plgpu.barrier_wait(added)
-        for tile, values in zip(mine, sums, strict=True):
-            for other in range(1, config.teams):
-                values = values + load(totals.at[other, tile], plgpu.Layout.WGMMA)
-            totals[0, tile] = values
-
-    if config.teams > 1:
-        pl.when(team > 0)(leave)
-    pl.when(team == 0)(add)
+def _add_teams(config: Config, totals, warpgroup, out) -> None:
+    """Add a warpgroup's share of the lines of all teams, which are whole rows."""
+    _, lines, rows, *line = totals.shape
+    sharing = config.groups // lines
+    share = rows // sharing
+    place = lax.div(warpgroup, sharing), pl.ds(lax.rem(warpgroup, sharing) * share, share)
+    layout = plgpu.Layout.WG_STRIDED((share, *line), vec_size=4)
+    parts = [load(totals.at[team, *place], layout) for team in range(config.teams)]
+    out[*place] = functools.reduce(jnp.add, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +189,19 @@ class Slots:
     def copies(self) -> int:
         return 2 + self.scaled
 
+    @property
+    def scale_rows(self) -> int:
+        """Groups that a step can have terms of."""
+        depth, group = self.config.depth, self.group
+        return pl.cdiv(group - math.gcd(depth, group) + depth, group)
+
     def that_fit(self) -> int:
         """How many the memory of a program has room for."""
         config, codes = self.config, self.codes
-        scales = config.depth // codes.block * STRIP if codes.block else 4 * STRIP * self.scaled
+        scales = config.depth // codes.block * STRIP if codes.block else 4 * STRIP * self.scale_rows * self.scaled
         slot = 2 * self.rows * config.depth + 4 * self.words * config.depth + scales
         totals = 4 * config.teams * STRIP * self.rows
-        return (SHARED_BYTES - totals) // (slot * config.teams) * config.teams
+        return (SHARED_BYTES - totals) // slot
 
     def rings(self) -> list[Any]:
         config, codes = self.config, self.codes
@@ -205,7 +213,15 @@ class Slots:
             return [x, words, None]
         if codes.block:
             return [x, words, plgpu.SMEM((config.slots, config.depth // codes.block, STRIP // 4), jnp.int32)]
-        return [x, words, plgpu.SMEM((config.slots, STRIP), jnp.float32)]
+        return [x, words, plgpu.SMEM((config.slots, self.scale_rows, STRIP), jnp.float32)]
+
+
+class Part(NamedTuple):
+    """A team's terms of a step, and the slot where they are."""
+
+    slot: Any
+    team: Any
+    step: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,68 +266,68 @@ class Ring:
                 blocks = config.depth // codes.block
                 scales = scales_gmem[0].at[pl.ds(step * blocks, blocks), pl.ds(strip * (STRIP // 4), STRIP // 4)]
             else:
-                scales = scales_gmem[0].at[lax.div(step * config.depth, self.slots.group), pl.ds(strip * STRIP, STRIP)]
+                groups = pl.ds(lax.div(step * config.depth, self.slots.group), self.slots.scale_rows)
+                scales = scales_gmem[0].at[groups, pl.ds(strip * STRIP, STRIP)]
             plgpu.copy_gmem_to_smem(scales, self.scales.at[slot], full)
 
-    def multiply(self, team, mine: range) -> list[jax.Array]:
-        """Sums of some tiles over the steps of a team."""
-        teams = self.slots.config.teams
+    def multiply(self, first, team, mine: range) -> list[jax.Array]:
+        """Sums of some tiles over a team's parts of the steps from the first one on."""
 
-        def turn(i, totals):
-            slot = self.slot(team + i * teams)
+        def turn(step, totals):
+            slot = self.slot(step)
             plgpu.barrier_wait(self.full.at[slot])
-            totals = self._step(slot, mine, totals)
+            totals = self._step(Part(slot, team, first + step), mine, totals)
             plgpu.barrier_arrive(self.empty.at[slot])
             return totals
 
         zeros = plgpu.layout_cast(jnp.zeros((TILE, self.slots.rows), jnp.float32), plgpu.Layout.WGMMA)
-        turns = lax.max(lax.div(self.count - team + teams - 1, teams), 0)
-        return lax.fori_loop(0, turns, turn, [zeros] * len(mine))
+        return lax.fori_loop(0, self.count, turn, [zeros] * len(mine))
 
-    def _step(self, slot, mine: range, totals: list[jax.Array]) -> list[jax.Array]:
-        codes = self.slots.codes
-        sums = self._products(slot, mine)
+    def _step(self, part: Part, mine: range, totals: list[jax.Array]) -> list[jax.Array]:
+        codes, group = self.slots.codes, self.slots.group
+        sums = self._products(part, mine)
         if not self.slots.scaled or codes.block:
             return [total + added for total, added in zip(totals, sums, strict=True)]
+        first = part.step * self.slots.config.depth
+        row = lax.div(first + part.team * PART, group) - lax.div(first, group)
         grown, factors = [], {}
         for tile, total, added in zip(mine, totals, sums, strict=True):
             line, index = divmod(tile, codes.line_tiles)
             if line not in factors:
-                ref = self.scales.at[slot, pl.ds(line * WORDS * codes.per_word, WORDS * codes.per_word)]
+                ref = self.scales.at[part.slot, row, pl.ds(line * WORDS * codes.per_word, WORDS * codes.per_word)]
                 factors[line] = load(ref, beside_words(codes.per_word), optimized=False)
             grown.append(add_scaled(total, added, factors[line], index))
         return grown
 
-    def _products(self, slot, mine: range) -> list[jax.Array]:
-        """Sums of a step."""
+    def _products(self, part: Part, mine: range) -> list[jax.Array]:
+        """Sums of a part."""
         shape = (TILE, self.slots.rows)
         if support.is_interpreted():  # its tensor cores take no operand from registers
             sums = [jnp.zeros(shape, jnp.float32) for _ in mine]
-            for at, tile, x in self._tiles(slot, mine):
+            for at, tile, x in self._tiles(part, mine):
                 sums[at] += jnp.dot(tile, x[...], preferred_element_type=jnp.float32)
             return sums
 
         def multiply(*sums):
-            for at, tile, x in self._tiles(slot, mine):
+            for at, tile, x in self._tiles(part, mine):
                 plgpu.wgmma(sums[at], tile, x)
                 plgpu.wgmma_wait(1)  # the tile before this one may leave its registers
             return [accumulator[...] for accumulator in sums]
 
         return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in mine))
 
-    def _tiles(self, slot, mine: range):
-        """(position in `mine`, tile, the terms of x that it is multiplied with), for all that a step has."""
+    def _tiles(self, part: Part, mine: range):
+        """(position in `mine`, tile, the terms of x that it is multiplied with), for all that a part has."""
         codes = self.slots.codes
-        for first in range(0, self.slots.config.depth, TILE):
-            x = self.x.at[slot, :, pl.ds(first, TILE)].T
-            for line in sorted({tile // codes.line_tiles for tile in mine}):
-                words = pl.ds(line * WORDS, WORDS)
-                pairs = zipped(load(self.words.at[slot, pl.ds(first, TILE), words], WORDS_LAYOUT))
-                scales = []
-                if codes.block:
-                    blocks = pl.ds(first // codes.block, TILE // codes.block)
-                    ref = self.scales.at[slot, blocks]
-                    scales = [load(ref, beside_words(2), optimized=False)]
-                for at, tile in enumerate(mine):
-                    if tile // codes.line_tiles == line:
-                        yield at, codes.tile(*pairs, tile % codes.line_tiles, *scales), x
+        terms = pl.ds(part.team * PART, PART)
+        x = self.x.at[part.slot, :, terms].T
+        for line in sorted({tile // codes.line_tiles for tile in mine}):
+            pairs = zipped(load(self.words.at[part.slot, terms, pl.ds(line * WORDS, WORDS)], WORDS_LAYOUT))
+            scales = []
+            if codes.block:
+                blocks = PART // codes.block
+                ref = self.scales.at[part.slot, pl.ds(part.team * blocks, blocks)]
+                scales = [load(ref, beside_words(2), optimized=False)]
+            for at, tile in enumerate(mine):
+                if tile // codes.line_tiles == line:
+                    yield at, codes.tile(*pairs, tile % codes.line_tiles, *scales), x

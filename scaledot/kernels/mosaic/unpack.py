@@ -3,7 +3,7 @@
 A line of 32 int32 words holds the codes of neighbouring columns of the weights; a chunk is such lines of 64 terms. Two
 words of neighbouring terms are zipped, so that a shift and a mask leave two numbers in a register, side by side as
 tensor cores want them. The lower half words then belong to rows 0 to 7 of every 16 rows of a tile, the upper ones to
-rows 8 to 15, and each shift is a tile: `placed` says which column of the weights is which row.
+rows 8 to 15, and each shift is a tile: `joined` puts the columns of the weights in order again.
 
 Functions that name registers have a second form for the interpreter, which knows arrays only.
 """
@@ -129,14 +129,32 @@ def add_scaled(total: jax.Array, sums: jax.Array, factors: jax.Array, index: int
     return add(total, sums, factors)
 
 
-def placed(sums: jax.Array, per_word: int) -> jax.Array:
-    """Sums (..., tiles, 64, rows of x) with their columns of the weights in order, (..., columns, rows of x)."""
-    half = per_word // 2
-    *front, tiles, _, rows = sums.shape
-    split = sums.reshape(*front, tiles // half, half, _WARPS, 2, _ROWS, rows)  # line, tile, warp, half, lane, row
-    n = len(front)
-    ordered = split.transpose(*range(n), n, n + 2, n + 4, n + 3, n + 1, n + 5)
-    return ordered.reshape(*front, tiles * TILE, rows)
+def joined(tiles: list[jax.Array]) -> jax.Array:
+    """Neighbouring tiles (64, rows of x) of a line's sums, as (rows of x, 32 x 2, tiles): columns in order."""
+    rows, count = tiles[0].shape[1], len(tiles)
+    if support.is_interpreted():
+        stacked = jnp.stack(tiles, axis=-1).reshape(_WARPS, 2, _ROWS, rows, count)
+        return stacked.transpose(3, 0, 2, 1, 4).reshape(rows, 2 * WORDS, count)
+    kind = plgpu.ShapeDtypeStruct((rows, 2 * WORDS, count), jnp.float32, layout=_joined_layout(count))
+
+    @_inlined((plgpu.Layout.WGMMA,) * count, kind)
+    def join(_, *tiles):
+        layout = kind.layout.to_mgpu()
+        registers = np.empty(layout.registers_shape(kind.shape), dtype=object)
+        four = ir.VectorType.get((count,), ir.F32Type.get())
+        for at in np.ndindex(registers.shape):
+            eight, row, half = at[0], at[-3], at[-2]
+            pairs = [tile.registers[0, eight, 0, 0, half, 0, 0, 0, 0] for tile in tiles]
+            registers[at] = vector.from_elements(four, [_element(pair, row) for pair in pairs])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return join(*tiles)
+
+
+def _joined_layout(tiles: int) -> Any:
+    """(rows, 64, tiles): 4 lanes along pairs of rows and 8 along words, of which each has two halves."""
+    tiling = plgpu.Tiling(((8, 2 * WORDS, tiles), (8, 2 * _ROWS, tiles), (2, 2, tiles)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-8,), lane_dims=(-5, -6), vector_dim=-1)
 
 
 def int4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:

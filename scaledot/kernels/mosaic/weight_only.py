@@ -5,6 +5,7 @@ nothing. Scales of groups and of short blocks go to the kernel; those of channel
 the pass that adds what several programs summed, transposes it and rounds once.
 """
 
+import functools
 import math
 
 import jax
@@ -99,15 +100,20 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
     config = decode.config_for(rows, columns, terms, codes, support.multiprocessors())
     x = filled_up(x, ROWS if rows > ROWS else 1, LINE // x.dtype.itemsize)
     sums = decode.decode(x, words, scales, codes=codes, group=group, config=config)
-    total = unpack.placed(vary_as(sums, x, words).sum(0), codes.per_word)
-    total = total.reshape(-1, total.shape[-1])[:columns, :rows]
+    total = _added(vary_as(sums, x, words))[:rows, :columns]
     for factor in _factors(rhs, contraction.rhs, free, inside=scales is not None):
         total = total * factor
     if bias is not None:
-        total = total + bias.reshape(-1, 1).astype(jnp.float32)
+        total = total + bias.reshape(1, -1).astype(jnp.float32)
     sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
-    result = total.astype(problem.out_dtype).reshape([sizes[c] for c in free + contraction.lhs_free])
-    return result.transpose([(free + contraction.lhs_free).index(c) for c in contraction.out])
+    result = total.astype(problem.out_dtype).reshape([sizes[c] for c in contraction.lhs_free + free])
+    return result.transpose([(contraction.lhs_free + free).index(c) for c in contraction.out])
+
+
+def _added(sums: jax.Array) -> jax.Array:
+    """(splits, lines, rows, columns of a line) as (rows, columns). A reduction would be a pass of its own."""
+    lines = functools.reduce(jnp.add, list(sums))
+    return lines.transpose(1, 0, 2).reshape(sums.shape[2], -1)
 
 
 def _words(codes: jax.Array, per_word: int) -> jax.Array:
@@ -134,7 +140,7 @@ def _scales(q: ScaledArray, labels: str, w: Operand, summed: str, strip: int) ->
 
 
 def _factors(q: ScaledArray, labels: str, free: str, inside: bool) -> list[jax.Array]:
-    """What the sums of each column, (N, 1), are multiplied by; block scales are not, where they were `inside`."""
+    """What the sums of each column, (1, N), are multiplied by; block scales are not, where they were `inside`."""
     found = operands.level_factors(q, labels) + ([] if inside else operands.block_factors(q, labels, {}))
     shape = tuple(q.shape[labels.index(c)] for c in free)
-    return [jnp.broadcast_to(operands.lay(factor, free), shape).reshape(-1, 1) for factor in found]
+    return [jnp.broadcast_to(operands.lay(factor, free), shape).reshape(1, -1) for factor in found]
