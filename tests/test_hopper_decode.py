@@ -51,10 +51,11 @@ def test_products_with_packed_weights_spill_nothing(listed, format, rows):
     assert gpu_compile.spills(listed) == [0]
 
 
+@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_weights_reach_the_kernel_as_they_are_stored(listed, format):
+def test_weights_reach_the_kernel_as_they_are_stored(listed, format, rows):
     """A product is the kernel and one pass over its sums."""
-    text = compiled(format, 1, 4096, 14336, count=2)
+    text = compiled(format, rows, 4096, 14336, count=2)
     entry = text[text.index("ENTRY") :]
     assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 2
     assert len(re.findall(r" fusion\(", entry)) == 2

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.mosaic import support
-from scaledot.kernels.mosaic.memory import load, tiled
+from scaledot.kernels.mosaic.memory import THREADS, load, tiled
 from scaledot.kernels.mosaic.unpack import TILE, WORDS, WORDS_LAYOUT, Codes, add_scaled, beside_words, joined, zipped
 
 TILES = 4
@@ -65,8 +65,8 @@ class Config:
 def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int) -> Config:
     """A program for each multiprocessor where there are steps enough, and the slots that its memory holds."""
     rows = _filled(rows)
-    members = max(1, rows // (8 if codes.block else 16))  # as many rows as leave room in registers for all tiles
-    members = min(members, TILES)
+    # All tiles of so many rows have room in the registers of a thread, beside scales that are folded into codes.
+    members = min(max(1, rows // (8 if codes.block else 16)), TILES)
     config = Config(1, WARPGROUPS // members, members, 1)
     steps, strips = pl.cdiv(terms, config.depth), pl.cdiv(columns, STRIP)
     splits = max(1, min(programs // strips, steps))
@@ -77,15 +77,16 @@ def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int)
 def decode(
     x: jax.Array, words: jax.Array, scales: jax.Array | None, *, codes: Codes, group: int, config: Config
 ) -> jax.Array:
-    """Partial sums of x (rows, K) times weights (K, N), float32 (splits, lines, rows filled up, columns of a line).
+    """Partial sums of x (rows, K) times weights (K, N), float32 (splits, lines, rows, columns of a line).
 
     words: int32 (K, N / codes of a word). scales: float32 (groups, N), N filled up to whole strips, each for `group`
     terms, which is a multiple of 64; or bytes that are folded into codes, as int32 (blocks, N / 4); or None. K is a
     multiple of 8, and lines of x and words have whole multiples of 128 bytes, or less than that.
     """
-    rows, terms = _filled(x.shape[0]), x.shape[1]
+    wanted, terms = x.shape
+    rows = _filled(wanted)
     strips = pl.cdiv(words.shape[1] * codes.per_word, STRIP)
-    line = rows, 2 * WORDS, codes.line_tiles
+    line = 2 * WORDS, codes.line_tiles
     lines = TILES // codes.line_tiles
     steps = pl.cdiv(terms, config.depth)
     slots = Slots(config, codes, group, rows, scales is not None)
@@ -117,14 +118,14 @@ def decode(
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((config.splits, strips * lines, *line), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((config.splits, strips * lines, wanted, *line), jnp.float32),
         grid=(config.splits, strips),
         grid_names=("split", "strip"),
         num_threads=config.groups + 1,
         thread_name="warpgroup",
         scratch_types=[
             *slots.rings(),
-            plgpu.SMEM((config.teams, lines, *line), jnp.float32),
+            plgpu.SMEM((config.teams, lines, rows, *line), jnp.float32),
             plgpu.Barrier(num_arrivals=slots.copies, num_barriers=config.slots),
             plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.slots),
             plgpu.Barrier(num_arrivals=config.groups),
@@ -155,14 +156,19 @@ def _leave(totals, codes: Codes, mine: range, sums: list[jax.Array]) -> None:
 
 
 def _add_teams(config: Config, totals, warpgroup, out) -> None:
-    """Add a warpgroup's share of the lines of all teams, which are whole rows."""
-    _, lines, rows, *line = totals.shape
-    sharing = config.groups // lines
-    share = rows // sharing
-    place = lax.div(warpgroup, sharing), pl.ds(lax.rem(warpgroup, sharing) * share, share)
-    layout = plgpu.Layout.WG_STRIDED((share, *line), vec_size=4)
-    parts = [load(totals.at[team, *place], layout) for team in range(config.teams)]
-    out[*place] = functools.reduce(jnp.add, parts)
+    """Store sums of all teams; a warpgroup has its share of the rows."""
+    lines, rows, *line = out.shape
+    layout = plgpu.Layout.WG_STRIDED(tuple(line), vec_size=math.prod(line) // THREADS)
+
+    @pl.loop(0, pl.cdiv(rows, config.groups))
+    def _(turn):
+        row = turn * config.groups + warpgroup
+
+        @pl.when(row < rows)
+        def _():
+            for i in range(lines):
+                parts = [load(totals.at[team, i, row], layout) for team in range(config.teams)]
+                out[i, row] = functools.reduce(jnp.add, parts)
 
 
 @dataclasses.dataclass(frozen=True)
