@@ -128,7 +128,7 @@ def test_programs_share_a_sum_and_some_have_nothing_to_do(hopper):
     expected = np.asarray(x, np.float64) @ values(w)
     for config in (decode.Config(64, 2, 2, 1, 4), decode.Config(64, 3, 1, 4, 3), decode.Config(64, 2, 1, 2, 2)):
         sums = decode.decode(x, words, w.scale, codes=unpack.INT4, group=64, config=config)
-        found = unpack.placed(sums.sum(0), 8)[0, :, :3].T
+        found = unpack.placed(sums.sum(0), unpack.INT4)[0, :, :3].T
         assert relative(found, expected) < 320 * 2.0**-24
 
 

@@ -60,8 +60,9 @@ class Config:
 def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int) -> Config:
     """A program for each multiprocessor where there are steps enough, and the slots that its memory holds."""
     rows = _filled(rows)
-    members = min(TILES, rows // 8)  # totals and sums of a thread fill the same registers for any rows up to 32
-    config = Config(DEPTH, 1, WARPGROUPS // members, members, 1)
+    warpgroups = WARPGROUPS if codes.parts <= 2 else WARPGROUPS // 2  # what makes more parts fills more registers
+    members = min(warpgroups, rows // 8)  # totals and sums of a thread fill the same registers for any rows up to 32
+    config = Config(DEPTH, 1, warpgroups // members, members, 1)
     steps, strips = pl.cdiv(terms, config.depth), pl.cdiv(columns, STRIP)
     splits = max(1, min(programs // strips, steps // config.teams))
     slots = Slots(config, codes, DEPTH, rows, scaled=True)
@@ -279,7 +280,7 @@ class Ring:
             if line not in factors:
                 ref = self.scales.at[slot, pl.ds(line * WORDS * codes.per_word, WORDS * codes.per_word)]
                 factors[line] = load(ref, beside_words(codes.per_word), optimized=False)
-            grown.append(add_scaled(total, added, factors[line], index))
+            grown.append(add_scaled(total, added, factors[line], codes, index))
         return grown
 
     def _products(self, slot, mine: range) -> list[jax.Array]:
@@ -306,7 +307,7 @@ class Ring:
             x = self.x.at[slot, :, pl.ds(first, TILE)].T
             for line in sorted({tile // codes.line_tiles for tile in mine}):
                 words = pl.ds(line * WORDS, WORDS)
-                pairs = zipped(load(self.words.at[slot, pl.ds(first, TILE), words], WORDS_LAYOUT))
+                pairs = zipped(load(self.words.at[slot, pl.ds(first, TILE), words], WORDS_LAYOUT), codes.by_bytes)
                 scales = []
                 if codes.block:
                     blocks = pl.ds(first // codes.block, TILE // codes.block)
@@ -314,4 +315,5 @@ class Ring:
                     scales = [load(ref, beside_words(2), optimized=False)]
                 for at, tile in enumerate(mine):
                     if tile // codes.line_tiles == line:
-                        yield at, codes.tile(*pairs, tile % codes.line_tiles, *scales), x
+                        for part in codes.tiles(*pairs, tile % codes.line_tiles, *scales):
+                            yield at, part, x

@@ -99,7 +99,7 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
     config = decode.config_for(rows, columns, terms, codes, support.multiprocessors())
     x = filled_up(x, ROWS if rows > ROWS else 1, LINE // x.dtype.itemsize)
     sums = decode.decode(x, words, scales, codes=codes, group=group, config=config)
-    total = unpack.placed(vary_as(sums, x, words).sum(0), codes.per_word)
+    total = unpack.placed(vary_as(sums, x, words).sum(0), codes)
     total = total.reshape(-1, total.shape[-1])[:columns, :rows]
     for factor in _factors(rhs, contraction.rhs, free, inside=scales is not None):
         total = total * factor
