@@ -10,9 +10,9 @@ from hopper import needs_interpreter, normal, relative, values
 from jax import lax
 
 import scaledot as sd
-from scaledot.kernels.mosaic import support
+from scaledot.kernels.mosaic import support, weight_only
 from scaledot.kernels.spec import Contraction
-from scaledot.ops.operands import contract
+from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "mosaic_weight_only"
 BF16 = jnp.bfloat16
@@ -30,6 +30,8 @@ WEIGHTS = [  # format, block along the sum
     ("int8", 0),
     ("mxfp4", None),
     ("nvfp4", None),
+    ("nf4", 192),
+    ("nf4", 0),
 ]
 SIZES = [(1, 256, 288), (17, 704, 300), (40, 200, 64)]  # rows, terms, columns
 
@@ -47,14 +49,15 @@ def test_products_are_those_of_float64(hopper, format, block, sizes):
     assert relative(found, np.asarray(x, np.float64) @ values(w)) < terms * 2.0**-24
 
 
-def weights_in(w: sd.ScaledArray) -> np.ndarray:
+def weights_in(w: sd.ScaledArray, out: str = "float32") -> np.ndarray:
     """What the kernel takes the weights for: their products with the rows of a unit matrix."""
     units = np.eye(w.shape[0]).reshape(-1, 64, w.shape[0])
-    return np.concatenate([np.asarray(sd.matmul(jnp.asarray(rows, BF16), w, kernel=KERNEL)) for rows in units])
+    wanted = {"preferred_element_type": out, "kernel": KERNEL}
+    return np.concatenate([np.asarray(sd.matmul(jnp.asarray(rows, BF16), w, **wanted)) for rows in units])
 
 
-def packed(format: str, codes: np.ndarray, scale: jax.Array, block: tuple[int, int]) -> sd.ScaledArray:
-    row = sd.FORMATS[format]
+def packed(format: str | sd.Format, codes: np.ndarray, scale: jax.Array, block: tuple[int, int]) -> sd.ScaledArray:
+    row = sd.FORMATS[format] if isinstance(format, str) else format
     data = jnp.asarray(codes, row.code_dtype)
     return sd.ScaledArray(data, scale, format=row, block=block, dtype=np.dtype(np.float32))
 
@@ -65,6 +68,44 @@ def test_every_integer_is_itself(hopper, format):
     codes = (np.arange(64)[:, None] + np.arange(256)[None]) % count - count // 2
     w = packed(format, codes, jnp.ones((1, 256), jnp.float32), (0, 1))
     np.testing.assert_array_equal(weights_in(w), codes)
+
+
+NF4 = sd.FORMATS["nf4"]
+UNEVEN = dataclasses.replace(NF4, name="uneven", codebook=(-0.001, 0.0, 0.3, 0.7, 1.1, 2.2, 3.3))
+TWO_LEVEL = dataclasses.replace(NF4, name="two_level", scale="float8_e4m3fn", rule="te", two_level=True)
+PARTS = {"bfloat16": 2, "float16": 3, "float32": 4}  # of an entry, by the result
+
+
+@pytest.mark.parametrize(("format", "out"), [*((NF4, out) for out in PARTS), (UNEVEN, "float32")])
+def test_every_entry_of_a_codebook_is_looked_up(hopper, format, out):
+    """A part leaves less than a 126th of the largest entry, and nothing of zero."""
+    entries = np.array(format.codebook, np.float32)
+    codes = (np.arange(64)[:, None] + 3 * np.arange(256)[None]) % len(entries)
+    found = weights_in(packed(format, codes, jnp.ones((1, 256), jnp.float32), (0, 1)), out).astype(np.float64)
+    exact = entries[codes].astype(np.float64)
+    roundings = 1 if out != "float32" else PARTS[out]  # to the result, or of the sum
+    allowed = entries.max() * 126.0 ** -PARTS[out] + np.abs(exact) * roundings * float(jnp.finfo(out).eps) / 2
+    assert (np.abs(found - exact) <= allowed).all()
+
+
+def test_entries_are_summed_of_more_parts_for_more_precise_results():
+    from scaledot.kernels.mosaic.codebook import parts_of
+
+    assert len(parts_of((-1.0, 0.0, 1.0), 4)) == 1  # which leaves nothing
+    x, w = normal(0, (4, 64), BF16), sd.quantize(normal(1, (64, 64)), "nf4", axis=0)
+    problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
+    for wanted, count in [
+        *(({"preferred": np.dtype(out)}, count) for out, count in PARTS.items()),
+        ({"precision": "highest"}, 4),
+    ]:
+        assert f"sums of at most {count} bfloat16 numbers" in weight_only.how(dataclasses.replace(problem, **wanted))
+        assert len(parts_of(NF4.codebook, count)) == count
+
+
+def test_entries_have_scales_of_two_levels(hopper):
+    x, w = normal(0, (3, 192), BF16), sd.quantize(normal(1, (192, 64)), TWO_LEVEL, axis=0)
+    assert w.tensor_scale is not None
+    assert relative(sd.matmul(x, w, kernel=KERNEL), np.asarray(x, np.float64) @ values(w)) < 192 * 2.0**-24
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -94,11 +135,20 @@ def test_every_fp4_code_times_every_scale_is_exact(hopper, format):
 
 
 def test_scales_change_from_block_to_block(hopper):
-    """Those of a tile's second block, second line and second step are not those of its first."""
-    for format, block in [("int4", 64), ("int8", 64), ("mxfp4", None), ("nvfp4", None)]:
+    """Those of a tile's second block, second line and second step are not those of its first.
+
+    What the kernel and `values` round: a product with a scale each, and the sum of an entry's parts.
+    """
+    for format, block, roundings in [
+        ("int4", 64, 2),
+        ("int8", 64, 2),
+        ("mxfp4", None, 2),
+        ("nvfp4", None, 2),
+        ("nf4", 64, 6),
+    ]:
         growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
         w = sd.quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
-        np.testing.assert_allclose(weights_in(w), values(w), rtol=2.0**-23)
+        np.testing.assert_allclose(weights_in(w), values(w), rtol=roundings * 2.0**-24)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
@@ -137,7 +187,9 @@ REFUSED = [  # why, rows of x and its dtype, format and options of the weights (
     ("lhs is float32[4,256]", (4, jnp.float32), ("int4", {})),
     ("rhs has zero points", (4, BF16), ("int4", {"calibration": "minmax"})),
     ("scales of rhs change every 32 terms", (4, BF16), ("int4", {"block": 32})),
-    ("rhs is nf4[256,64]", (4, BF16), ("nf4", {})),
+    ("scales of rhs change every 32 terms", (4, BF16), ("nf4", {"block": 32})),
+    ("codes of rhs have 8 bits", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], element="uint8"), {})),
+    ("the codebook of rhs reaches 4.0", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], codebook=(0.0, 4.0)), {})),
     ("rhs is mxfp8[256,64]", (4, BF16), ("mxfp8", {})),
     ("float8_e8m0fnu scales are folded for 32 terms of one column", (4, BF16), ("mxfp4", {"block": 64})),
 ]
@@ -148,7 +200,7 @@ def refusal(f, *operands, **options) -> str:
     return line
 
 
-@pytest.mark.parametrize(("why", "rows", "weights"), REFUSED, ids=[case[0] for case in REFUSED])
+@pytest.mark.parametrize(("why", "rows", "weights"), REFUSED, ids=[f"{case[0]}: {case[2][0]}" for case in REFUSED])
 def test_what_it_cannot_do_it_says(hopper, why, rows, weights):
     x, (format, options) = normal(0, (rows[0], 256), rows[1]), weights
     line = refusal(sd.matmul, x, sd.quantize(normal(1, (256, 64)), format, axis=0, **options))

@@ -16,7 +16,7 @@ if not gpu_compile.is_possible():
 
 pytestmark = needs_interpreter
 BF16 = jnp.bfloat16
-WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None}  # blocks along the sum
+WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  # blocks along the sum
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def listed(monkeypatch, tmp_path):
     return gpu_compile.listings(monkeypatch, tmp_path)
 
 
-def compiled(format: str, rows: int, terms: int, columns: int, count: int = 1) -> str:
+def compiled(format: str, rows: int, terms: int, columns: int, count: int = 1, out=BF16) -> str:
     """x times `count` weights, as HLO."""
     block = WEIGHTS[format]
     weights = jax.eval_shape(
@@ -37,7 +37,7 @@ def compiled(format: str, rows: int, terms: int, columns: int, count: int = 1) -
 
     def products(x, *leaves):
         return [
-            sd.matmul(x, w, preferred_element_type=BF16, kernel="mosaic_weight_only")
+            sd.matmul(x, w, preferred_element_type=out, kernel="mosaic_weight_only")
             for w in jax.tree.unflatten(kind, leaves)
         ]
 
@@ -48,6 +48,13 @@ def compiled(format: str, rows: int, terms: int, columns: int, count: int = 1) -
 @pytest.mark.parametrize("format", WEIGHTS)
 def test_products_with_packed_weights_spill_nothing(listed, format, rows):
     compiled(format, rows, 4096, 14336)
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize("out", ["float16", "float32"])
+def test_entries_of_more_parts_spill_nothing(listed, out, rows):
+    compiled("nf4", rows, 4096, 14336, out=out)
     assert gpu_compile.spills(listed) == [0]
 
 

@@ -20,13 +20,15 @@ from benchmarks.gpu.sides import Side, jax_side, measure, torch_side
 LAYERS, TOKENS = 6, 8
 SHAPES = {"4096 -> 14336": ((4096, 14336), (1, 16, 64)), "14336 -> 4096": ((14336, 4096), (1, 16))}
 CASES = {f"{name}, batch {rows}": (*shape, rows) for name, (shape, batches) in SHAPES.items() for rows in batches}
-INT4 = "scaledot int4 in groups of 128"
+INT4, NF4 = "scaledot int4 in groups of 128", "scaledot nf4"
 WEIGHTS: dict[str, tuple[str, int | None, str]] = {  # format, block along the sum, XLA's kernel
     INT4: ("int4", 128, "xla_codes"),
     "scaledot int8": ("int8", None, "xla_codes"),
     "scaledot mxfp4": ("mxfp4", None, "xla_upcast"),
     "scaledot nvfp4": ("nvfp4", None, "xla_upcast"),
+    NF4: ("nf4", None, "xla_dequantize"),
 }
+DEQUANTISED = {INT4: "XLA, int4 dequantised", NF4: "XLA, nf4 dequantised"}  # peers that multiply the same weights
 OURS, BASE = "mosaic_weight_only", "JAX bfloat16"
 TARGETS = {1: 2.5, 16: 2.2}  # times the speed of bfloat16, by batch, for int4
 SMALL = (1096, 712, 3)  # terms, columns and rows that suit no tile
@@ -87,9 +89,9 @@ def sides_of(terms: int, columns: int, rows: int) -> Iterator[Side]:
     for name in WEIGHTS:
         weights = [jax.jit(quantized, static_argnames="name")(w, name=name) for w in layers]
         yield jax_side(name, step_of(product), tokens, weights, ours=True)
-        if name == INT4:
+        if name in DEQUANTISED:
             plain = step_of(lambda x, w: x @ sd.dequantize(w, jnp.bfloat16))
-            yield jax_side("XLA, int4 dequantised", plain, tokens, weights)
+            yield jax_side(DEQUANTISED[name], plain, tokens, weights)
     yield torch_side("torch int4 in groups of 128", lambda: _torch_int4(terms, columns, rows))
 
 
@@ -141,4 +143,5 @@ def _bytes(side: str, terms: int, columns: int) -> int:
     if side == BASE:
         return 2 * terms * columns
     like = jax.ShapeDtypeStruct((terms, columns), jnp.bfloat16)
-    return jax.eval_shape(lambda w: quantized(w, side if side in WEIGHTS else INT4), like).nbytes
+    read = {peer: name for name, peer in DEQUANTISED.items()} | {name: name for name in WEIGHTS}
+    return jax.eval_shape(lambda w: quantized(w, read.get(side, INT4)), like).nbytes

@@ -65,9 +65,11 @@ class Config:
 def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int) -> Config:
     """A program for each multiprocessor where there are steps enough, and the slots that its memory holds."""
     rows = _filled(rows)
-    # All tiles of so many rows have room in the registers of a thread, beside scales that are folded into codes.
-    members = min(max(1, rows // (8 if codes.block else 16)), TILES)
-    config = Config(1, WARPGROUPS // members, members, 1)
+    warpgroups = WARPGROUPS if codes.parts <= 2 else WARPGROUPS // 2  # what makes more parts fills more registers
+    # All tiles of so many rows have room in the registers of a thread, beside what codes are made of.
+    together = 16 if codes.parts == 1 and not codes.block else 8
+    members = min(max(1, rows // together), warpgroups)
+    config = Config(1, warpgroups // members, members, 1)
     steps, strips = pl.cdiv(terms, config.depth), pl.cdiv(columns, STRIP)
     splits = max(1, min(programs // strips, steps))
     slots = Slots(config, codes, PART, rows, scaled=True)
@@ -86,7 +88,7 @@ def decode(
     wanted, terms = x.shape
     rows = _filled(wanted)
     strips = pl.cdiv(words.shape[1] * codes.per_word, STRIP)
-    line = 2 * WORDS, codes.line_tiles
+    line = WORDS, *codes.in_word(codes.line_tiles)
     lines = TILES // codes.line_tiles
     steps = pl.cdiv(terms, config.depth)
     slots = Slots(config, codes, group, rows, scales is not None)
@@ -152,7 +154,8 @@ def _leave(totals, codes: Codes, mine: range, sums: list[jax.Array]) -> None:
     for line in sorted({tile // codes.line_tiles for tile in mine}):
         of_line = [tile for tile in mine if tile // codes.line_tiles == line]
         places = pl.ds(of_line[0] % codes.line_tiles, len(of_line))
-        totals[line, :, :, places] = joined([sums[tile - mine[0]] for tile in of_line])
+        ref = totals.at[line, :, :, places] if codes.by_bytes else totals.at[line, :, :, :, places]
+        ref[...] = joined([sums[tile - mine[0]] for tile in of_line], codes)
 
 
 def _add_teams(config: Config, totals, warpgroup, out) -> None:
@@ -302,7 +305,7 @@ class Ring:
             if line not in factors:
                 ref = self.scales.at[part.slot, row, pl.ds(line * WORDS * codes.per_word, WORDS * codes.per_word)]
                 factors[line] = load(ref, beside_words(codes.per_word), optimized=False)
-            grown.append(add_scaled(total, added, factors[line], index))
+            grown.append(add_scaled(total, added, factors[line], codes, index))
         return grown
 
     def _products(self, part: Part, mine: range) -> list[jax.Array]:
@@ -328,7 +331,8 @@ class Ring:
         terms = pl.ds(part.team * PART, PART)
         x = self.x.at[part.slot, :, terms].T
         for line in sorted({tile // codes.line_tiles for tile in mine}):
-            pairs = zipped(load(self.words.at[part.slot, terms, pl.ds(line * WORDS, WORDS)], WORDS_LAYOUT))
+            words = self.words.at[part.slot, terms, pl.ds(line * WORDS, WORDS)]
+            pairs = zipped(load(words, WORDS_LAYOUT), codes.by_bytes)
             scales = []
             if codes.block:
                 blocks = PART // codes.block
@@ -336,4 +340,5 @@ class Ring:
                 scales = [load(ref, beside_words(2), optimized=False)]
             for at, tile in enumerate(mine):
                 if tile // codes.line_tiles == line:
-                    yield at, codes.tile(*pairs, tile % codes.line_tiles, *scales), x
+                    for summand in codes.tiles(*pairs, tile % codes.line_tiles, *scales):
+                        yield at, summand, x

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.formats import Format
 from scaledot.kernels import operands
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
+from scaledot.kernels.mosaic.dot import is_precise
 from scaledot.kernels.mosaic.sides import result_reason
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import Operand, Problem
@@ -25,6 +27,7 @@ STEP = 64  # a group of terms is a multiple of this
 LINE, ROWS = 128, 8  # bytes and rows of a tile in shared memory; what is fetched in tiles consists of whole ones
 ALIGNED = 16  # bytes; rows of other arrays are multiples of this
 FP4 = "float4_e2m1fn"
+LARGEST_ENTRY = 3.5  # of a codebook; 2^133 times a 127th of it is a bfloat16 (`unpack.stepped`)
 BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale of this dtype
 
 
@@ -58,10 +61,18 @@ def _weights_reason(w: Operand, summed: str) -> str | None:
         return f"the tensor scale of rhs changes along {summed!r}, which is summed"
     if w.format.element == FP4:
         return _blocks_reason(w, summed)
-    if not w.format.is_integer or w.format.scale == "float8_e8m0fnu":
+    if not (w.format.is_integer or w.format.codebook) or w.format.scale == "float8_e8m0fnu":
         return f"rhs is {w}; it unpacks FP4 codes, and integers that have float scales"
     if summed in w.varies and w.block_of(summed) % STEP:
         return f"scales of rhs change every {w.block_of(summed)} terms; it has groups of multiples of {STEP}"
+    return _codebook_reason(w.format) if w.format.codebook else None
+
+
+def _codebook_reason(format: Format) -> str | None:
+    if format.bits > 4:
+        return f"codes of rhs have {format.bits} bits; it looks up those of at most 4"
+    if format.max > LARGEST_ENTRY:
+        return f"the codebook of rhs reaches {format.max}; it looks up entries of at most {LARGEST_ENTRY}"
     return None
 
 
@@ -84,17 +95,27 @@ def how(problem: Problem) -> str:
         where = f"scales applied to the sums of every {w.block_of(summed)} terms in float32"
     else:
         where = "scales applied before the one rounding"
-    return f"weights read as they are stored, bfloat16 products on Hopper's tensor cores, {where}"
+    products = "bfloat16 products on Hopper's tensor cores"
+    if w.format is not None and w.format.codebook:
+        products = f"entries looked up as sums of at most {_parts(problem)} bfloat16 numbers, {products}"
+    return f"weights read as they are stored, {products}, {where}"
+
+
+def _parts(problem: Problem) -> int:
+    """Of an entry of a codebook, each about eight bits: one more than the significant bits of the result fill."""
+    bits = 24 if is_precise(problem) else jnp.finfo(problem.out_dtype).nmant + 1
+    return -(-bits // 8) + 1
 
 
 def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
-    from scaledot.kernels.mosaic import decode, unpack
+    from scaledot.kernels.mosaic import codebook, decode, unpack
 
     contraction = problem.contraction
     summed, free = contraction.contracted, contraction.rhs_free
     terms, columns = rhs.shape[0], math.prod(rhs.shape[1:])
     x = lhs.transpose([contraction.lhs.index(c) for c in contraction.lhs_free + summed]).reshape(-1, terms)
-    rows, codes = x.shape[0], unpack.codes_for(rhs.format)
+    rows, table = x.shape[0], rhs.format.codebook
+    codes = codebook.codes_for(table, _parts(problem)) if table else unpack.codes_for(rhs.format)
     words = _words(rhs.data.reshape(terms, columns), codes.per_word)
     scales, group = _scales(rhs, contraction.rhs, problem.rhs, summed, decode.STRIP)
     config = decode.config_for(rows, columns, terms, codes, support.multiprocessors())
