@@ -1,9 +1,9 @@
 """The door: which suite, how large, how often.
 
 A suite for CPUs is a module with a SIZE and `run(size, repeats) -> dict`, the record that is written to `results/`; one
-for GPUs has cases instead, `run(cases, turns, skipped)`, and writes its part of the device's file. A module is imported
-only when asked for, so that a suite for one machine does not need what another one needs. A row that misses its target
-is a finding and not a failure; a wrong result raises before anything is timed.
+for GPUs has cases instead, `run(cases, turns, skipped)`, and writes its part of the device's file; `targets` runs cases
+of the others. A module is imported only when asked for, so that a suite for one machine does not need what another one
+needs. A row that misses its target is a finding and not a failure; a wrong result raises before anything is timed.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import importlib
 from benchmarks import record
 
 CPU_SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
-GPU_SUITES = {name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm", "block", "grouped", "decode")}
+GPU_SUITES = {
+    name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm", "block", "grouped", "decode", "targets")
+}
 SUITES = CPU_SUITES | GPU_SUITES
 REPEATS = 15
 

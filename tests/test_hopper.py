@@ -16,7 +16,7 @@ from hopper import needs_interpreter
 import scaledot as sd
 from benchmarks.gpu import cast
 from scaledot import train
-from scaledot.kernels.mosaic import casts, support, tuning
+from scaledot.kernels.mosaic import casts, support, tune, tuning
 
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
@@ -66,7 +66,8 @@ def test_products_of_blocks_spill_nothing(listed, out, columns):
     """With scales for squares of the second operand, and for its lines."""
     from scaledot.kernels.mosaic.matmul import matmul
 
-    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, 1, jnp.dtype(out).itemsize, True))
+    sums = tuning.sums_of(promote=True, in_steps=True, squares=columns < 2048)
+    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, sums))
 
     def product(a, b, rows, columns):
         how = {"out_dtype": out, "config": config, "promote": True, "in_steps": True, "programs": 132}
@@ -81,7 +82,8 @@ def test_products_of_blocks_spill_nothing(listed, out, columns):
 def test_products_of_integers_spill_nothing(listed, in_steps):
     from scaledot.kernels.mosaic.matmul import matmul
 
-    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, 1, 2, in_steps))
+    sums = tuning.sums_of(in_steps, in_steps, squares=in_steps)
+    config = tuning.heuristic(tuning.Shape(2048, 2048, 2048, "int8", 2, sums))
 
     def product(a, b, rows, columns):
         how = {"out_dtype": BF16, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
@@ -100,8 +102,9 @@ def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
 
     size, count = 2048, 8
     rows = axis == "rows"
-    kind = tuning.Shape(size, size, size, 1, jnp.dtype(out).itemsize, in_steps, count if rows else 0)
-    config = tuning.heuristic(kind)
+    sums = tuning.sums_of(in_steps, in_steps, squares=rows)
+    parts = {"row_groups" if rows else "sum_groups": count}
+    config = tuning.heuristic(tuning.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, sums, **parts))
 
     def product(a, b, rows_of, columns, sizes):
         groups = groups_of_rows(sizes, size, config) if rows else groups_of_sum(sizes)
@@ -118,6 +121,22 @@ def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
         "H200", product, *shapes(*operands, *((shape, jnp.float32) for shape in factors), ((count,), jnp.int32))
     )
     assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    tune.shapes_of([kind for kind in tune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
+    ids=lambda shape: "-".join(map(str, dataclasses.astuple(shape)[3:])),
+)
+def test_tiles_that_are_measured_spill_nothing(listed, shape):
+    """Beside those of dense products, which are above."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: tune.operands(shape)))
+    for config in (tuning.heuristic(shape), *tune.variants(shape)):
+        with tuning.trying(shape, config):
+            gpu_compile.compiled_for("H200", lambda *given: tune.product(shape, *tree.unflatten(given)), *leaves)
+    found = gpu_compile.spills(listed)
+    assert found, "the assembler left no listing"
+    assert not any(found)
 
 
 @pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)

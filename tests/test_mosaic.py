@@ -1,6 +1,7 @@
 """Kernels for Hopper: held to the reference on the cases that tuning and benchmarks use, by JAX's interpreter."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -11,7 +12,8 @@ from hopper import needs_interpreter, normal, relative, values
 
 import scaledot as sd
 from scaledot import train
-from scaledot.kernels.mosaic import casts, support, tuning
+from scaledot.__main__ import main
+from scaledot.kernels.mosaic import casts, support, tune, tuning
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 DIMENSIONS = (((1,), (0,)), ((), ()))
@@ -341,34 +343,150 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
 
 @needs_interpreter
 def test_tiles_are_chosen_by_the_work_that_they_leave():
-    wide = tuning.heuristic(tuning.Shape(16384, 32768, 8192, 1, 2, False))
+    wide = tuning.heuristic(tuning.Shape(16384, 32768, 8192, "float8", 2))
     assert (wide.columns, wide.pair) == (256, "rows")
-    assert tuning.heuristic(tuning.Shape(128, 16384, 4096, 1, 2, False)).pair is None  # one row of tiles has no pairs
+    assert tuning.heuristic(tuning.Shape(128, 16384, 4096, "float8", 2)).pair is None  # one row of tiles has no pairs
+
+
+MEASURED = [  # of each way that tiles can be asked for
+    tuning.Shape(128, 256, 128, "float8", 2),
+    tuning.Shape(128, 128, 128, "float8", 2, "promoted"),
+    tuning.Shape(128, 128, 256, "int8", 2, "squares"),
+    tuning.Shape(128, 128, 128, "float8", 2, row_groups=3),
+    tuning.Shape(128, 128, 512, "float8", 4, "lines", sum_groups=3),
+]
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """The file of a device that has none yet."""
+    monkeypatch.setattr(tuning, "_path", lambda kind: tmp_path / "table.json")
+    tuning._table.cache_clear()
+    yield tmp_path / "table.json"
+    tuning._table.cache_clear()
+
+
+def tuned(monkeypatch, shapes, table, taken: list[float]) -> None:
+    """With one candidate; taken: the seconds of the heuristic's tiles and of its own."""
+    seconds = itertools.cycle(taken)
+    monkeypatch.setattr(tune, "_seconds", lambda program, arguments: next(seconds))
+    tune.tune(shapes, table)
 
 
 @needs_interpreter
-def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, tmp_path):
-    from scaledot.kernels.mosaic import tune
-
-    shape = tuning.Shape(128, 256, 128, 1, 2, False)
-    faster = dataclasses.replace(tuning.heuristic(shape), band=2)
-    monkeypatch.setattr(tune, "shapes_of", lambda layers: [shape])
-    monkeypatch.setattr(tune, "_variants", lambda default: [faster])
-    seconds = iter([2.0, 1.0] * tune.TURNS)
-    monkeypatch.setattr(tune, "_seconds", lambda program, a, b: next(seconds))
-    monkeypatch.setattr(tuning, "_path", lambda kind: tmp_path / "table.json")
-    tune.tune([], tuning.path_of_device())
-    monkeypatch.setattr(tune, "shapes_of", lambda layers: [dataclasses.replace(shape, n=512)])
-    seconds = iter([1.0, 2.0] * tune.TURNS)
-    tune.tune([], tuning.path_of_device())  # another layer does not take its place
-    tuning._table.cache_clear()
+@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: f"{shape.sums} {shape.row_groups} {shape.sum_groups}")
+def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, table, shape):
+    faster = tune.variants(shape)[0]
+    monkeypatch.setattr(tune, "variants", lambda shape: [faster])
+    tuned(monkeypatch, [shape], table, [2.0, 1.0])
     assert tuning.config_for(shape) == faster
-    assert tuning.config_for(dataclasses.replace(shape, m=256)) == tuning.heuristic(dataclasses.replace(shape, m=256))
-    tuning._table.cache_clear()
+    other = dataclasses.replace(shape, m=256)
+    assert tuning.config_for(other) == tuning.heuristic(other)
+
+
+@needs_interpreter
+def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper, monkeypatch, table):
+    shape = MEASURED[0]
+    ours, other = dataclasses.replace(tuning.heuristic(shape), band=2), dataclasses.replace(shape, n=512)
+    monkeypatch.setattr(tune, "best", lambda of: (ours if of == shape else tuning.heuristic(of), 0.0))
+    tune.tune([shape], table)
+    tune.tune([other], table)
+    assert tuning.config_for(shape) == ours
+    assert tuning.config_for(other) == tuning.heuristic(other)
+
+
+@needs_interpreter
+def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table):
+    run = tune._program
+
+    def spoilt(shape, config, arguments):
+        program = run(shape, config, arguments)
+        # One number in the last tile, of tiles that are not the heuristic's.
+        wrong = config != tuning.heuristic(shape)
+        return lambda *given: program(*given).at[-1, -1].multiply(2 if wrong else 1)
+
+    monkeypatch.setattr(tune, "_program", spoilt)
+    with pytest.raises(AssertionError, match="gives another product"):
+        tuned(monkeypatch, MEASURED[:1], table, [2.0, 1.0])
+    assert not table.exists()
+
+
+@needs_interpreter
+def test_candidates_are_new_and_groups_of_rows_have_no_pairs():
+    for shape in tune.shapes_of(tune.KINDS):
+        found = tune.variants(shape)
+        assert len(found) > 1
+        assert len({tuning.heuristic(shape), *found}) == len(found) + 1
+        assert not shape.row_groups or all(config.pair is None for config in found)
+
+
+ASKED = [  # recipe, whether tokens are in groups, and the kind of products that have its shapes
+    ("fp8_current", False, "dense"),
+    ("mxfp8", False, "dense"),
+    ("fp8_block", False, "blocks"),
+    ("int8_block", False, "blocks"),
+    ("int8", False, "integers"),
+    ("fp8_current", True, "groups"),
+    ("fp8_block", True, "groups"),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("recipe", "in_groups", "kind"), ASKED)
+def test_what_is_measured_is_what_training_asks_for(hopper, monkeypatch, recipe, in_groups, kind):
+    tokens, inputs, outputs, groups = layer = 200, 256, 384, 3
+    asked, choose = [], tuning.config_for
+    monkeypatch.setattr(tuning, "config_for", lambda shape: asked.append(shape) or choose(shape))
+
+    def step(x, w, dy):
+        how = {"recipe": recipe, "key": jax.random.key(0), "preferred_element_type": BF16}
+        if in_groups:
+            y, backward = jax.vjp(lambda x, w: train.ragged_dot(x, w, jnp.array([90, 0, 100]), **how), x, w)
+        else:
+            y, backward = jax.vjp(lambda x, w: train.dot_general(x, w, DIMENSIONS, **how), x, w)
+        return y, backward(dy)
+
+    kernel = (groups, inputs, outputs) if in_groups else (inputs, outputs)
+    sizes = ((tokens, inputs), BF16), (kernel, jnp.float32), ((tokens, outputs), BF16)
+    jax.eval_shape(step, *(jax.ShapeDtypeStruct(*each) for each in sizes))
+    assert len(asked) == 3
+    assert set(asked) <= set(tune.shapes_of([kind], [layer[:3]], groups))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", tune.KINDS)
+def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch, kind):
+    asked: list[tuning.Shape] = []
+    choose = tuning.config_for
+    monkeypatch.setattr(tuning, "config_for", lambda shape: asked.append(shape) or choose(shape))
+    shapes = tune.shapes_of([kind], [(200, 256, 384)], 3)
+    for shape in shapes:
+        result = jax.eval_shape(lambda shape=shape: tune.product(shape, *tune.operands(shape)))
+        assert result.dtype.itemsize == shape.out_itemsize
+    assert asked == shapes
+
+
+@needs_interpreter
+def test_the_table_of_an_h200_is_of_products_that_are_measured():
+    from scaledot.kernels.mosaic.tiles import Config
+
+    rows = {tuning.Shape(**row["shape"]): Config(**row["config"]) for row in tuning._table("NVIDIA H200")}
+    assert rows.keys() <= set(tune.shapes_of(tune.KINDS))
+    assert len(rows) == len(tuning._table("NVIDIA H200"))
+
+
+def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(tune, "tune", lambda shapes, path: called.append((shapes, path)))
+    path = tmp_path / "table.json"
+    layers = ["--layer", "256", "128", "384", "--layer", "512", "128", "384"]
+    assert main(["tune", "--kind", "groups", "integers", *layers, "--groups", "4", "--output", str(path)]) == 0
+    assert called == [(tune.shapes_of(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
+    assert {shape.row_groups for shape in called[0][0]} == {0, 4}
+    with pytest.raises(SystemExit):
+        main(["tune", "--kind", "unheard"])
 
 
 def test_there_is_nothing_to_tune_without_a_gpu(capsys):
-    from scaledot.__main__ import main
-
     assert main(["tune"]) == 1
     assert "there is nothing to tune here: needs" in capsys.readouterr().err

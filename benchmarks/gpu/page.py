@@ -24,6 +24,8 @@ TEXT = """# How fast is it on Hopper?
 Measured by `python -m benchmarks.run --suite dense`, `gemm`, `block`, `grouped`, `decode` and `cast` on one {device}
 with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
+`--suite targets` runs those cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
+table of what they reached.
 Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
 data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
 much with what ran before them.

@@ -3,6 +3,7 @@
 import json
 import os
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,12 +26,16 @@ def environment() -> dict[str, Any]:
     return {**record.environment(), **about, **{name: record.version(name) for name in PACKAGES}}
 
 
+def device_file() -> Path:
+    return record.RESULTS / f"{device_name()}.json"
+
+
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
     """Put cases of a suite into the device's file, whole or not at all; returns its path.
 
     Each case says when and with what it was run; those that were not run this time stay.
     """
-    path = record.RESULTS / f"{device_name()}.json"
+    path = device_file()
     path.parent.mkdir(exist_ok=True)
     suites = json.loads(path.read_text()) if path.exists() else {}
     known = {case["case"]: case for case in suites.get(suite, {}).get("cases", [])}

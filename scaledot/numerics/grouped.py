@@ -74,6 +74,11 @@ def whole_groups(group_sizes: Any, together: int) -> Any:
     return -(-group_sizes // together) * together
 
 
+def room(rows: int, groups: int, together: int) -> int:
+    """How many rows there may be once every group has a whole multiple."""
+    return whole_groups(rows + min(groups, rows) * (together - 1), together)
+
+
 def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:
     """Rows moved so that every group starts at a multiple of `together`, with zeros between.
 
@@ -81,11 +86,10 @@ def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:
     """
     if together == 1:
         return x
-    rows, count = x.shape[0], group_sizes.shape[0]
-    room = whole_groups(rows + min(count, rows) * (together - 1), together)
-    whole = whole_groups(group_sizes, together)
-    group = group_rows(whole, room, 0)[0]
+    count, whole = group_sizes.shape[0], whole_groups(group_sizes, together)
+    worst = room(x.shape[0], count, together)
+    group = group_rows(whole, worst, 0)[0]
     starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (group_sizes, whole))
-    within = jnp.arange(room, dtype=targets.dtype) - targets[group]
+    within = jnp.arange(worst, dtype=targets.dtype) - targets[group]
     valid = (group < count) & (within < jnp.append(group_sizes, 0)[group])
     return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))

@@ -65,20 +65,21 @@ class Product:
         promote = in_steps or self.promotes(problem)
         a = self._side(lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, sides.ROWS)
         b = self._side(rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, sides.COLUMNS)
-        shape = tuning.Shape(a.rows, b.rows, a.terms, a.matrix.dtype.itemsize, problem.out_dtype.itemsize, promote)
-        config = tuning.config_for(shape)
         if in_steps:
             step_factors = functools.partial(sides.step_factors, summed=contraction.contracted)
             rows = step_factors(lhs, contraction.lhs, contraction.lhs_free, squares=False)
             columns = step_factors(rhs, contraction.rhs, contraction.rhs_free, squares=True)
-            of_square = LINE if columns.shape[1] < b.rows else 1
         else:
-            rows, columns, of_square = a.factors(), b.factors(), 1
+            rows, columns = a.factors(), b.factors()
+        squares = in_steps and columns.shape[1] < b.rows
+        element, sums = "bfloat16" if self.values else self.kind, tuning.sums_of(promote, in_steps, squares)
+        shape = tuning.Shape(a.rows, b.rows, a.terms, element, problem.out_dtype.itemsize, sums)
+        config = tuning.config_for(shape)
         result = matmul(
             a.matrix,
             b.matrix,
             sides.filled_factors(rows, in_steps, config.team_rows),
-            sides.filled_factors(columns, in_steps, config.team_columns // of_square),
+            sides.filled_factors(columns, in_steps, config.team_columns // (LINE if squares else 1)),
             None if bias is None else _filled_bias(bias, config.team_columns),
             out_dtype=problem.out_dtype,
             config=config,

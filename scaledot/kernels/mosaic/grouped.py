@@ -100,19 +100,21 @@ def _by_rows(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Ar
     promote = in_steps or _promotes(problem)
     a, b = _laid(lhs, contraction.lhs, row + term), _laid(rhs, contraction.rhs, group + column + term)
     (m, k), n = a.shape, b.shape[1]
-    config = tuning.config_for(tuning.Shape(m, n, k, 1, problem.out_dtype.itemsize, promote, sizes.size))
     if in_steps:
         rows = sides.step_factors(lhs, contraction.lhs, row, term, squares=False)
         columns = sides.step_factors(rhs, contraction.rhs, column, term, squares=True, group=group)
     else:
         rows = sides.row_factors(operands.block_factors(lhs, contraction.lhs, {}), lhs, contraction.lhs, row)
         columns = _of_each_group(rhs, contraction.rhs, group + column)
-    of_square = LINE if in_steps and columns.shape[-1] < n else 1
+    squares = in_steps and columns.shape[-1] < n
+    sums = tuning.sums_of(promote, in_steps, squares)
+    shape = tuning.Shape(m, n, k, _kind_of(problem), problem.out_dtype.itemsize, sums, row_groups=sizes.size)
+    config = tuning.config_for(shape)
     result = matmul(
         filled_up(a, sides.ROWS, LINE),
         jnp.pad(b, ((0, 0), (0, -n % sides.LAST), (0, -k % LINE))),
         sides.filled_factors(rows, in_steps, config.team_rows, config.program_rows),
-        sides.filled_factors(columns, in_steps, config.team_columns // of_square),
+        sides.filled_factors(columns, in_steps, config.team_columns // (LINE if squares else 1)),
         None,
         out_dtype=problem.out_dtype,
         config=config,
@@ -142,7 +144,9 @@ def _by_sums(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Ar
             own = sides.row_factors(operands.block_factors(q, of, {}), q, of, free)[None] * factor
             scales.append(jnp.broadcast_to(own, (sizes.size, own.shape[1])))
     (m, k), n = matrices[0].shape, matrices[1].shape[0]
-    config = tuning.config_for(tuning.Shape(m, n, k, 1, problem.out_dtype.itemsize, promote))
+    sums = tuning.sums_of(promote, in_steps, squares=False)
+    shape = tuning.Shape(m, n, k, _kind_of(problem), problem.out_dtype.itemsize, sums, sum_groups=sizes.size)
+    config = tuning.config_for(shape)
     result = matmul(
         filled_up(matrices[0], sides.ROWS, LINE),
         filled_up(matrices[1], sides.COLUMNS, LINE),

@@ -3,9 +3,11 @@
 The tables are `tuned/<device>.json`, written by `python -m scaledot tune`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,52 @@ from scaledot.kernels.mosaic import support
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen by: sizes, bytes of an element and of a result, whether sums are promoted, and how many
-    groups the rows are in (0 for none)."""
+    """What tiles are chosen by.
+
+    element: "float8", "int8" or "bfloat16". out_itemsize: bytes of a result. sums: "chained" in the tensor cores,
+    "promoted" to float32 every 128 terms, or promoted and scaled, where the second operand has scales of "lines" or of
+    "squares". row_groups, sum_groups: in how many groups the rows or the terms are, 0 for none.
+    """
 
     m: int
     n: int
     k: int
-    itemsize: int
+    element: str
     out_itemsize: int
-    promote: bool
-    groups: int = 0
+    sums: str = "chained"
+    row_groups: int = 0
+    sum_groups: int = 0
+
+    @property
+    def promotes(self) -> bool:
+        return self.sums != "chained"
+
+
+def sums_of(promote: bool, in_steps: bool, squares: bool) -> str:
+    """The name that a Shape has for them."""
+    if in_steps:
+        return "squares" if squares else "lines"
+    return "promoted" if promote else "chained"
+
+
+_tried: dict[Shape, Any] = {}
+
+
+@contextlib.contextmanager
+def trying(shape: Shape, config: Any) -> Iterator[None]:
+    """Products of that shape that are traced meanwhile are cut so, whatever was measured."""
+    _tried[shape] = config
+    try:
+        yield
+    finally:
+        del _tried[shape]
 
 
 def config_for(shape: Shape) -> Any:
     from scaledot.kernels.mosaic.tiles import Config
 
+    if shape in _tried:
+        return _tried[shape]
     fields = _measured(shape)
     return Config(**fields) if fields is not None else heuristic(shape)
 
@@ -45,13 +78,13 @@ def heuristic(shape: Shape) -> Any:
     def cost(config: Any) -> float:
         tiles = -(-shape.m // config.team_rows) * -(-shape.n // config.team_columns)
         rounds = -(-tiles // (support.multiprocessors() // config.paired))
-        paired = 0.99 if shape.itemsize == 1 else 1.02
+        paired = 1.02 if shape.element == "bfloat16" else 0.99
         slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (paired if config.pair else 1.0)
         return rounds * config.program_rows * config.program_columns * slowdown
 
-    if shape.groups:
-        return min(map(for_groups, candidates(shape.promote)), key=cost)
-    fitting = [config for config in candidates(shape.promote) if config.pair is None or shape.m > config.program_rows]
+    if shape.row_groups:
+        return min(map(for_groups, candidates(shape.promotes)), key=cost)
+    fitting = [config for config in candidates(shape.promotes) if config.pair is None or shape.m > config.program_rows]
     return min(fitting, key=cost)
 
 
