@@ -1,7 +1,8 @@
-"""One read of a matrix, 8-bit floats as they lie and transposed: one scale for all, for tiles or for lines of 128.
+"""One read of a matrix, 8-bit codes as they lie and transposed: one scale for all, for tiles or for lines of 128.
 
 Lines run along the rows for codes that are written as they lie, and down the columns for those that are written
-transposed, so a product finds them along its sum either way.
+transposed, so a product finds them along its sum either way. So do the groups of a rotation, which a second tile in
+shared memory is for: there they run down the columns in any case, and a thread has a column.
 
 A program has one tile. Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can: the even and the odd
 rows of a tile are read apart, and the codes of two rows that belong to one column are packed into one 16-bit word. The
@@ -24,9 +25,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.mosaic.casts import LINE
-from scaledot.kernels.mosaic.memory import LANES, THREADS, flushed, load, side_by_side, tiled, to_float8
+from scaledot.kernels.mosaic.memory import (
+    LANES,
+    THREADS,
+    flushed,
+    load,
+    rotated,
+    side_by_side,
+    tiled,
+    to_float8,
+    to_int8,
+)
 from scaledot.numerics.bits import amax_of_rank, magnitude_rank
 from scaledot.numerics.encode import rounded
+from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import levels_of
 
@@ -36,6 +48,11 @@ SEARCHERS = 1024  # programs that look for the largest magnitude
 READS = 8  # that one of them has on their way
 WGMMA = plgpu.Layout.WGMMA
 EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
+COLUMN = plgpu.Layout.TILED(  # one column of (rows, LINE) for each thread
+    plgpu.Tiling(((1, LINE), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+PITCH = LINE + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
+Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
 class Given(NamedTuple):
@@ -113,16 +130,25 @@ def amax(x: jax.Array) -> jax.Array:
 
 
 def cast(
-    x: jax.Array, format: Format, scaling: Scaling, wanted: Wanted, seeds: jax.Array | None = None, width: int = 0
+    x: jax.Array,
+    format: Format,
+    scaling: Scaling,
+    wanted: Wanted,
+    seeds: jax.Array | None = None,
+    width: int = 0,
+    rotations: Rotations = (None, None),
 ) -> Result:
     """Codes of x (M, K), which must be multiples of 128.
 
     seeds: the words of two keys, uint32 (2, 2), for codes as they lie and for transposed ones; None rounds to nearest.
-    width: the length of rows by which elements are counted for stochastic rounding.
+    width: the length of rows by which elements are counted for stochastic rounding. rotations: along the lines of codes
+    as they lie and of transposed ones, before the cast.
     """
     m, k = x.shape
-    dtype = format.element_dtype
+    dtype = format.code_dtype
     of_lines = isinstance(scaling, OfBlocks) and not scaling.square
+    turns = [side for side, rotation in enumerate(rotations) if rotation is not None]
+    assert of_lines or not turns
     parts = LINE // PART if isinstance(scaling, OfBlocks) else 1
     deep, wide = m // LINE, k // (parts * PART)
     has_scale = not isinstance(scaling, Given) and (wanted.rows or not of_lines)
@@ -135,7 +161,8 @@ def cast(
         seeds_gmem: Any = None if seeds is None else next(refs)
         outs: tuple[Any, ...] = tuple(next(refs) if want else None for want in writes)
         rows_gmem, words_gmem, amax_gmem, sums_gmem, row_scale, column_scale = outs
-        x_smem, rows_smem, words_smem, lines_smem, full = refs
+        x_smem, rows_smem, words_smem, lines_smem, turned_smem, full = refs
+        turned_of: dict[int, Any] = {side: turned_smem.at[i] for i, side in enumerate(turns)}
         row, column = deep - 1 - lax.axis_index("row"), lax.axis_index("column")
         pairs = pl.ds(row * PAIRS, PAIRS)
         along = [pl.ds((column * parts + part) * PART, PART) for part in range(parts)]
@@ -149,22 +176,24 @@ def cast(
             factor = _scale_tensor(given_gmem, format, row_scale, (row == 0) & (column == 0))
         plgpu.barrier_wait(full)
         if of_lines:
-            _scale_lines(x_smem, format, lines_smem, row_scale, column_scale, row, column)
+            _longest_lines(x_smem, lines_smem, [side for side in range(2) if side not in turns])
+            for side in turns:
+                _rotate(x_smem, turned_of[side], lines_smem, side, rotations[side])
+            _scale_lines(format, lines_smem, row_scale, column_scale, row, column)
         elif isinstance(scaling, OfBlocks):
             factor = _scale_square(x_smem, format, row_scale, row, column)
 
         def codes(part: int, values: list[jax.Array], transposed: int) -> list[jax.Array]:
             made = []
+            if transposed in turns:
+                values = _turned_values(turned_of[transposed], part, transposed)
             for parity, value in enumerate(values):
                 first = part * PART if transposed else parity * PAIRS
                 by = _spread(lines_smem.at[transposed], first, transposed) if of_lines else factor
                 up = flushed(value) * by
-                if seeds is None:
-                    made.append(to_float8(up, dtype))
-                    continue
                 place = row * LINE + parity, (column * parts + part) * PART
-                uniform = _uniform(seeds_gmem.at[transposed], place, width)
-                made.append(rounded(up, format, uniform).astype(dtype))
+                uniform = None if seeds is None else _uniform(seeds_gmem.at[transposed], place, width)
+                made.append(_code(up, format, uniform))
             return made
 
         one_cast = not of_lines and seeds is None
@@ -217,6 +246,7 @@ def cast(
             if wanted.transposed
             else None,
             plgpu.SMEM((2, LINE), jnp.float32) if of_lines else None,
+            plgpu.SMEM((len(turns), LINE, PITCH), jnp.bfloat16) if turns else None,
             plgpu.Barrier(num_arrivals=2 * parts),
         ],
         compiler_params=_PARAMETERS,
@@ -263,21 +293,70 @@ def _scale_square(x_smem, format: Format, scale_gmem, row, column) -> jax.Array:
     return levels.factors[0]
 
 
-def _scale_lines(x_smem, format: Format, lines_smem, row_scale, column_scale, row, column) -> None:
-    """Leaves the factors of the rows, even ones first, and of the columns in shared memory."""
+def _longest_lines(x_smem, lines_smem, sides: list[int]) -> None:
+    """Leaves the largest magnitudes of the rows (0), even ones first, and of the columns (1) in shared memory."""
     longest: list[Any] = [None, None]
-    for part in range(x_smem.shape[0]):
+    for part in range(x_smem.shape[0] if sides else 0):
         ranks = [magnitude_rank(value) for value in _values(x_smem, part)]
-        lines_smem[1, pl.ds(part * PART, PART)] = amax_of_rank(jnp.max(jnp.maximum(*ranks), axis=0))
-        ends = [jnp.max(rank, axis=1) for rank in ranks]
-        longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
-    for parity in range(2):
+        if 1 in sides:
+            lines_smem[1, pl.ds(part * PART, PART)] = amax_of_rank(jnp.max(jnp.maximum(*ranks), axis=0))
+        if 0 in sides:
+            ends = [jnp.max(rank, axis=1) for rank in ranks]
+            longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
+    for parity in range(2 if 0 in sides else 0):
         lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of_rank(longest[parity])
+
+
+def _rotate(x_smem, turned_smem, lines_smem, side: int, rotation: Any) -> None:
+    """Leaves the tile rotated, lines down its columns; and the largest magnitude of each where those of others are.
+
+    Sums below 2^-126 are kept where the reference makes them zeros.
+    """
+    for part in range(x_smem.shape[0]):
+        for parity, value in enumerate(_values(x_smem, part)):
+            _block(turned_smem, part, parity, side)[...] = value.astype(jnp.bfloat16)
+    size = rotation.size
+    strips = range(2) if side else range(1)  # even rows come first, and odd ones after them
+    deep = size // len(strips)
+
+    def group(i, most):
+        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, LINE)] for strip in strips]
+        loaded = [load(ref, COLUMN, optimized=False).astype(jnp.float32) for ref in refs]
+        values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
+        for strip, ref in enumerate(refs):
+            ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
+        return functools.reduce(jnp.maximum, map(magnitude_rank, values), most)
+
+    nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
+    lines_smem[pl.ds(side, 1)] = amax_of_rank(lax.fori_loop(0, LINE // size, group, nothing))
+
+
+def _block(turned_smem, part: int, parity: int, side: int) -> Any:
+    """Where the even or odd rows of a part of the columns are in a rotated tile, as they lie in the matrix."""
+    rows, columns = pl.ds(parity * PAIRS, PAIRS), pl.ds(part * PART, PART)
+    return turned_smem.at[rows, columns] if side else turned_smem.at[columns, rows].T
+
+
+def _turned_values(turned_smem, part: int, side: int) -> list[jax.Array]:
+    blocks = [_block(turned_smem, part, parity, side) for parity in range(2)]
+    return [load(block, WGMMA, optimized=False).astype(jnp.float32) for block in blocks]
+
+
+def _scale_lines(format: Format, lines_smem, row_scale, column_scale, row, column) -> None:
+    """Makes factors of the largest magnitudes that were found, in their place."""
     for side, scale_gmem, at in ((0, row_scale, (column, row)), (1, column_scale, (row, column))):
         levels = levels_of(load(lines_smem.at[side], EACH), format, _FLOAT32)
         if scale_gmem is not None:
             scale_gmem[at] = levels.scale
         lines_smem[side] = levels.factors[0]
+
+
+def _code(up: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+    if format.is_integer:
+        return to_int8(up, format, uniform)
+    if uniform is None:
+        return to_float8(up, format.code_dtype)
+    return rounded(up, format, uniform).astype(format.code_dtype)
 
 
 def _spread(line_smem, first: int, axis: int) -> jax.Array:
