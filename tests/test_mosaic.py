@@ -204,6 +204,7 @@ RECIPES = {
     "fp8_block": "xla_codes",
     "mxfp8": "xla_upcast",
     "nvfp4": "xla_upcast",
+    "int8_block": "xla_integer",
 }
 
 
@@ -230,7 +231,7 @@ def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int
 def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
     fused, run = [], casts.run
     monkeypatch.setattr(casts, "run", lambda *how: fused.append(how) or run(*how))
-    sizes = (32 if recipe == "nvfp4" else 30, 72, 40)  # tokens in whole groups of a rotation
+    sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # whole groups of a rotation
     found = step(recipe, None, sizes)
     assert len(fused) == 3, "a tensor was cast by XLA"
     expected = step(recipe, RECIPES[recipe], sizes)
@@ -274,7 +275,7 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, rec
 
 @needs_interpreter
 def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
-    bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4}
+    bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4, "int8_block": 8}
     for recipe, each in bits.items():
         x, w = normal(0, (64, 512), jnp.bfloat16), normal(1, (512, 512))
 
@@ -312,13 +313,16 @@ def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted,
 @pytest.mark.parametrize(
     ("view", "reason"),
     [
-        (casts.View(sd.FORMATS["int8"], (0, 0), 1), "is not an 8-bit float"),
-        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "is not an 8-bit float"),
+        (casts.View(sd.FORMATS["int4"], (1, 128), 1), "is not an 8-bit float or integer"),
+        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "is not an 8-bit float or integer"),
         (casts.View(sd.FORMATS["nvfp4"], (1, 16), 1, rotation=sd.Hadamard()), "down columns"),
+        (casts.View(sd.FORMATS["int8"], (0, 0), 1, rotation=sd.Hadamard()), "along lines of 128"),
+        (casts.View(sd.FORMATS["int8"], (1, 128), 1, rotation=sd.Hadamard(32)), "32 is longer than 16"),
+        (casts.View(sd.FORMATS["int8"], (128, 1), 0, rotation=sd.Hadamard()), "72 is not whole groups"),
     ],
 )
 def test_casts_that_no_kernel_makes_have_reasons(view, reason):
-    assert reason in casts.views_reason((64, 64), jnp.bfloat16, (view,))
+    assert reason in casts.views_reason((72, 64), jnp.bfloat16, (view,))
     assert "float64" in casts.views_reason((64, 64), np.float64, (view,))
     assert "matrices" in casts.views_reason((2, 64, 64), jnp.bfloat16, (view,))
 

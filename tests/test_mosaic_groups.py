@@ -11,7 +11,8 @@ from jax import lax
 
 import scaledot as sd
 from scaledot import train
-from scaledot.kernels.mosaic import support
+from scaledot.kernels.mosaic import casts, support
+from scaledot.train.groups import Groups
 
 SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 # Rows, and how they fall into groups: empty ones, ones that start and end inside a tile, all in one, rows left over.
@@ -125,17 +126,64 @@ def test_sums_over_groups_have_a_result_each(hopper, sizes):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed", "int8"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
+    """As the products take them; whatever is in rows of no group."""
+    rows, sizes = SIZES[sizes]
+    kind, cast, groups = Groups(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
+    laid = {product: kind.lay(cast, product, "x") for product in ("fwd", "wgrad")}
+    x = normal(0, (rows, 208), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
+    made = kind.fused("x", laid, dict.fromkeys(laid), None, x, groups, None, amax=False, sums=False)
+    assert made is not None, "a cast was left to XLA"
+    for product, ours in made.operands.items():
+        ours, theirs = casts.logical(ours), kind.quantize(laid[product], x, groups, None, None)
+        assert (ours.block, ours.shape) == (theirs.block, theirs.shape)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (1, [0, 1])])
+def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
+    kind, groups = Groups(128), jnp.array(sizes)
+    laid = {product: kind.lay(sd.Cast("fp8_e4m3"), product, "x") for product in ("fwd", "wgrad")}
+    x = normal(0, (rows, 208), jnp.bfloat16)
+    made = kind.fused("x", laid, dict.fromkeys(laid), None, x, groups, None, amax=False, sums=False)
+    assert made is not None, "a cast was left to XLA"
+    for product, ours in made.operands.items():
+        theirs = kind.quantize(laid[product], x, groups, None, None)
+        np.testing.assert_array_equal(ours.scale[groups > 0], theirs.scale[groups > 0])
+        np.testing.assert_array_equal(casts.logical(ours.codes).scale, theirs.codes.scale)
+
+
+def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+
+    def reason(format: str, tile, rotation=None, rows: int = 300) -> str | None:
+        return casts.rows_reason(
+            (rows, 72), jnp.bfloat16, 4, casts.View(sd.FORMATS[format], tile, 1, rotation=rotation)
+        )
+
+    assert reason("fp8_e4m3", (1, 128)) is None
+    assert "one float32 scale, or one for 128" in str(reason("mxfp8", (1, 32)))
+    assert "one float32 scale, or one for 128" in str(reason("fp8_e4m3", (128, 128)))
+    assert "72 is not whole groups" in str(reason("int8", (1, 128), sd.Hadamard()))
+    assert "at most" in str(reason("fp8_e4m3", (1, 128), rows=2**20))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed", "int8", "int8_block"])
 def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
-    taken = []
+    taken, cast = [], []
     from scaledot.kernels.mosaic import matmul
 
-    run = matmul.matmul
+    run, run_rows = matmul.matmul, casts.run_rows
     monkeypatch.setattr(matmul, "matmul", lambda *a, **how: taken.append(how["groups"].axis) or run(*a, **how))
+    monkeypatch.setattr(casts, "run_rows", lambda *a: cast.append(a) or run_rows(*a))
     rows, sizes = SIZES["uneven"]
     x, w, dy = (
-        normal(0, (rows, 200), jnp.bfloat16),
-        normal(1, (len(sizes), 200, 72)),
+        normal(0, (rows, 208), jnp.bfloat16),
+        normal(1, (len(sizes), 208, 72)),
         normal(2, (rows, 72), jnp.bfloat16),
     )
 
@@ -152,6 +200,7 @@ def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
 
     found = step()
     assert taken == ["rows", "rows", "sum"], "a product was left to XLA"
+    assert len(cast) == (0 if recipe == "int8" else 4), "rows were cast by XLA"  # scales of whole rows and columns are
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(support, "device_reason", lambda: "not here")
         expected = step()

@@ -18,6 +18,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.sides import jax_side, measure
 from scaledot.kernels.mosaic import casts
 from scaledot.kernels.mosaic.casts import View
+from scaledot.train.groups import Groups, PerGroup, cast_rows
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
@@ -42,6 +43,9 @@ class Case:
         keys = jax.random.split(key, len(self.views))
         return tuple(self._reference(view, x, each) for view, each in zip(self.views, keys, strict=True))
 
+    def largest(self, x: jax.Array) -> jax.Array:
+        return sd.amax(x)
+
     def _reference(self, view: View, x: jax.Array, key: jax.Array) -> sd.ScaledArray:
         axes = (1, 0) if view.summed == 0 else (0, 1)
         q = sd.quantize(
@@ -58,6 +62,47 @@ class Case:
         return q.T if view.summed == 0 and view.format.scale == "float32" else q
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupCase(Case):
+    """The same of rows in groups of uneven sizes, one of them empty, with some rows that belong to none."""
+
+    def sizes(self, rows: int) -> jax.Array:
+        return jnp.array([rows * share // 16 for share in (3, 0, 5, 1, 2, 2, 1, 1)])
+
+    def ours(self, x: jax.Array, key: jax.Array) -> Any:
+        made = self._of_each(x, key, lambda laid, view, *how: cast_rows(laid, view, *how, amax=self.given_factor))
+        return casts.Fused(tuple(_codes(operand) for operand, _ in made), made[0][1], None)
+
+    def theirs(self, x: jax.Array, key: jax.Array) -> Any:
+        made = self._of_each(
+            x, key, lambda laid, view, x, sizes, key, factor: KIND.quantize(laid, x, sizes, factor, key)
+        )
+        return tuple(_codes(q).T if view.summed == 0 else _codes(q) for view, q in zip(self.views, made, strict=True))
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        return sd.amax(x[: self.sizes(x.shape[0]).sum()])
+
+    def _of_each(self, x: jax.Array, key: jax.Array, cast: Callable[..., Any]) -> list[Any]:
+        factor = jnp.float32(3.0) if self.given_factor else None
+        keys = [k if view.stochastic else None for view, k in zip(self.views, jax.random.split(key, 2), strict=True)]
+        return [
+            cast(self._laid(view), view, x, self.sizes(x.shape[0]), each, factor)
+            for view, each in zip(self.views, keys, strict=True)
+        ]
+
+    def _laid(self, view: View) -> Any:
+        product, block = ("dgrad", view.tile) if view.summed else ("wgrad", view.tile[::-1])
+        rounding = "stochastic" if view.stochastic else "nearest"
+        return KIND.lay(sd.Cast(view.format, block, rounding, view.rotation), product, "g")
+
+
+KIND = Groups(casts.LINE)
+
+
+def _codes(q: Any) -> Any:
+    return q.codes if isinstance(q, PerGroup) else q
+
+
 def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[View, ...]:
     row = sd.FORMATS[format]
     lines = ((1, tile), (tile, 1)) if tile and not square else ((tile, tile), (tile, tile))
@@ -65,7 +110,7 @@ def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[View
 
 
 ROTATED = sd.Hadamard()
-NV = sd.FORMATS["nvfp4"]
+NV, INT8 = sd.FORMATS["nvfp4"], sd.FORMATS["int8"]
 CASES = (
     Case("e4m3, both layouts, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
     Case("e4m3, both layouts, given factor, with amax, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
@@ -74,6 +119,18 @@ CASES = (
     Case("e4m3, lines of 128 in both orientations", jnp.bfloat16, _pair("fp8_e4m3", 128)),
     Case("e4m3, lines of 128 in both orientations, float32", jnp.float32, _pair("fp8_e4m3", 128)),
     Case("e4m3, squares of 128 in both layouts", jnp.float32, _pair("fp8_e4m3", 128, square=True)),
+    Case("int8, lines of 128 in both orientations, stochastic", jnp.bfloat16, _pair("int8", 128, stochastic=True)),
+    Case("int8, squares of 128 in both layouts", jnp.float32, _pair("int8", 128, square=True)),
+    Case(
+        "int8 x: rotated lines along rows, lines down columns",
+        jnp.bfloat16,
+        (View(INT8, (1, 128), 1, rotation=ROTATED), View(INT8, (128, 1), 0, True)),
+    ),
+    Case(
+        "int8 w: rotated lines down columns, lines along rows",
+        jnp.float32,
+        (View(INT8, (128, 1), 0, rotation=ROTATED), View(INT8, (1, 128), 1, True)),
+    ),
     Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, kept=True), 0.75),
     Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
     Case(
@@ -88,22 +145,34 @@ CASES = (
         jnp.bfloat16,
         (View(NV, (1, 16), 1, False, True), View(NV, (16, 1), 0, False, True, ROTATED)),
     ),
+    GroupCase("e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), given_factor=True),
+    GroupCase("e4m3 rows in groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
+    GroupCase("e4m3 rows in groups, lines of 128", jnp.bfloat16, _pair("fp8_e4m3", 128)),
+    GroupCase("e4m3 rows in groups, lines of 128, float32", jnp.float32, _pair("fp8_e4m3", 128)),
+    GroupCase("int8 rows in groups, lines of 128, stochastic", jnp.bfloat16, _pair("int8", 128, stochastic=True)),
+    GroupCase(
+        "int8 rows in groups, rotated lines along rows, lines down columns",
+        jnp.bfloat16,
+        (View(INT8, (1, 128), 1, rotation=ROTATED), View(INT8, (128, 1), 0, True)),
+    ),
 )
 
 
 def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
-    """Raise unless our bytes are the reference's; what is rotated has whole groups of rows."""
+    """Raise unless our bytes are the reference's; what is rotated has whole groups of rows and columns."""
     if any(view.rotation is not None for view in case.views):
-        shape = shape[0] // 16 * 16, shape[1]
+        shape = shape[0] // 16 * 16, shape[1] // 16 * 16
     x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
     x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[100].set(0)
+    if case.views[0].format.is_integer:  # floats have more than one NaN
+        x = x.at[7, 9].set(jnp.nan)
     key = jax.random.key(5)
     made = case.ours(x, key)
     for ours, theirs in zip(made.arrays, case.theirs(x, key), strict=True):
         _require_same(case.name, ours, theirs)
-    if case.given_factor and made.amax != sd.amax(x):
-        raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {sd.amax(x)}")
+    if case.given_factor and made.amax != case.largest(x):
+        raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {case.largest(x)}")
 
 
 def _require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:

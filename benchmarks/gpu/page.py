@@ -63,7 +63,7 @@ torch's, those of int8 beside ours of fp8.
 {tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is against our own product of as many
 tokens with one matrix, *of lax* against `lax.ragged_dot` in bfloat16, which multiplies all tokens by every matrix. The
 gradient of the kernels writes {experts} float32 matrices where the dense one writes one. A *step* is result and both
-gradients, its casts by XLA.
+gradients, casts included.
 
 {grouped}
 

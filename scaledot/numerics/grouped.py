@@ -75,8 +75,29 @@ def whole_groups(group_sizes: Any, together: int) -> Any:
 
 
 def room(rows: int, groups: int, together: int) -> int:
-    """How many rows there may be once every group has a whole multiple."""
+    """How many rows there can be when sizes are rounded up to multiples."""
     return whole_groups(rows + min(groups, rows) * (together - 1), together)
+
+
+def strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
+    """For every so many rows of a matrix the first one and how many belong to a group, int32 (strips, 2)."""
+    first = together * jnp.arange(-(-rows // together))
+    return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, together)], axis=1).astype(jnp.int32)
+
+
+def spaced_strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
+    """The same for the result of `spaced`, as rows of what it is made of."""
+    count = group_sizes.shape[0]
+    pieces = -(-group_sizes // together)
+    index = jnp.arange(room(rows, count, together) // together)
+    group = group_rows(pieces, index.size, 0)[0]
+    sizes, starts, before = (
+        jnp.append(each, 0)
+        for each in (group_sizes, jnp.cumsum(group_sizes) - group_sizes, jnp.cumsum(pieces) - pieces)
+    )
+    within = (index - before[group]) * together
+    taken = jnp.clip(sizes[group] - within, 0, together)
+    return jnp.stack([jnp.where(taken > 0, starts[group] + within, 0), taken], axis=1).astype(jnp.int32)
 
 
 def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:

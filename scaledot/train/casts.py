@@ -102,7 +102,7 @@ class Arrays:
     def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
         return laid.quantize(x, factor, key)
 
-    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, factor, amax: bool, sums: bool) -> Any:
+    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool) -> Any:
         return None
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:

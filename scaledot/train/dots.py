@@ -170,7 +170,7 @@ class Dot(Arrays):
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
         return Laid.on(cast, self.sides(product, tensor))
 
-    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x: jax.Array, factor, amax: bool, sums: bool):
+    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool):
         if x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
             return None
         if len({each.cast.delayed for each in laid.values()}) > 1:

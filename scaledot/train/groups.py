@@ -16,8 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.formats import Format
+from scaledot.kernels.mosaic import casts
 from scaledot.numerics import blocks
-from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, spaced, whole_groups
+from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, room, spaced, whole_groups
+from scaledot.numerics.scale import Levels, levels_of
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan
 from scaledot.ops.quantize import amax, quantize, quantize_grouped
@@ -26,7 +29,7 @@ from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Laid, Sides, padded
-from scaledot.train.product import Operands, Rule, multiply_then_add, product
+from scaledot.train.product import Made, Operands, Rule, multiply_then_add, product
 
 
 def ragged_dot(
@@ -62,12 +65,30 @@ def ragged_dot(
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
     recipe = find_recipe(recipe)
-    kind = Groups(_rows_together(recipe.wgrad))
-    rule = Rule(kind, recipe, result_dtype(preferred_element_type, x, w), precision, kernel=kernel)
-    rows = x.shape[0]
+    dtype, rows = result_dtype(preferred_element_type, x, w), x.shape[0]
+    g = jax.ShapeDtypeStruct((rows, w.shape[2]), dtype)
+    kind = Groups(_spacing(recipe.wgrad, groups.size, kernel, (x, g)))
+    rule = Rule(kind, recipe, dtype, precision, kernel=kernel)
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none
     y, state = product(rule, Operands(x, w, b, groups), checked_state(recipe, state), key)
     return returned(recipe, y[:rows], state)
+
+
+def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any]) -> int:
+    """What sizes of groups are rounded up to in wgrad: what its casts need, or more where kernels make both of them.
+
+    A cast that rounds by chance must have the same codes on every device, so what serves two products still does.
+    """
+    needed = _rows_together(wgrad)
+    if wgrad is None or isinstance(kernel, str):
+        return needed
+    for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
+        if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
+            return needed
+        view = _view("wgrad", LaidRows(cast, cast.tile, 1, casts.LINE))
+        if casts.rows_reason(x.shape, x.dtype, groups, view) is not None:
+            return needed
+    return casts.LINE
 
 
 def _rows_together(wgrad: Gemm | None) -> int:
@@ -82,9 +103,9 @@ def _rows_together(wgrad: Gemm | None) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerGroup:
-    """Codes of rows, and the scales that each group has for itself: (groups, 1) or (groups, features)."""
+    """Codes of rows, perhaps Transposed, and the scales that each group has for itself: (groups, 1 or features)."""
 
-    codes: ScaledArray
+    codes: Any
     scale: jax.Array
 
 
@@ -132,8 +153,22 @@ class Groups:
             return _along_features(laid, padded(x, 1, laid.cast), groups, key)
         return _down_the_rows(laid, x, groups, key)
 
-    def fused(self, tensor: str, laid: dict[str, Any], keys, later, x, factor, amax: bool, sums: bool) -> None:
-        return None
+    def fused(
+        self, tensor: str, laid: dict[str, Any], keys, later, x, groups, factor, amax: bool, sums: bool
+    ) -> Made | None:
+        """A pass for each product: in wgrad groups are spaced, elsewhere they are not."""
+        if tensor == "w" or len({each.cast.delayed for each in laid.values()}) > 1:
+            return None
+        views = {p: _view(p, each) for p, each in laid.items()}
+        if any(laid[p].together != (1 if view.summed else casts.LINE) for p, view in views.items()):
+            return None
+        if any(casts.rows_reason(x.shape, x.dtype, groups.size, view) is not None for view in views.values()):
+            return None
+        first = next(iter(views))  # the one that looks for the largest magnitude
+        made = {
+            p: cast_rows(laid[p], view, x, groups, keys[p], factor, amax and p == first) for p, view in views.items()
+        }
+        return Made({p: operand for p, (operand, _) in made.items()}, made[first][1])
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.together) if product == "wgrad" else x
@@ -161,6 +196,7 @@ class Groups:
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, one) for x in (lhs, rhs)
             )
             more["factors"] = left, right
+        lhs, rhs = casts.logical(lhs), casts.logical(rhs)
         sizes = whole_groups(groups, self.together)
         return contract_groups(lhs, rhs, sizes, numbers, wanted["kernel"], group_multiple=self.together, **more)
 
@@ -174,6 +210,36 @@ class Groups:
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         count = groups.shape[0]
         return jax.ops.segment_sum(g.astype(jnp.float32), _group_of(groups, g.shape[0]), count + 1)[:count]
+
+
+def _view(product: str, laid: LaidRows) -> casts.View:
+    cast, summed = laid.cast, 0 if product == "wgrad" else 1
+    return casts.View(cast.format, laid.tile, summed, stochastic=cast.rounding == "stochastic", rotation=cast.rotation)
+
+
+def cast_rows(laid: LaidRows, view: casts.View, x: jax.Array, groups, key, factor, amax: bool) -> tuple[Any, Any]:
+    """An operand that a kernel made, and the largest magnitude that it saw."""
+    if factor is not None or not laid.cast.is_per_tensor:
+        return casts.run_rows(x, groups, view, key, factor, amax)
+    levels = _levels_of_groups(x, groups, laid.cast.format)
+    factors = _of_rows(levels, groups, x.shape[0], laid.together)
+    codes, seen = casts.run_rows(x, groups, view, key, factors, amax)
+    return PerGroup(codes, levels.scale[:-1, None]), seen
+
+
+def _levels_of_groups(x: jax.Array, groups: jax.Array, format: Format) -> Levels:
+    """Scales of whole groups, and one more for rows of none, which count as zeros."""
+    count = groups.shape[0]
+    of_rows = amax(x, axis=(0, 1), block=(1, 0))[:, 0]
+    largest = jax.ops.segment_max(of_rows, _group_of(groups, x.shape[0]), count + 1, indices_are_sorted=True)
+    return levels_of(jnp.maximum(largest, 0).at[count].set(0), format, x.dtype)
+
+
+def _of_rows(levels: Levels, groups: jax.Array, rows: int, together: int) -> jax.Array:
+    """The factor of each row when groups come in so many."""
+    (factor,) = levels.factors
+    rows = rows if together == 1 else room(rows, groups.shape[0], together)
+    return factor[_group_of(whole_groups(groups, together), rows)]
 
 
 def _each_matrix(laid: Laid, w: jax.Array, factor, key) -> ScaledArray:

@@ -48,7 +48,7 @@ class Kind(Protocol):
         ...
 
     def fused(
-        self, tensor: str, laid: dict[str, Any], keys, later: str | None, x, factor, amax: bool, sums: bool
+        self, tensor: str, laid: dict[str, Any], keys, later: str | None, x, groups, factor, amax: bool, sums: bool
     ) -> "Made | None":
         """The casts of several products made in one pass, which may also look for the largest magnitude and sum over
         everything that shares a bias; None where no kernel does that. The product `later` takes codes."""
@@ -223,7 +223,7 @@ class Casts:
         keys = {p: self._key(laid[p], cast, tensor) for p, cast in casts.items()}
         if laid and not plain and not isinstance(self.rule.kernel, str):
             factor = next(iter(factors.values()))
-            fused = kind.fused(tensor, laid, keys, later, x, factor, amax=tensor in self.state, sums=sums)
+            fused = kind.fused(tensor, laid, keys, later, x, self.groups, factor, amax=tensor in self.state, sums=sums)
             if fused is not None:
                 return fused
         codes = {}

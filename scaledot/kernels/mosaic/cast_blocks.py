@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.mosaic.casts import block_of
-from scaledot.kernels.mosaic.memory import THREADS, flushed, load, side_by_side, to_float8
+from scaledot.kernels.mosaic.memory import THREADS, flushed, load, rotated, side_by_side, to_float8
 from scaledot.numerics.bits import amax_of_rank, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
@@ -141,7 +141,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
             loaded = [_row(x_gmem.at[first + j, blocks], vector) for j in range(size)]
             found = []
             for rotation, most in zip(rotations, largest, strict=True):
-                values = loaded if rotation is None else _rotated(loaded, rotation)
+                values = loaded if rotation is None else rotated(loaded, rotation)
                 found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(found)
 
@@ -309,7 +309,7 @@ def _along(cast: Cast, rows: Rows, numbered: list[tuple[Any, jax.Array]]) -> Non
 
 
 def _down_rotated(cast: Cast, rotation: Hadamard, rows: Rows) -> None:
-    turned = _rotated([rows.load(i) for i in range(rows.size)], rotation)
+    turned = rotated([rows.load(i) for i in range(rows.size)], rotation)
     scale = cast.scale_of(functools.reduce(jnp.maximum, map(magnitude_rank, turned)))
     cast.write_scale(rows, lax.div(rows.first, rows.size), scale)
     cast.write(rows, list(enumerate(turned)), [scale] * rows.size)
@@ -357,24 +357,6 @@ def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array |
     for factor in scale.back:
         values = values * (factor if factor.ndim == 0 else spread(factor))
     return values.astype(jnp.bfloat16)
-
-
-def _rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
-    """Groups down the columns times the Hadamard matrix, in the order of sums and with the roundings of `hadamard`."""
-
-    def round_bfloat16(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-    values = [round_bfloat16(row) * np.float32(sign) for row, sign in zip(rows, rotation.signs, strict=True)]
-    stride = 1
-    while stride < rotation.size:
-        following = list(values)
-        for i in range(rotation.size):
-            if not i & stride:
-                low, high = values[i], values[i + stride]
-                following[i], following[i + stride] = low + high, low - high
-        values, stride = following, 2 * stride
-    return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in values]
 
 
 def _uniform(seeds_gmem, number: int, width: int, rows: Rows, i) -> jax.Array:

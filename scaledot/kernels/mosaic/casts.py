@@ -1,7 +1,8 @@
 """A matrix cast for both of its products in one pass: which casts the kernels make, and what becomes of their results.
 
 A product takes its operands with the summed axis last. A matrix that one product sums over columns and the other over
-rows is therefore wanted as it lies and transposed.
+rows is therefore wanted as it lies and transposed. Rows in groups take a pass for each, because sums over the rows of a
+group want them at other places.
 """
 
 import dataclasses
@@ -20,14 +21,17 @@ from scaledot.kernels.operands import block_values, filled_up
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, divide, flush
 from scaledot.numerics.encode import decode_float
+from scaledot.numerics.grouped import room, spaced_strips, strips
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of
 from scaledot.numerics.scale import multipliers, tensor_level
 
 FLOAT8_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
+TILE_ELEMENTS = (*FLOAT8_ELEMENTS, "int8")
 INPUTS = ("bfloat16", "float16", "float32")
 LINE = 128  # elements of a line with a float32 scale
 MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows
+MOST_ROTATED = 16  # elements of a group, which a thread has in registers
 # Values that tensor cores multiply exactly, under one scale.
 VALUES = Format("values", element="bfloat16")
 
@@ -133,26 +137,40 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
     if shape[0] > MOST_ROWS:
         return f"it casts at most {MOST_ROWS} rows, not {shape[0]}"
     if all(map(_tiles, views)):
-        alike = len({(_tiles(view), view.stochastic) for view in views}) == 1
-        return None if alike else "the two products want different kinds of scales, or one of them rounds by chance"
+        if len({(_tiles(view), view.stochastic) for view in views}) > 1:
+            return "the two products want different kinds of scales, or one of them rounds by chance"
+        return next(filter(None, (_rotation_reason(shape, view) for view in views)), None)
     return next(filter(None, (_block_reason(shape, view) for view in views)), None)
 
 
 def _tiles(view: View) -> str:
-    """How an 8-bit float has its float32 scales, if in a way that `cast_tiles` knows; "" otherwise."""
-    plain = view.format.quirks == Quirks() and view.rotation is None
-    if not plain or view.format.element not in FLOAT8_ELEMENTS or view.format.scale != "float32":
+    """How 8-bit codes have their float32 scales, if in a way that `cast_tiles` knows; "" otherwise."""
+    format = view.format
+    if format.quirks != Quirks() or format.element not in TILE_ELEMENTS or format.scale != "float32":
         return ""
     line: blocks.Block = (1, LINE) if view.summed else (LINE, 1)
     ways: dict[blocks.Block, str] = {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}
     return ways.get(view.tile, "")
 
 
+def _rotation_reason(shape: tuple[int, ...], view: View) -> str | None:
+    rotation, length = view.rotation, shape[view.summed]
+    if rotation is None:
+        return None
+    if _tiles(view) != "lines":
+        return f"a rotation is made along lines of {LINE} that have a scale each, not before a cast in {_tiles(view)}"
+    if rotation.size > MOST_ROTATED:
+        return f"a rotation of {rotation.size} is longer than {MOST_ROTATED}"
+    whole = not length % rotation.size
+    return None if whole else f"a sum of {length} is not whole groups of a rotation of {rotation.size}"
+
+
 def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     format = view.format
     known = (format.element in FLOAT8_ELEMENTS and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
     if not known or not view.shape:
-        known = f"an 8-bit float with float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements), MXFP8 or NVFP4"
+        scales = f"float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements)"
+        known = f"an 8-bit float or integer with {scales}, MXFP8 or NVFP4"
         return f"{format.name} in tiles of {view.tile} is not {known}"
     if view.rotation is None:
         return None
@@ -237,20 +255,71 @@ def _tile_casts(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array |
     wanted = cast_tiles.Wanted(rows=1 in by_axis, transposed=0 in by_axis, amax=amax and seen is None, sums=sums)
     pair = [by_axis.get(axis, (views[0], keys[0])) for axis in (1, 0)]
     seeds = jnp.stack([_seeds(*each) for each in pair]) if views[0].stochastic else None
-    made = cast_tiles.cast(filled, format, scaling, wanted, seeds, k)
+    along, down = (by_axis[axis][0].rotation if axis in by_axis else None for axis in (1, 0))
+    made = cast_tiles.cast(filled, format, scaling, wanted, seeds, k, (along, down))
     if seen is None:
         seen = made.amax
 
     def array(view: View) -> ScaledArray | Transposed:
-        data, shape = (made.rows, (m, k)) if view.summed else (made.transposed, (k, m))
-        tile = view.tile if view.summed else view.tile[::-1]
-        scale = _stored_scale(made, factor, view, way)[tuple(slice(size) for size in blocks.grid(shape, tile))]
-        what = {"format": format, "block": blocks.trim(tile), "dtype": x.dtype}
-        q = vary_all(ScaledArray(data[: shape[0], : shape[1]], scale, **what), x)
-        return q if view.summed else Transposed(q)
+        codes = (made.rows, (m, k)) if view.summed else (made.transposed, (k, m))
+        return _stored(view, *codes, _stored_scale(made, factor, view, way), x)
 
     largest = vary_as(jnp.max(seen), x) if amax else None
     return Fused(tuple(map(array, views)), largest, vary_as(jnp.sum(made.sums, axis=0)[:k], x) if sums else None)
+
+
+def rows_reason(shape: tuple[int, int], dtype, groups: int, view: View) -> str | None:
+    """Why no kernel makes this cast of rows in groups."""
+    if not view.summed:
+        shape = room(shape[0], groups, LINE), shape[1]
+    reason = views_reason(shape, dtype, (view,))
+    if reason is None and _tiles(view) not in ("tensor", "lines"):
+        reason = f"rows in groups are cast to 8-bit codes with one float32 scale, or one for {LINE} elements"
+    return reason or support.device_reason()
+
+
+def run_rows(
+    x: jax.Array, sizes: jax.Array, view: View, key, factor: jax.Array | None, amax: bool
+) -> tuple[ScaledArray | Transposed, jax.Array | None]:
+    """The cast of rows in groups for one product, with zeros in place of rows of no group; and the largest magnitude.
+
+    One that sums over features has them as they lie. One that sums over rows has them transposed, every group beginning
+    at a multiple of 128 with zeros between, as `spaced` has it. factor: a number, or one for each row as it lies there,
+    whose codes are then under a scale of 1; None for those of lines.
+    """
+    from scaledot.kernels.mosaic import cast_tiles
+
+    (m, k), format = x.shape, view.format
+    rows = m if view.summed else room(m, sizes.size, LINE)
+    table = (strips if view.summed else spaced_strips)(sizes, m, LINE)
+    if factor is None:
+        scaling = cast_tiles.OfBlocks(square=False)
+    elif factor.ndim == 0:
+        scaling = cast_tiles.Given(factor.reshape(1))
+    else:
+        scaling = cast_tiles.OfRows(jnp.pad(factor, (0, len(table) * LINE - rows), constant_values=1))
+    wanted = cast_tiles.Wanted(rows=view.summed == 1, transposed=view.summed == 0, amax=amax)
+    seeds = jnp.stack([_seeds(view, key)] * 2) if view.stochastic else None
+    rotations = (view.rotation, None) if view.summed else (None, view.rotation)
+    made = cast_tiles.cast(filled_up(x, 2, LINE), format, scaling, wanted, seeds, k, rotations, table)
+    if factor is None:
+        scale = made.row_scale if view.summed else made.column_scale
+    else:
+        scale = (divide(ONE, factor) if factor.ndim == 0 else jnp.ones((), jnp.float32)).reshape(1, 1)
+    codes = (made.rows, (m, k)) if view.summed else (made.transposed, (k, rows))
+    return _stored(view, *codes, scale, x), vary_as(jnp.max(made.amax), x) if amax else None
+
+
+def _stored(
+    view: View, data: jax.Array, shape: tuple[int, int], scale: jax.Array, x: jax.Array
+) -> ScaledArray | Transposed:
+    """Codes, transposed where the product sums over rows, and scales that lie as they do."""
+    tile = view.tile if view.summed else view.tile[::-1]
+    scale = scale[tuple(slice(size) for size in blocks.grid(shape, tile))]
+    rotation = None if view.rotation is None else dataclasses.replace(view.rotation, axis=-1)
+    what = {"format": view.format, "block": blocks.trim(tile), "dtype": x.dtype, "rotation": rotation}
+    q = vary_all(ScaledArray(data[: shape[0], : shape[1]], scale, **what), x)
+    return q if view.summed else Transposed(q)
 
 
 def _stored_scale(made, factor: jax.Array | None, view: View, way: str) -> jax.Array:

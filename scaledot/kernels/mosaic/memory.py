@@ -1,14 +1,17 @@
-"""Tiles in shared memory, layouts and loads of registers, and conversions there."""
+"""Tiles in shared memory, layouts and loads of registers, and arithmetic there."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scaledot.formats import Format
 from scaledot.kernels.mosaic import support
 from scaledot.numerics.bits import MIN_NORMAL
+from scaledot.numerics.hadamard import Hadamard
 
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # of a warpgroup
@@ -45,3 +48,31 @@ def to_float8(x: jax.Array, dtype) -> jax.Array:
     """float32 to nearest, saturated. A GPU's conversion does both; that of the interpreter overflows to NaN."""
     limit = float(jnp.finfo(dtype).max)
     return (jnp.clip(x, -limit, limit) if support.is_interpreted() else x).astype(dtype)
+
+
+def to_int8(x: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+    """float32 to the codes of `encode`, saturated and NaN to 0: to nearest, or by chance where `uniform` is given."""
+    x = jnp.where(x == x, jnp.clip(x, *map(np.float32, format.integer_range)), np.float32(0))
+    if uniform is None:  # the sum's own rounding leaves the integer in its last bits
+        return lax.bitcast_convert_type(x + np.float32(1.5 * 2.0**23), jnp.int32).astype(jnp.int8)
+    towards_zero = x.astype(jnp.int32).astype(jnp.float32)
+    below = jnp.where(x < towards_zero, towards_zero - 1, towards_zero)
+    return jnp.where(x - below > uniform, below + 1, below).astype(jnp.int32).astype(jnp.int8)
+
+
+def rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
+    """Groups down the columns times the Hadamard matrix, in the order of sums and with the roundings of `hadamard`."""
+
+    def round_bfloat16(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    values = [round_bfloat16(row) * np.float32(sign) for row, sign in zip(rows, rotation.signs, strict=True)]
+    stride = 1
+    while stride < rotation.size:
+        following = list(values)
+        for i in range(rotation.size):
+            if not i & stride:
+                low, high = values[i], values[i + stride]
+                following[i], following[i + stride] = low + high, low - high
+        values, stride = following, 2 * stride
+    return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in values]
