@@ -240,6 +240,8 @@ def cast(
                     values = tile.values(part)
                 turned = rows if one_cast else codes(part, values, 1)
                 even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in turned)
+                if format.is_integer:  # Mosaic still extends their sign
+                    even &= np.uint16(0xFF)
                 words_smem.at[part].T[...] = even | (odd << 8)
         if wanted.amax:
             amax_gmem[row, column] = _amax_of(largest)
