@@ -226,4 +226,4 @@ def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
             target = case.target if name == "scaledot" else None
             print(report.side_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
         rows.append({**row, "missing": missing})
-    print(f"wrote {report.write('cast', rows, shape=SHAPE)}")
+        print(f"wrote {report.write('cast', rows, shape=SHAPE)}", flush=True)

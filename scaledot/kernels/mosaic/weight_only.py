@@ -62,7 +62,7 @@ def _weights_reason(w: Operand, summed: str) -> str | None:
     if w.format.element == FP4:
         return _blocks_reason(w, summed)
     if not (w.format.is_integer or w.format.codebook) or w.format.scale == "float8_e8m0fnu":
-        return f"rhs is {w}; it unpacks FP4 codes, and integers that have float scales"
+        return f"rhs is {w}; it unpacks FP4 codes, codebooks, and integers that have float scales"
     if summed in w.varies and w.block_of(summed) % STEP:
         return f"scales of rhs change every {w.block_of(summed)} terms; it has groups of multiples of {STEP}"
     return _codebook_reason(w.format) if w.format.codebook else None
