@@ -27,9 +27,9 @@ which need no conversion, but as many moves and one more addition.
 _FEW_BYTES = """
 A layer has so few bytes that starting a program and its last tiles weigh beside reading them, and a pass that adds the
 parts of sums follows. Where there are 14336 columns, some multiprocessors have no work. Kept: one warpgroup that
-fetches for the others, in few large copies. Tried and not kept: warpgroups that fetch for themselves, steps of 128 terms
-for each of them, and clusters that add parts of sums in shared memory, which do not all fit on the chip at once and wait
-longer for each other's memory than the pass takes.
+fetches for the others, in few large copies. Tried and not kept: warpgroups that fetch for themselves, steps of 128
+terms for each of them, and clusters that add parts of sums in shared memory, which do not all fit on the chip at once
+and wait longer for each other's memory than the pass takes.
 """
 _WORDS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # words, suite, cases, sides
     (_POWER, "dense", ("A",), ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense")),
