@@ -20,7 +20,7 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"recipes", "rules"},
     {"shaping", "array", "state"},
     {"kernels"},
-    {"ops"},
+    {"ops", "sharding"},
     {"train", "checkpoint_policies"},
     {"linen", "nnx"},
     {"compat"},

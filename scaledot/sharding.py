@@ -1,0 +1,303 @@
+"""Where the leaves of quantised arrays lie on a mesh: the scale's PartitionSpec from that of the data.
+
+A scale lies with the blocks that it belongs to. Along an axis where it has one entry, or where devices hold parts of
+blocks, it is held whole by all of them: right in any case, and small. `explain` says which axes these are, and why.
+
+Meshes, specs and rules are arguments; without one, the mesh is that of `jax.set_mesh`. Everything takes plain arrays
+and trees of both kinds, too.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scaledot.array import ScaledArray
+from scaledot.numerics import blocks
+
+Rules = Iterable[tuple[str, Any]]
+
+ON_INDIVISIBLE = ("drop", "gather", "raise")
+
+
+def specs(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisible: str = "drop"):
+    """The PartitionSpec of every leaf, in the structure of the tree.
+
+    Args:
+      tree: a ScaledArray, an array, or a tree of them; leaves may be shapes.
+      spec: the PartitionSpec of the data, or a tree of such.
+      mesh: that of `jax.set_mesh` by default.
+      on_indivisible: what to do where devices would hold parts of blocks: `drop` the axis from the scale's spec alone,
+        `gather`: from that of the data as well, or `raise`. An axis whose data does not divide is an error unless it
+        is gathered.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> q = sd.quantize(jnp.ones((256, 512)), "fp8_e4m3", block=(128, 128))
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("tp",))
+    >>> found = specs(q, PartitionSpec(None, "tp"), mesh=mesh)
+    >>> tuple(found.data), tuple(found.scale)
+    ((None, 'tp'), (None, None))
+    """
+    return _mapped(lambda x, spec, mesh: _leaf_specs(x, spec, mesh, on_indivisible)[0], tree, spec, mesh)
+
+
+def shardings(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisible: str = "drop"):
+    """The NamedSharding of every leaf, for jit's `in_shardings`, device_put, checkpoints; arguments as in `specs`."""
+
+    def of_leaves(x, spec, mesh):
+        found, _ = _leaf_specs(x, spec, mesh, on_indivisible)
+        return jax.tree.map(lambda s: NamedSharding(mesh, s), found, is_leaf=_is_spec)
+
+    return _mapped(of_leaves, tree, spec, mesh)
+
+
+def shard(tree, spec, *, mesh: Mesh | None = None, on_indivisible: str = "drop"):
+    """Arrays put on the devices of a mesh; arguments as in `specs`.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> mesh = jax.make_mesh((1,), ("fsdp",))
+    >>> q = shard(sd.quantize(jnp.ones((64, 32)), "mxfp8"), PartitionSpec("fsdp"), mesh=mesh)
+    >>> tuple(q.scale.sharding.spec)
+    ('fsdp', None)
+    """
+    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    return jax.device_put(tree, shardings(tree, spec, mesh=mesh, on_indivisible=on_indivisible))
+
+
+def constrain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisible: str = "drop"):
+    """Arrays laid out over a mesh inside jit; arguments as in `specs`. Nothing happens without a mesh.
+
+    Automatic axes are constrained, explicit ones resharded, and axes of a surrounding shard_map are left alone.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        return tree
+
+    def laid(x, spec, mesh):
+        found, _ = _leaf_specs(x, _without(spec, _manual(mesh)), mesh, on_indivisible)
+        return jax.tree.map(lambda leaf, s: _laid_out(leaf, s, mesh), x, found, is_leaf=_is_spec)
+
+    return _mapped(laid, tree, spec, mesh)
+
+
+def constrain_by_logical_axes(tree, names: Sequence[str | None] | None, *, rules: Rules | None = None, mesh=None):
+    """`constrain` along the mesh axes that rules give logical names.
+
+    Nothing happens without names or a mesh, along names that no rule speaks of, or where an axis does not divide.
+
+    Args:
+      names: of the axes of every array in the tree.
+      rules: pairs of a logical name and a mesh axis, several, or None; those of Flax that are in force by default.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not names or mesh.empty:
+        return tree
+    return constrain(tree, logical_spec(names, rules), mesh=mesh, on_indivisible="gather")
+
+
+apply_sharding_constraint_by_logical_axes = constrain_by_logical_axes
+
+
+def logical_spec(names: Sequence[str | None], rules: Rules | None = None) -> PartitionSpec:
+    """The PartitionSpec of logical axes. The first rule of a name counts whose mesh axes no other axis has taken.
+
+    >>> tuple(logical_spec(("batch", "embed"), [("batch", ("dp", "fsdp")), ("embed", "tp")]))
+    (('dp', 'fsdp'), 'tp')
+    """
+    rules = tuple(_flax_rules() if rules is None else rules)
+    taken: set[str] = set()
+    entries = []
+    for name in names:
+        free = (axes for known, axes in rules if known == name and not taken & set(_names(axes)))
+        entries.append(next(free, None) if name is not None else None)
+        taken |= set(_names(entries[-1]))
+    return PartitionSpec(*entries)
+
+
+def explain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisible: str = "drop") -> str:
+    """The specs of all leaves, and why they differ from those of the data; arguments as in `specs`.
+
+    >>> import jax.numpy as jnp, scaledot as sd
+    >>> q = sd.quantize(jnp.ones((256, 512)), "int8", axis=0)
+    >>> print(explain(q, PartitionSpec("fsdp", "tp"), mesh=jax.sharding.AbstractMesh((2, 2), ("fsdp", "tp"))))
+    int8[256,512]
+      data   ('fsdp', 'tp')
+      scale  (None, 'tp')
+             axis 0 is not split: one scale serves all of its 256 elements
+    """
+    lines: list[str] = []
+
+    def add(x, spec, mesh):
+        found, reasons = _leaf_specs(x, spec, mesh, on_indivisible)
+        lines.append(f"{x.format.name if isinstance(x, ScaledArray) else x.dtype}[{','.join(map(str, x.shape))}]")
+        leaves = _leaves(found) if isinstance(x, ScaledArray) else {"data": found}
+        for name, leaf_spec in leaves.items():
+            lines.append(f"  {name:<6} {tuple(leaf_spec)}")
+            lines.extend(f"  {'':<6} {reason.sentence}" for reason in reasons if reason.leaf == name)
+        return found
+
+    _mapped(add, tree, spec, mesh)
+    return "\n".join(lines)
+
+
+class Dropped(NamedTuple):
+    """Why an axis of a leaf is not split as that of the data is asked to be."""
+
+    leaf: str
+    sentence: str
+
+
+def _leaf_specs(x, spec: PartitionSpec, mesh, on_indivisible: str) -> tuple[Any, list[Dropped]]:
+    """The specs of an array's leaves, as an array of the same kind."""
+    if on_indivisible not in ON_INDIVISIBLE:
+        raise ValueError(f"`on_indivisible` must be one of {', '.join(ON_INDIVISIBLE)}, not {on_indivisible!r}")
+    entries = _entries(spec, x.shape)
+    dropped: list[Dropped] = []
+    data = [_data_entry(x, axis, entry, mesh, on_indivisible, dropped) for axis, entry in enumerate(entries)]
+    if not isinstance(x, ScaledArray):
+        return PartitionSpec(*data), dropped
+    scale = [_scale_entry(x, axis, entry, mesh, dropped) for axis, entry in enumerate(data)]
+    of_scale = PartitionSpec(*scale)
+    parts = {"data": PartitionSpec(*data), "scale": of_scale, "zero": None if x.zero is None else of_scale}
+    if x.tensor_scale is not None:
+        leading = zip(x.tensor_scale.shape, data, strict=False)
+        parts["tensor_scale"] = PartitionSpec(*(entry if size > 1 else None for size, entry in leading))
+    return dataclasses.replace(x, **parts), dropped
+
+
+def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, dropped: list[Dropped]) -> Any:
+    """The mesh axes that an axis of the data is split over."""
+    parts, size = _parts(mesh, entry), x.shape[axis]
+    if parts == 1:
+        return entry
+    over = f"{parts} devices of {_quoted(entry)}"
+    if size % parts:
+        wanted = f"axis {axis} of {size} cannot be split evenly over {over}"
+        if on_indivisible != "gather":
+            sizes = sorted({size // parts * parts, -(-size // parts) * parts} - {0})
+            raise ValueError(f"{wanted}; {_either(sizes)} would fit, or gather it with on_indivisible='gather'")
+        dropped.append(Dropped("data", f"axis {axis} is not split: {size} elements do not divide by {over}"))
+        return None
+    cut = _cut(x, axis, parts)
+    if cut is None or on_indivisible == "drop":
+        return entry
+    if on_indivisible == "raise":
+        raise ValueError(f"{cut}; {_fitting(x, axis, parts)}, or use on_indivisible='gather' or 'drop'")
+    dropped.append(Dropped("data", f"axis {axis} is not split: {cut}"))
+    return None
+
+
+def _scale_entry(q: ScaledArray, axis: int, entry: Any, mesh, dropped: list[Dropped]) -> Any:
+    parts = _parts(mesh, entry)
+    if parts == 1 or not _blocked(q, axis):
+        if parts > 1:
+            reason = f"one scale serves all of its {q.shape[axis]} elements"
+            dropped.append(Dropped("scale", f"axis {axis} is not split: {reason}"))
+        return entry if parts == 1 and _blocked(q, axis) else None
+    cut = _cut(q, axis, parts)
+    if cut is not None:
+        dropped.append(Dropped("scale", f"axis {axis} is not split: {cut}"))
+    return entry if cut is None else None
+
+
+def _blocked(q: ScaledArray, axis: int) -> bool:
+    return q.scale.shape[axis] > 1
+
+
+def _cut(x, axis: int, parts: int) -> str | None:
+    """Why parts of an axis are not whole blocks."""
+    if not isinstance(x, ScaledArray) or not _blocked(x, axis):
+        return None
+    size, block = x.shape[axis], blocks.expand(x.block, x.ndim)[axis]
+    if not size // parts % block:
+        return None
+    return f"axis {axis} of {size} in {parts} parts of {size // parts} would cut blocks of {block}"
+
+
+def _fitting(x: ScaledArray, axis: int, parts: int) -> str:
+    """The number of parts, or the size, nearest to what was asked for, that leaves blocks whole."""
+    size, block = x.shape[axis], blocks.expand(x.block, x.ndim)[axis]
+    fewer = max(p for p in range(1, parts + 1) if not size % p and not size // p % block) if not size % block else 1
+    return f"split it in {fewer} or make it {-(-size // (parts * block)) * parts * block} long"
+
+
+def _parts(mesh, entry: Any) -> int:
+    """Devices along some mesh axes."""
+    for name in _names(entry):
+        if name not in mesh.shape:
+            known = ", ".join(map(repr, mesh.axis_names)) or "no axes"
+            raise ValueError(f"the mesh has no axis {name!r}; it has {known}")
+    return math.prod(mesh.shape[name] for name in _names(entry))
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _entries(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} has {len(spec)} entries, but the array of shape {tuple(shape)} has {len(shape)} axes")
+    return (*spec, *(None for _ in shape[len(spec) :]))
+
+
+def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    """A spec less some mesh axes."""
+
+    def left(entry: Any) -> Any:
+        kept = tuple(name for name in _names(entry) if name not in names)
+        return entry if len(kept) == len(_names(entry)) else kept or None
+
+    return PartitionSpec(*map(left, spec))
+
+
+def _manual(mesh) -> frozenset[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
+
+
+def _laid_out(x: jax.Array, spec: PartitionSpec, mesh) -> jax.Array:
+    sharding = NamedSharding(mesh, spec)
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _mapped(f, tree, spec, mesh):
+    """f(array, its spec, mesh) for every array of a tree; one spec serves all."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if mesh.empty:
+        raise ValueError("there is no mesh; give `mesh`, or make one the context with jax.set_mesh")
+
+    def is_array(x) -> bool:
+        return isinstance(x, ScaledArray)
+
+    if _is_spec(spec):
+        return jax.tree.map(lambda x: f(x, spec, mesh), tree, is_leaf=is_array)
+    return jax.tree.map(lambda x, one: f(x, one, mesh), tree, spec, is_leaf=is_array)
+
+
+def _is_spec(x) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _leaves(q: ScaledArray) -> dict[str, Any]:
+    names = ("data", "scale", "tensor_scale", "zero")
+    return {name: leaf for name in names if (leaf := getattr(q, name)) is not None}
+
+
+def _flax_rules() -> Rules:
+    """A Flax that was never imported has no rules."""
+    linen = sys.modules.get("flax.linen")
+    return () if linen is None else linen.get_logical_axis_rules()
+
+
+def _quoted(entry: Any) -> str:
+    return " and ".join(map(repr, _names(entry)))
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes))
