@@ -84,10 +84,13 @@ def constrain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivis
     return _mapped(laid, tree, spec, mesh)
 
 
-def constrain_by_logical_axes(tree, names: Sequence[str | None] | None, *, rules: Rules | None = None, mesh=None):
+def apply_sharding_constraint_by_logical_axes(
+    tree, names: Sequence[str | None] | None, *, rules: Rules | None = None, mesh=None
+):
     """`constrain` along the mesh axes that rules give logical names.
 
-    Nothing happens without names or a mesh, along names that no rule speaks of, or where an axis does not divide.
+    Axes are not split that no rule speaks of, or that do not divide; where none would be, nothing happens, and so
+    without names or a mesh.
 
     Args:
       names: of the axes of every array in the tree.
@@ -96,10 +99,14 @@ def constrain_by_logical_axes(tree, names: Sequence[str | None] | None, *, rules
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not names or mesh.empty:
         return tree
-    return constrain(tree, logical_spec(names, rules), mesh=mesh, on_indivisible="gather")
+    spec = logical_spec(names, rules)
 
+    def laid(x, spec, mesh):
+        found, _ = _leaf_specs(x, _without(spec, _manual(mesh)), mesh, "gather")
+        data = found.data if isinstance(x, ScaledArray) else found
+        return constrain(x, spec, mesh=mesh, on_indivisible="gather") if any(data) else x
 
-apply_sharding_constraint_by_logical_axes = constrain_by_logical_axes
+    return _mapped(laid, tree, spec, mesh)
 
 
 def logical_spec(names: Sequence[str | None], rules: Rules | None = None) -> PartitionSpec:

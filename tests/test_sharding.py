@@ -105,6 +105,8 @@ def test_logical_axes_follow_rules_of_flax_or_given_ones():
         assert laid(("embed", "mlp"), rules=rules).scale.sharding.spec == P("dp", "tp")
         with nn.logical_axis_rules(rules):
             assert laid(("embed", "heads")).data.sharding.spec == P("dp", "tp")
-        assert laid(("nobody", None), rules=rules).data.shape == q.shape
+        split = sharding.shard(q, P("dp", None), mesh=mesh)
+        kept = jax.jit(lambda q: sharding.apply_sharding_constraint_by_logical_axes(q, ("nobody", None), rules=rules))
+        assert kept(split).data.sharding.spec[0] == "dp"
     assert sharding.apply_sharding_constraint_by_logical_axes(q, ("embed", "mlp"), rules=rules) is q
     assert tuple(sharding.logical_spec(("mlp", "heads"), rules)) == ("tp", None)  # an axis is used once
