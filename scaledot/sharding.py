@@ -96,10 +96,14 @@ def apply_sharding_constraint_by_logical_axes(
       names: of the axes of every array in the tree.
       rules: pairs of a logical name and a mesh axis, several, or None; those of Flax that are in force by default.
     """
+    return constrain_what_divides(tree, logical_spec(names, rules), mesh=mesh) if names else tree
+
+
+def constrain_what_divides(tree, spec, *, mesh: Mesh | AbstractMesh | None = None):
+    """`constrain` with axes left whole that do not divide; nothing happens where none is split."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if not names or mesh.empty:
+    if mesh.empty:
         return tree
-    spec = logical_spec(names, rules)
 
     def laid(x, spec, mesh):
         found, _ = _leaf_specs(x, _without(spec, _manual(mesh)), mesh, "gather")

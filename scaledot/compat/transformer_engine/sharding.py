@@ -15,6 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.sharding import constrain_what_divides
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -106,22 +107,7 @@ def constrained(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
 
 def constrained_to(x: jax.Array, axes: Sequence[Any]) -> jax.Array:
     """An array laid out along mesh axes; a no-op where there is no mesh, inside a shard_map, or for axes of None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    whole = [_usable(mesh, axis, size) for axis, size in zip(axes, x.shape, strict=True)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*whole)) if any(whole) else x
-
-
-def _usable(mesh, axis: Any, size: int) -> Any:
-    """A mesh axis, or several, that are not mapped over already and divide the size."""
-    names = tuple(n for n in (axis if isinstance(axis, tuple) else (axis,)) if n and n not in mesh.manual_axes)
-    parts = 1
-    for name in names:
-        if name not in mesh.shape:
-            raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(map(repr, mesh.axis_names))}")
-        parts *= mesh.shape[name]
-    return None if not names or size % parts else names
+    return constrain_what_divides(x, PartitionSpec(*axes))
 
 
 def _in_use(axis: str | None) -> str | None:
