@@ -1,12 +1,13 @@
-# `make demo`, `formats`, `moe`, `decode` and `test` need only Python: each builds its own environment on first use.
-# PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs. TESTS=... are words for pytest.
+# `make demo`, `formats`, `moe`, `decode`, `processes` and `test` need only Python: each builds its own environment on
+# first use. PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs. TESTS=... are words for
+# pytest.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c "import venv" 2>/dev/null && echo ok),$(p))))
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats moe decode test test-gpu-compile lint bench clean
+.PHONY: demo formats moe decode processes test test-gpu-compile lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -20,6 +21,9 @@ moe: $(STAMP)
 decode: $(STAMP)
 	$(BIN)/python -m examples.decode
 
+processes: $(STAMP)
+	$(BIN)/python -m examples.processes
+
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(TESTS)
 
@@ -27,7 +31,8 @@ test: $(STAMP)
 test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_blackwell.py
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_hopper.py tests/test_hopper_decode.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_hopper.py tests/test_hopper_decode.py \
+		tests/test_hopper_meshes.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

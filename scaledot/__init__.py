@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, flavours, recipes, sharding, state, train
+    from scaledot import checkpoint_policies, collective, flavours, recipes, sharding, state, train
     from scaledot.array import ScaledArray
     from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("checkpoint_policies", "flavours", "linen", "nnx", "recipes", "sharding", "state", "train")
+_ROOMS = ("checkpoint_policies", "collective", "flavours", "linen", "nnx", "recipes", "sharding", "state", "train")
 
 _HOMES = {
     "Cast": "recipes",
@@ -83,6 +83,7 @@ __all__ = [
     "ScaledArray",
     "amax",
     "checkpoint_policies",
+    "collective",
     "conv_general_dilated",
     "dequantize",
     "dot_general",

@@ -8,6 +8,9 @@ Parameters are not touched. Only a recipe with delayed scaling makes variables, 
 `x_scale` (the factor that x is multiplied by, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and
 `grad`. Stochastic rounding draws keys from the rng stream `sr_rng`.
 
+On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
+products, as in `scaledot.train.dot_general`.
+
 A layer that is called twice merges what both calls have seen. Where it is called twice through a lifted transform
 (nn.remat, or nn.scan with the collection broadcast), the calls can only see each other if the collection is mutable:
 `model.apply(variables, x, mutable=["_overwrite_with_gradient"])`.
@@ -27,7 +30,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from scaledot import train
 from scaledot.ops.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.rules import Given, Rules
+from scaledot.rules import Given, Patterns, Rules
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 
 STATE_COLLECTION = "_overwrite_with_gradient"
@@ -91,50 +94,73 @@ class Quantized(nn.Module):
         return _LATEST.setdefault(self.scope.root, {})
 
 
-class DotGeneral(Quantized):
+class OnMesh(Quantized):
+    """A product under a recipe that knows how its arrays lie."""
+
+    specs: train.Specs | None = None
+    overlap: str | tuple[str, ...] = ()
+
+    @nn.nowrap
+    def lying(self, out_sharding) -> dict[str, Any]:
+        """Arguments about the mesh. A model is initialised with few examples, which need not divide by it."""
+        if self.is_initializing():
+            return {"out_sharding": out_sharding}
+        return {"out_sharding": out_sharding, "specs": self.specs, "overlap": self.overlap}
+
+
+class DotGeneral(OnMesh):
     """`jax.lax.dot_general` under a recipe, as nn.Dense and nn.DenseGeneral call it."""
 
     @nn.compact
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
-        return self.under_recipe(
-            train.dot_general, x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-        )
+        wanted = dimension_numbers, precision, preferred_element_type
+        return self.under_recipe(train.dot_general, x, w, *wanted, **self.lying(out_sharding))
 
 
-class Einsum(Quantized):
+class Einsum(OnMesh):
     """`jnp.einsum` of an input and a kernel under a recipe."""
 
     @nn.compact
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
-        kwargs = {
-            "precision": precision,
-            "preferred_element_type": preferred_element_type,
-            "out_sharding": out_sharding,
-        }
-        return self.under_recipe(train.einsum, subscripts, x, w, **kwargs)
+        wanted = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return self.under_recipe(train.einsum, subscripts, x, w, **wanted, **self.lying(out_sharding))
 
 
 class GroupedDense(Quantized):
-    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n)."""
+    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n).
+
+    specs: how they lie on a mesh, as in `train.ragged_dot`.
+    """
+
+    specs: train.Specs | None = None
 
     @nn.compact
-    def __call__(self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None):
-        return self.under_recipe(train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type)
+    def __call__(
+        self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None, out_sharding=None
+    ):
+        how = {"out_sharding": out_sharding, "specs": self.specs}
+        return self.under_recipe(
+            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **how
+        )
 
 
-def make_dot_general_cls(recipe: str | Recipe) -> type[DotGeneral]:
+def make_dot_general_cls(
+    recipe: str | Recipe, *, specs: train.Specs | None = None, overlap: str | tuple[str, ...] = ()
+) -> type[DotGeneral]:
     """A class for `nn.Dense(..., dot_general_cls=cls)` or `nn.Dense(..., dot_general=cls())`.
 
     >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"))
     >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
     {'params': {'bias': (8,), 'kernel': (32, 8)}}
     """
-    return _with_default(DotGeneral, recipe)
+    return _with_default(DotGeneral, recipe, specs=specs, overlap=overlap)
 
 
-def make_einsum_cls(recipe: str | Recipe) -> type[Einsum]:
+def make_einsum_cls(
+    recipe: str | Recipe, *, specs: train.Specs | None = None, overlap: str | tuple[str, ...] = ()
+) -> type[Einsum]:
     """A class whose instances are called as `jnp.einsum(subscripts, x, kernel)`, for projections of attention."""
-    return _with_default(Einsum, recipe)
+    return _with_default(Einsum, recipe, specs=specs, overlap=overlap)
 
 
 def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
@@ -147,21 +173,26 @@ def merge_states(*collections: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(merge_named(*(flatten_dict(collection) for collection in collections)))
 
 
-def _with_default(base, recipe: str | Recipe):
-    found = find_recipe(recipe)
+def _with_default(base, recipe: str | Recipe, **fields):
+    defaults = {"recipe": find_recipe(recipe), **fields}
     return type(
-        base.__name__, (base,), {"recipe": found, "__annotations__": {"recipe": Recipe}, "__module__": __name__}
+        base.__name__,
+        (base,),
+        {**defaults, "__annotations__": dict.fromkeys(defaults, Any), "__module__": __name__},
     )
 
 
 @contextlib.contextmanager
-def recipes_by_path(rules: Given | Rules):
+def recipes_by_path(
+    rules: Given | Rules, *, specs: train.SpecsByPath | Patterns = None, overlap: str | tuple[str, ...] = ()
+):
     """Inside, every Dense, DenseGeneral and Einsum of any linen model takes the recipe that its path has in the rules.
 
     Layers that were given a `dot_general` of their own keep it. Flax caches what nn.jit has traced without regard to
-    interception: inside nn.jit give layers a `dot_general_cls` instead.
+    interception: inside nn.jit give layers a `dot_general_cls` instead. Other arguments as in `with_recipe`.
     """
     chosen = rules if isinstance(rules, Rules) else Rules(rules)
+    lying = specs if isinstance(specs, Patterns) else Patterns(specs, "specs")
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
         layer = context.module
@@ -170,11 +201,12 @@ def recipes_by_path(rules: Given | Rules):
         recipe = chosen.recipe_for("/".join(layer.path))
         if recipe is None:
             return call(*args, **kwargs)
+        on_mesh = {"specs": lying.value_for("/".join(layer.path)), "overlap": overlap}
         if isinstance(layer, nn.Einsum):
-            return _einsum_layer(layer, recipe, *args, **kwargs)
+            return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
         if layer.dot_general is not None or layer.dot_general_cls is not None:
             return call(*args, **kwargs)
-        object.__setattr__(layer, "dot_general_cls", make_dot_general_cls(recipe))
+        object.__setattr__(layer, "dot_general_cls", make_dot_general_cls(recipe, **on_mesh))
         try:
             return call(*args, **kwargs)
         finally:
@@ -184,7 +216,7 @@ def recipes_by_path(rules: Given | Rules):
         yield
 
 
-def _einsum_layer(layer: nn.Einsum, recipe: Recipe, inputs, einsum_str: str | None = None) -> jax.Array:
+def _einsum_layer(layer: nn.Einsum, product: Einsum, inputs, einsum_str: str | None = None) -> jax.Array:
     """What nn.Einsum computes; it has no seam of its own for the product."""
     text = nn.module.merge_param("einsum_str", layer.einsum_str, einsum_str)
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
@@ -195,7 +227,6 @@ def _einsum_layer(layer: nn.Einsum, recipe: Recipe, inputs, einsum_str: str | No
         shape = [sizes[c] for c in out if c in sizes]
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    product = Einsum(recipe)
     y = product(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
     return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
 
@@ -205,12 +236,14 @@ class WithRecipe:
 
     _RUNS = ("init", "init_with_output", "lazy_init", "apply", "tabulate")
 
-    def __init__(self, model: nn.Module, rules: Given):
-        self.model, self._rules = model, rules
+    def __init__(
+        self, model: nn.Module, rules: Given, specs: train.SpecsByPath = None, overlap: str | tuple[str, ...] = ()
+    ):
+        self.model, self._rules, self._specs, self._overlap = model, rules, specs, overlap
         Rules(rules)  # a misspelt recipe is found here and not in the middle of a trace
 
     def clone(self, **changes) -> "WithRecipe":
-        return WithRecipe(self.model.clone(**changes), self._rules)
+        return WithRecipe(self.model.clone(**changes), self._rules, self._specs, self._overlap)
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name == "model":
@@ -222,11 +255,12 @@ class WithRecipe:
             return found
 
         def run(*args, **kwargs):
-            rules = Rules(self._rules)
-            with recipes_by_path(rules):
+            rules, specs = Rules(self._rules), Patterns(self._specs, "specs")
+            with recipes_by_path(rules, specs=specs, overlap=self._overlap):
                 result = found(*args, **kwargs)
             if kwargs.get("method") is None:  # another method may well use a part of the model
                 rules.check_all_matched()
+                specs.check_all_matched()
             return result
 
         return run
@@ -235,10 +269,15 @@ class WithRecipe:
         return f"WithRecipe({self.model!r}, {self._rules!r})"
 
 
-def with_recipe(model: nn.Module, rules: Given) -> WithRecipe:
+def with_recipe(
+    model: nn.Module, rules: Given, *, specs: train.SpecsByPath = None, overlap: str | tuple[str, ...] = ()
+) -> WithRecipe:
     """The model with low-precision products in every Dense, DenseGeneral and Einsum that the rules name.
 
-    rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
+    Args:
+      rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
+      specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
+      overlap: mesh axes along which transfers overlap with products.
 
     >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
     >>> model = with_recipe(model, {"layers_0": "mxfp8", "*": None})
@@ -246,4 +285,4 @@ def with_recipe(model: nn.Module, rules: Given) -> WithRecipe:
     >>> model.apply(variables, jnp.ones((2, 32))).shape
     (2, 8)
     """
-    return WithRecipe(model, rules)
+    return WithRecipe(model, rules, specs, overlap)

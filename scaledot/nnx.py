@@ -11,6 +11,9 @@ differentiated together with the parameters, and its gradient is its next value;
 
 Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, except after
 `model.eval()`.
+
+On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
+products, as in `scaledot.train.dot_general`.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,7 @@ from flax.errors import TraceContextError
 
 from scaledot import train
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.rules import Given, Rules
+from scaledot.rules import Given, Patterns, Rules
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 
 KEY_STREAM = "sr_rng"
@@ -73,28 +76,54 @@ class Quantized(nnx.Module):
             pass
 
 
-class DotGeneral(Quantized):
+class OnMesh(Quantized):
+    """A product under a recipe that knows how its arrays lie."""
+
+    def __init__(
+        self,
+        recipe: str | Recipe,
+        *,
+        rngs: nnx.Rngs | None = None,
+        specs: train.Specs | None = None,
+        overlap: str | tuple[str, ...] = (),
+    ):
+        super().__init__(recipe, rngs=rngs)
+        self.lying = nnx.static({"specs": specs, "overlap": overlap})
+
+
+class DotGeneral(OnMesh):
     """`jax.lax.dot_general` under a recipe, as nnx.Linear and nnx.LinearGeneral call it."""
 
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
-        return self.under_recipe(
-            train.dot_general, x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-        )
+        wanted = dimension_numbers, precision, preferred_element_type
+        return self.under_recipe(train.dot_general, x, w, *wanted, out_sharding=out_sharding, **self.lying)
 
 
-class EinsumOp(Quantized):
+class EinsumOp(OnMesh):
     """`jnp.einsum` of an input and a kernel under a recipe, as nnx.Einsum calls it."""
 
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
         wanted = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **wanted)
+        return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **wanted, **self.lying)
 
 
 class GroupedDense(Quantized):
-    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n)."""
+    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n).
 
-    def __call__(self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None):
-        return self.under_recipe(train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type)
+    specs: how they lie on a mesh, as in `train.ragged_dot`.
+    """
+
+    def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None, specs: train.Specs | None = None):
+        super().__init__(recipe, rngs=rngs)
+        self.specs = specs
+
+    def __call__(
+        self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None, out_sharding=None
+    ):
+        how = {"out_sharding": out_sharding, "specs": self.specs}
+        return self.under_recipe(
+            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **how
+        )
 
 
 class Linear(nnx.Linear):
@@ -105,52 +134,80 @@ class Linear(nnx.Linear):
     (2, 32)
     """
 
-    def __init__(self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
-        product = DotGeneral(recipe, rngs=rngs)
+    def __init__(
+        self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, specs=None, overlap=(), **options
+    ):
+        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap)
         super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
 
 class LinearGeneral(nnx.LinearGeneral):
     """nnx.LinearGeneral under a recipe."""
 
-    def __init__(self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
-        product = DotGeneral(recipe, rngs=rngs)
+    def __init__(
+        self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, specs=None, overlap=(), **options
+    ):
+        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap)
         super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
 
 class Einsum(nnx.Einsum):
     """nnx.Einsum under a recipe."""
 
-    def __init__(self, einsum_str, kernel_shape, bias_shape=None, *, recipe: str | Recipe, rngs: nnx.Rngs, **options):
-        product = EinsumOp(recipe, rngs=rngs)
+    def __init__(
+        self,
+        einsum_str,
+        kernel_shape,
+        bias_shape=None,
+        *,
+        recipe: str | Recipe,
+        rngs: nnx.Rngs,
+        specs=None,
+        overlap=(),
+        **options,
+    ):
+        product = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap)
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=product, **options)
 
 
-def with_recipe(model: nnx.Module, rules: Given, *, rngs: nnx.Rngs | None = None) -> nnx.Module:
+def with_recipe(
+    model: nnx.Module,
+    rules: Given,
+    *,
+    rngs: nnx.Rngs | None = None,
+    specs: train.SpecsByPath = None,
+    overlap: str | tuple[str, ...] = (),
+) -> nnx.Module:
     """The model itself, changed: its Linear, LinearGeneral and Einsum layers take the recipes that the rules name.
 
-    rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides. Layers that
-    were given a product of their own keep it. Layers that are stacked for nnx.scan have states of their own only if
-    they are made with a recipe, inside nnx.vmap.
+    Layers that were given a product of their own keep it. Layers that are stacked for nnx.scan have states of their
+    own only if they are made with a recipe, inside nnx.vmap.
+
+    Args:
+      rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
+      specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
+      overlap: mesh axes along which transfers overlap with products.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     >>> model = with_recipe(model, {"layers/0": "mxfp8", "*": None})
     >>> model(jax.numpy.ones((2, 32))).shape
     (2, 8)
     """
-    chosen = Rules(rules)
+    chosen, lying = Rules(rules), Patterns(specs, "specs")
     for path, layer in list(nnx.iter_modules(model)):
         if not isinstance(layer, (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)):
             continue
         recipe = chosen.recipe_for("/".join(map(str, path)))
         if recipe is None:
             continue
+        made: dict[str, Any] = {"rngs": rngs, "specs": lying.value_for("/".join(map(str, path))), "overlap": overlap}
         if isinstance(layer, nnx.Einsum):
             if isinstance(layer.einsum_op, Quantized) or layer.einsum_op is jax.numpy.einsum:
-                layer.einsum_op = nnx.data(EinsumOp(recipe, rngs=rngs))
+                layer.einsum_op = nnx.data(EinsumOp(recipe, **made))
         elif isinstance(layer.dot_general, Quantized) or layer.dot_general in (None, jax.lax.dot_general):
-            layer.dot_general = nnx.data(DotGeneral(recipe, rngs=rngs))
+            layer.dot_general = nnx.data(DotGeneral(recipe, **made))
     chosen.check_all_matched()
+    lying.check_all_matched()
     return model
 
 

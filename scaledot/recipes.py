@@ -150,6 +150,9 @@ class Gemm:
 class Recipe:
     """Three products of two casts each; `dgrad` and `wgrad` None are straight-through.
 
+    amax_scope: where arrays are split over devices that are told so, whether a scale of a whole axis or tensor is that
+    of the whole ("global"), or cheaper that of each device's part ("local") wherever parts are not put together.
+
     >>> mine = dataclasses.replace(FP8_CURRENT, name="exact_wgrad", wgrad=Gemm())
     >>> print(mine)
     exact_wgrad
@@ -162,8 +165,11 @@ class Recipe:
     fwd: Gemm
     dgrad: Gemm | None = None
     wgrad: Gemm | None = None
+    amax_scope: str = "global"
 
     def __post_init__(self):
+        if self.amax_scope not in ("global", "local"):
+            raise ValueError(f"`amax_scope` {self.amax_scope!r} is not known; use 'global' or 'local'")
         for product in PRODUCTS:
             gemm = getattr(self, product)
             if not isinstance(gemm, Gemm) and (gemm is not None or product == "fwd"):
@@ -201,7 +207,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain names and numbers, without what is default; `Recipe.from_dict` reads them."""
         gemms = {p: _gemm_to_dict(getattr(self, p)) for p in PRODUCTS if getattr(self, p) is not None}
-        return {"name": self.name, **gemms}
+        scope = {} if self.amax_scope == "global" else {"amax_scope": self.amax_scope}
+        return {"name": self.name, **gemms, **scope}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
@@ -210,11 +217,12 @@ class Recipe:
         >>> Recipe.from_dict({"name": "w8", "fwd": {"rhs": {"format": "int8"}}}).fwd.rhs.format
         Format('int8')
         """
-        _check_keys("recipe", fields, ("name", *PRODUCTS))
+        _check_keys("recipe", fields, ("name", *PRODUCTS, "amax_scope"))
         missing = [name for name in ("name", "fwd") if name not in fields]
         if missing:
             raise ValueError(f"a recipe needs {missing[0]!r}; it has {', '.join(fields) or 'nothing'}")
-        return cls(fields["name"], *(_gemm_from_dict(fields.get(p)) for p in PRODUCTS))
+        gemms = (_gemm_from_dict(fields.get(p)) for p in PRODUCTS)
+        return cls(fields["name"], *gemms, amax_scope=fields.get("amax_scope", "global"))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -232,7 +240,9 @@ class Recipe:
         width = max(len(left) for _, left, _ in rows) + 5
         lines = [f"  {product:<5}  {left:<{width}} {right}" for product, left, right in rows]
         through = " and ".join(p for p in PRODUCTS if getattr(self, p) is None)
-        return "\n".join([self.name, *lines, *([f"  {through} straight through"] if through else [])])
+        lines += [f"  {through} straight through"] if through else []
+        lines += ["  scales of each device's part"] if self.amax_scope == "local" else []
+        return "\n".join([self.name, *lines])
 
 
 def _in_words(cast: Cast | None) -> str:

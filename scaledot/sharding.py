@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scaledot.array import ScaledArray
@@ -71,7 +72,8 @@ def shard(tree, spec, *, mesh: Mesh | None = None, on_indivisible: str = "drop")
 def constrain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisible: str = "drop"):
     """Arrays laid out over a mesh inside jit; arguments as in `specs`. Nothing happens without a mesh.
 
-    Automatic axes are constrained, explicit ones resharded, and axes of a surrounding shard_map are left alone.
+    Automatic axes are constrained, explicit ones resharded, and axes of a surrounding shard_map are left alone. Outside
+    of jit arrays go to the mesh's devices.
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if mesh.empty:
@@ -272,7 +274,11 @@ def _manual(mesh) -> frozenset[str]:
 
 def _laid_out(x: jax.Array, spec: PartitionSpec, mesh) -> jax.Array:
     sharding = NamedSharding(mesh, spec)
-    if AxisType.Explicit in mesh.axis_types:
+    return _constrained(x, sharding) if isinstance(x, Tracer) else jax.jit(_constrained, static_argnums=1)(x, sharding)
+
+
+def _constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -31,14 +31,18 @@ def is_possible() -> bool:
     return has_plugin and os.environ.get("JAX_PLATFORMS") == "cpu"
 
 
-def compiled_for(device: str, f, *shapes: jax.ShapeDtypeStruct) -> str:
-    """The optimised HLO of f on one device of that kind."""
+def devices_of(device: str, count: int):
+    """So many devices of that kind, to compile for."""
     target = (
         f'gpu_device_info {{ {_FIELDS} {DEVICES[device]} name: "NVIDIA {device}" }} platform_name: "CUDA" '
         f'dnn_version_info {{ major: 9 minor: 12 patch: 0 }} device_description_str: "NVIDIA {device}"'
     )
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    place = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=f"1x1x{count}")
+
+
+def compiled_for(device: str, f, *shapes: jax.ShapeDtypeStruct) -> str:
+    """The optimised HLO of f on one device of that kind."""
+    place = NamedSharding(topologies.make_mesh(devices_of(device, 1), (1,), ("x",)), PartitionSpec())
     placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place) for shape in shapes]
     return jax.jit(f).lower(*placed).compile().as_text()
 

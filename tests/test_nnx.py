@@ -192,7 +192,7 @@ def test_an_optimizer_never_sees_the_scaling_and_training_resumes_to_the_bit(tmp
 
 
 def test_bad_input_is_explained():
-    with pytest.raises(ValueError, match=r"'upp' matches no layer .*near paths: up"):
+    with pytest.raises(ValueError, match=r"'upp' of `rules` matches no layer .*near paths: up"):
         sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), {"upp": "mxfp8"})
     model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), "nvfp4")
     with pytest.raises(ValueError, match="in Flax a stream `sr_rng`"):

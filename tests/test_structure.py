@@ -21,9 +21,10 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"shaping", "array", "state"},
     {"kernels"},
     {"ops", "sharding"},
+    {"collective"},
     {"train", "checkpoint_policies"},
     {"linen", "nnx"},
-    {"compat"},
+    {"compat", "plan"},
     {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

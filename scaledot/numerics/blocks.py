@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from scaledot.numerics import explicit
+
 Block = tuple[int, ...]
 
 
@@ -92,31 +94,38 @@ def grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
 
 def split(x: jax.Array, block: Block) -> tuple[jax.Array, tuple[int, ...]]:
     """x with each cut axis turned into (blocks, inside), zero-padded at its end; and the inside axes."""
-    pads, shape, inside = [], [], []
-    for size, b in zip(x.shape, expand(block, x.ndim), strict=True):
+    pads, shape, spec, inside = [], [], [], []
+    for axis, (size, b) in enumerate(zip(x.shape, expand(block, x.ndim), strict=True)):
+        over = explicit.axes_of(x, axis)
         if b == 1:
             pads.append((0, 0))
             shape.append(size)
+            spec.append(over)
             continue
         count, b = (1, size) if whole(size, b) else (-(-size // b), b)
+        if count > 1:
+            explicit.check_whole(x, axis, b)
         pads.append((0, count * b - size))
         inside.append(len(shape) + 1)
         shape += [count, b]
+        spec += [None, over] if count == 1 else [over, None]
     if any(after for _, after in pads):
         x = jnp.pad(x, pads)
-    return x.reshape(shape), tuple(inside)
+    return explicit.reshape(x, shape, spec), tuple(inside)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
     """The scale repeated over its blocks, as an array that broadcasts against `shape`; axes of 1 are left alone."""
-    inner, outer, merged = [], [], []
-    for count, b in zip(scale.shape, expand(block, len(shape)), strict=True):
+    inner, outer, merged, spec = [], [], [], []
+    for axis, (count, b) in enumerate(zip(scale.shape, expand(block, len(shape)), strict=True)):
         repeats = [b] if count > 1 and b > 1 else []
         inner += [count, *(1 for _ in repeats)]
         outer += [count, *repeats]
         merged.append(count * math.prod(repeats))
+        spec += [explicit.axes_of(scale, axis), *(None for _ in repeats)]
     if outer == list(scale.shape):
         return scale
-    repeated = jnp.broadcast_to(scale.reshape(inner), outer).reshape(merged)
+    spread_out = jnp.broadcast_to(explicit.reshape(scale, inner, spec), outer)
+    repeated = explicit.reshape(spread_out, merged, [explicit.axes_of(scale, axis) for axis in range(scale.ndim)])
     cut = tuple(slice(0, size) if m > size else slice(None) for m, size in zip(merged, shape, strict=True))
     return repeated[cut]

@@ -28,7 +28,7 @@ _FOUR_OVER_SIX = np.array([1.0, 1.5], np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cast, before data."""
+    """A cast, before data. amax_axes: those of a surrounding shard_map over which a whole axis or tensor is split."""
 
     format: Format
     block: blocks.Block
@@ -36,6 +36,7 @@ class Plan:
     dtype: np.dtype  # what the result stands for
     calibration: Calibration
     rotation: Hadamard | None = None
+    amax_axes: tuple[str, ...] = ()
 
 
 class Parts(NamedTuple):
@@ -97,10 +98,19 @@ def _largest(amax: jax.Array) -> jax.Array:
     return jnp.max(amax, initial=0)
 
 
+def anywhere(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest of all devices along some mesh axes."""
+    return lax.pmax(amax, axes) if axes else amax
+
+
 def calibrated_levels(plan: Plan, x: jax.Array, tensor_scale=None, largest=_largest) -> Levels:
     """Scales of a prepared array; `largest` gives the tensor's magnitude from those of blocks."""
     amax = calibrate.magnitude(x, plan.calibration, plan.block)
-    tensor_amax = largest(amax) if plan.format.two_level and tensor_scale is None else None
+    if 0 in plan.block:
+        amax = anywhere(amax, plan.amax_axes)
+    tensor_amax = None
+    if plan.format.two_level and tensor_scale is None:
+        tensor_amax = anywhere(largest(amax), plan.amax_axes)
 
     def levels(magnitude: jax.Array) -> Levels:
         return levels_of(magnitude, plan.format, plan.input_dtype, tensor_scale, tensor_amax)

@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import Parts, Plan, calibrated_levels, cast, prepare
+from scaledot.numerics.cast import Parts, Plan, anywhere, calibrated_levels, cast, prepare
 from scaledot.numerics.rounding import uniform_of
 from scaledot.numerics.scale import levels_of
 
 
-def quantize_grouped_parts(plan: Plan, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None) -> Parts:
+def quantize_grouped_parts(
+    plan: Plan, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
+) -> Parts:
     """A matrix whose rows come in groups; `plan.block` is that of one row, scales are stored per row."""
     group, segment, count = group_rows(group_sizes, x.shape[0], row_block)
     inside = (group < group_sizes.shape[0])[:, None]
     x = jnp.where(inside, prepare(x, plan.rotation), np.float32(0))
-    uniform = None if key is None else uniform_of(key, x.shape)
+    uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
@@ -30,14 +32,15 @@ def quantize_grouped_parts(plan: Plan, x: jax.Array, group_sizes: jax.Array, row
         return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
     row_amax = calibrate.block_amax(x, plan.block)
     amax = _segment_amax(row_amax, segment, count)
-    tensor_amax = largest(row_amax) if plan.format.two_level else None
+    amax = anywhere(amax, plan.amax_axes) if 0 in plan.block else amax
+    tensor_amax = anywhere(largest(row_amax), plan.amax_axes) if plan.format.two_level else None
     return cast(plan, x, levels_of(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
 
 
-def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int, key=None) -> Parts:
+def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
     """An array (tiles, rows, features) whose tiles belong to groups; the tensor scale has one entry per tile."""
     x = prepare(x, plan.rotation)
-    uniform = None if key is None else uniform_of(key, x.shape)
+    uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(amax, axis=(1, 2), initial=0), group, groups)

@@ -42,6 +42,13 @@ def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -
     )
 
 
+def checked_amax_axes(plan: Plan, axes) -> tuple[str, ...]:
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    if axes and plan.calibration.method != "absmax":
+        raise ValueError(f"`amax_axes` {axes} are for calibration 'absmax', not {plan.calibration.method!r}")
+    return axes
+
+
 def float_array(x) -> jax.Array:
     if isinstance(x, ScaledArray):
         raise TypeError(f"`x` is already quantised ({x}); use requantize")

@@ -23,6 +23,7 @@ from scaledot.ops.plan import (
     block_tuple,
     check_nan,
     check_whole,
+    checked_amax_axes,
     checked_groups,
     float_array,
     float_dtype,
@@ -55,6 +56,7 @@ def quantize(
     pad: bool = False,
     dtype=None,
     nan: str = "keep",
+    amax_axes: tuple[str, ...] = (),
 ) -> ScaledArray:
     """Codes and scales of a float array.
 
@@ -79,6 +81,8 @@ def quantize(
       pad: let the last block of an axis be short instead of raising.
       dtype: what the result stands for, the dtype of x by default.
       nan: "raise" refuses NaN; it needs a concrete array.
+      amax_axes: inside a shard_map, the mesh axes over which an axis with one scale, or a tensor with a scale of its
+        own, is split: the scale is that of all devices.
 
     >>> q = quantize(jnp.array([-3, 0.1, 0.7, 2.5]), "fp8_e4m3")
     >>> q
@@ -90,6 +94,7 @@ def quantize(
     """
     x = float_array(x)
     plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
+    plan = dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
     check_nan(x, nan)
@@ -172,16 +177,18 @@ def quantize_grouped(
     rule: str | None = None,
     rounding: str = "nearest",
     key=None,
+    uniform=None,
     rotation: Hadamard | None = None,
     pad: bool = False,
     dtype=None,
+    amax_axes: tuple[str, ...] = (),
 ) -> ScaledArray:
     """A matrix whose rows come in consecutive groups, each quantised as if it were alone.
 
     Groups may be empty; rows past the last group become zeros. Blocks never straddle groups: down the rows
     they start afresh in each, and the last block of a group may be short. Because group sizes may be traced,
     scales are stored per row (`q.scale` has x's rows, `q.tensor_scale` one entry per row), so the result is an
-    ordinary ScaledArray.
+    ordinary ScaledArray. Inside a shard_map `amax_axes` split the features; every device has all rows.
 
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [50.0, 60.0]])
     >>> q = quantize_grouped(x, jnp.array([2, 0, 1]), "int8", block=(0, 0))
@@ -202,8 +209,11 @@ def quantize_grouped(
         blocks.check_divides(x.shape[1:], (inner,))
     if plan.rotation is not None and plan.rotation.axis != -1:
         raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
-    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)))
-    return _wrap(plan, _quantize_grouped(plan, x, group_sizes, row_block, key_for(rounding, key)))
+    axes = checked_amax_axes(plan, amax_axes)
+    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)), amax_axes=axes)
+    uniform = given_uniform(rounding, uniform, x.shape)
+    key = None if uniform is not None else key_for(rounding, key)
+    return _wrap(plan, _quantize_grouped(plan, x, group_sizes, row_block, key, uniform))
 
 
 def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> jax.Array:

@@ -1,10 +1,14 @@
 """ragged_dot and ragged_dot_general on scaled and plain operands: rows in groups, each with its own matrix."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from scaledot.kernels.spec import Contraction, operand_of
+from scaledot.numerics import explicit
 from scaledot.ops.contraction import from_dimension_numbers, labels
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
 from scaledot.ops.plan import checked_groups
@@ -21,12 +25,14 @@ def ragged_dot(
     precision=None,
     preferred_element_type=None,
     *,
+    out_sharding=None,
     kernel: Choice = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` where either operand may be a ScaledArray: (m, k) x (groups, k, n) -> (m, n).
 
     Rows come in consecutive groups and each is multiplied by its group's matrix. Groups may be empty; rows past
-    the last group give zeros. Scales of rhs may differ from group to group. vmap goes as far as jax.lax's does.
+    the last group give zeros. Scales of rhs may differ from group to group. vmap goes as far as jax.lax's does. Along
+    explicit mesh axes `out_sharding` must say how the result lies.
     As in `dot_general`, tensor cores add products of 8-bit floats with few bits unless `precision` asks for more.
 
     >>> import jax.numpy as jnp, scaledot as sd
@@ -37,9 +43,8 @@ def ragged_dot(
            [3., 3.],
            [0., 0.]], dtype=float32)
     """
-    return ragged_dot_general(
-        lhs, rhs, group_sizes, _MATRIX_PER_GROUP, precision, preferred_element_type, kernel=kernel
-    )
+    wanted = {"out_sharding": out_sharding, "kernel": kernel}
+    return ragged_dot_general(lhs, rhs, group_sizes, _MATRIX_PER_GROUP, precision, preferred_element_type, **wanted)
 
 
 def ragged_dot_general(
@@ -50,6 +55,7 @@ def ragged_dot_general(
     precision=None,
     preferred_element_type=None,
     *,
+    out_sharding=None,
     kernel: Choice = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` where either operand may be a ScaledArray.
@@ -58,7 +64,19 @@ def ragged_dot_general(
     group), or a batch axis.
     """
     wanted = {"precision": precision, "preferred": preferred_element_type}
-    return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **wanted)
+
+    def contract(lhs, rhs, group_sizes) -> jax.Array:
+        return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **wanted)
+
+    lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
+    is_split = any(explicit.is_split(leaf) for leaf in jax.tree.leaves((lhs, rhs)))
+    if out_sharding is None and not is_split:
+        return contract(lhs, rhs, group_sizes)
+    if out_sharding is None:
+        raise ValueError("`out_sharding` must say how the result lies where operands are split over explicit mesh axes")
+    # jax.lax has no rule for how grouped products lie along explicit axes; XLA has.
+    by_xla: Any = jax.sharding.auto_axes(contract, out_sharding=out_sharding)
+    return by_xla(lhs, rhs, jnp.asarray(group_sizes))
 
 
 def contract_groups(

@@ -61,7 +61,13 @@ class Laid:
         return tuple(sorted(every, key=lambda a: (a == self.rotated_axis, a)))
 
     def quantize(
-        self, x: jax.Array, factor: jax.Array | None = None, key: jax.Array | None = None, tensor_scale=None
+        self,
+        x: jax.Array,
+        factor: jax.Array | None = None,
+        key: jax.Array | None = None,
+        tensor_scale=None,
+        uniform: jax.Array | None = None,
+        amax_axes: tuple[str, ...] = (),
     ) -> ScaledArray:
         cast = self.cast
         return quantize(
@@ -72,10 +78,12 @@ class Laid:
             calibration=cast.calibration,
             rounding=cast.rounding,
             key=key if cast.rounding == "stochastic" else None,
+            uniform=uniform,
             rotation=cast.rotation,
             factor=factor,
             tensor_scale=tensor_scale,
             pad=True,
+            amax_axes=amax_axes,
         )
 
     def inside(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
@@ -102,11 +110,17 @@ class Arrays:
     def quantize(self, laid: Laid, x: jax.Array, groups, factor, key) -> ScaledArray:
         return laid.quantize(x, factor, key)
 
-    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool) -> Any:
+    def fused(
+        self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool, amax_axes=()
+    ) -> Any:
         return None
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return x
+
+    def logical(self, q) -> Any:
+        """Codes in the order of their axes, which those that a kernel made may not have."""
+        return q
 
     def inside(self, laid: Laid, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         return laid.inside(x, q)

@@ -14,6 +14,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.operands import Factor, lay
+from scaledot.kernels.spec import Contraction
 from scaledot.ops.contraction import labels
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import Choice, float_operand
@@ -22,6 +23,8 @@ from scaledot.recipes import Cast, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
+from scaledot.train.flatten import Layout
+from scaledot.train.partitioned import Partitioned, Specs, Splits, product_of_parts, splits_of
 from scaledot.train.product import Operands, Rule, multiply_then_add, product
 
 Pairs = tuple[tuple[int, int], ...]
@@ -44,9 +47,12 @@ def conv_general_dilated(
     state: State | None = None,
     key=None,
     out_sharding=None,
+    specs: Specs | None = None,
     kernel: Choice = None,
 ):
     """`jax.lax.conv_general_dilated` of image x and kernel w under a recipe; other arguments as in `dot_general`.
+
+    On a mesh images and features may be split, features in groups and positions not.
 
     >>> image, kernel = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
     >>> conv_general_dilated(image, kernel, (1,), "VALID", recipe="fp8_current").shape
@@ -64,9 +70,31 @@ def conv_general_dilated(
     window = dataclasses.replace(window, padding=window.pairs(padding))
     for _, tensor, cast in recipe.casts():
         window.check_groups(cast, tensor)
-    dtype = result_dtype(preferred_element_type, x, w)
-    rule = Rule(Convolution(window), recipe, dtype, precision, out_sharding, kernel)
-    return returned(recipe, *product(rule, Operands(x, w, None, None), checked_state(recipe, state), key))
+    dtype, kind = result_dtype(preferred_element_type, x, w), Convolution(window)
+    rule = Rule(kind, recipe, dtype, precision, out_sharding, kernel)
+    operands, state = Operands(x, w, None, None), checked_state(recipe, state)
+    contraction = kind.contraction
+    splits = splits_of(contraction, x, w, specs, out_sharding)
+    if splits is None:
+        return returned(recipe, *product(rule, operands, state, key))
+    _check_splits(splits, features_too=feature_group_count == 1)
+    left, right, out, bias = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, "o"))
+    parts = Partitioned.of(kind, contraction, (left, right, out, bias), x, w, splits, recipe.amax_scope)
+    sizes = dict(parts.sizes) | window.result_sizes(contraction.out)
+    parts = dataclasses.replace(parts, sizes=tuple(sizes.items()))
+    rule = dataclasses.replace(rule, out_sharding=None)
+    return returned(recipe, *product_of_parts(rule, parts, operands, state, key))
+
+
+def _check_splits(splits: Splits, features_too: bool) -> None:
+    """Raise where windows would need what other devices have."""
+    for tensor, split in zip("xwy", splits, strict=True):
+        for label, axes in split:
+            over = f"`{tensor}` is split over {' and '.join(map(repr, axes))} along"
+            if label not in "ncoi":
+                raise ValueError(f"{over} positions, across which windows move; split images or features instead")
+            if label != "n" and not features_too:
+                raise ValueError(f"{over} features that come in groups; split images instead, or gather it first")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +138,18 @@ class Window:
             (low for low, _ in self.padding),
             strict=True,
         )
+
+    def result_sizes(self, labels: str) -> dict[str, int]:
+        """Of the positions of the result, by its labels."""
+        reaches = zip(
+            self._reach(self.x_shape, self.numbers.lhs_spec, self.lhs_dilation),
+            self._reach(self.w_shape, self.numbers.rhs_spec, self.rhs_dilation),
+            self.padding,
+            self.strides,
+            strict=True,
+        )
+        sizes = [max((image + sum(pads) - kernel) // step + 1, 0) for image, kernel, pads, step in reaches]
+        return {labels[axis]: size for axis, size in zip(self.numbers.out_spec[2:], sizes, strict=True)}
 
     def check_groups(self, cast: Cast, tensor: str) -> None:
         """Blocks and rotations along features must stay within a group of features."""
@@ -204,6 +244,22 @@ class Convolution(Arrays):
     @property
     def out(self) -> str:
         return self._labels("g")
+
+    @property
+    def contraction(self) -> Contraction:
+        """What each product keeps and sums over, apart from windows: positions of each tensor have their own labels.
+
+        Features of the kernel are those of the image unless they come in groups.
+        """
+        spatial = len(self.window.strides)
+        letters, firsts = labels(3 * spatial, "ncio"), ("nc", "oc" if self.window.groups == 1 else "oi", "no")
+        positions = (letters[at * spatial : (at + 1) * spatial] for at in range(3))
+        return Contraction(
+            *(
+                "".join((first + own)[spec.index(axis)] for axis in range(len(spec)))
+                for first, own, spec in zip(firsts, positions, self.window.numbers, strict=True)
+            )
+        )
 
     def _labels(self, tensor: str) -> str:
         """n images, c, i and o features, other letters for positions, in the order of the tensor's axes."""

@@ -1,6 +1,7 @@
 """dot_general, einsum and dense under a recipe."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -14,6 +15,7 @@ from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.flatten import Layout, flattened
+from scaledot.train.partitioned import Partitioned, Specs, product_of_parts, splits_of
 from scaledot.train.product import Made, Operands, Rule, product
 
 
@@ -28,6 +30,9 @@ def dot_general(
     state: State | None = None,
     key=None,
     out_sharding=None,
+    specs: Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
     kernel: Choice = None,
 ):
     """`jax.lax.dot_general` of operands that are quantised, forward and backward, as a recipe says.
@@ -42,6 +47,13 @@ def dot_general(
         is the next state.
       key: for a recipe that rounds stochastically, new in each step. A forward pass that nobody differentiates needs
         it only if forward casts are stochastic.
+      out_sharding: how the result lies, along explicit mesh axes.
+      specs: how x, w and the result lie along automatic mesh axes, or along those of a surrounding shard_map, whose
+        parts x and w are then. Operands are gathered as codes, and sums added in float32, where that is needed.
+      overlap: mesh axes along which transfers are made in rings, while parts of products are computed: no operand is
+        gathered before it is used, and no sum is made before it is scattered.
+      on_indivisible: what to do where devices would have parts of blocks: "raise", or "gather" that axis first, in the
+        precision that the array has.
 
     >>> import jax.numpy as jnp
     >>> x, w = jnp.ones((2, 64)), jnp.ones((64, 3))
@@ -52,6 +64,7 @@ def dot_general(
     x, w = float_operand(x, "x"), float_operand(w, "w")
     contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
     wanted = {"precision": precision, "out_sharding": out_sharding, "kernel": kernel}
+    wanted |= {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
     return contract_under(recipe, contraction, x, w, None, preferred_element_type, state, key, **wanted)
 
 
@@ -66,6 +79,9 @@ def einsum(
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
+    specs: Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
     kernel: Choice = None,
 ):
     """`jnp.einsum` of two operands under a recipe; arguments as in `dot_general`.
@@ -79,6 +95,7 @@ def einsum(
     preferred_element_type = result_dtype(preferred_element_type, x, w)
     (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
     wanted = {"precision": precision, "out_sharding": out_sharding, "kernel": kernel}
+    wanted |= {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
     contraction = Contraction(x_labels, w_labels, out)
     return contract_under(recipe, contraction, x, w, None, preferred_element_type, state, key, **wanted)
 
@@ -94,6 +111,9 @@ def dense(
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
+    specs: Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
     kernel: Choice = None,
 ):
     """x (..., k) times w (k, ...) plus b, which has the trailing axes of w.
@@ -108,22 +128,39 @@ def dense(
     """
     x, w = float_operand(x, "x"), float_operand(w, "w")
     b = None if b is None else float_operand(b, "b")
-    if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
+    are_whole = specs is None  # parts inside a shard_map may be cut differently
+    if not x.ndim or not w.ndim or (are_whole and x.shape[-1] != w.shape[0]):
         raise ValueError(f"the last axis of `x` {x.shape} must be as long as the first of `w` {w.shape}")
-    if b is not None and b.shape != w.shape[1:]:
+    if b is not None and (b.ndim != w.ndim - 1 or (are_whole and b.shape != w.shape[1:])):
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
     contraction = from_dimension_numbers((((x.ndim - 1,), (0,)), ((), ())), x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
     wanted = {"precision": precision, "out_sharding": out_sharding, "kernel": kernel}
+    wanted |= {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
     return contract_under(recipe, contraction, x, w, b, preferred, state, key, **wanted)
 
 
-def contract_under(recipe, contraction: Contraction, x, w, b, preferred, state, key, **wanted):
+def contract_under(
+    recipe,
+    contraction: Contraction,
+    x,
+    w,
+    b,
+    preferred,
+    state,
+    key,
+    specs: Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
+    **wanted,
+):
     """A contraction of checked operands under a recipe."""
     recipe = find_recipe(recipe)
-    to_matrices = support.device_reason() is None or any(cast.cuts for _, _, cast in recipe.casts())
+    splits = splits_of(contraction, x, w, specs, wanted["out_sharding"])
+    reason = support.device_reason() if splits is None else support.machine_reason()  # parts meet in a shard_map
+    to_matrices = reason is None or any(cast.cuts for _, _, cast in recipe.casts())
     rows, summed, columns = flattened(contraction, to_matrices)
-    left, right, out, bias = (
+    left, right, out, bias = layouts = tuple(
         Layout.of(of, groups)
         for of, groups in (
             (contraction.lhs, rows + summed),
@@ -132,11 +169,18 @@ def contract_under(recipe, contraction: Contraction, x, w, b, preferred, state, 
             (contraction.rhs_free, columns),
         )
     )
-    sharding = wanted.pop("out_sharding") if out.groups else None
     kind = Dot(Contraction(left.flat, right.flat, out.flat))
-    rule = Rule(kind, recipe, result_dtype(preferred, x, w), **wanted)
+    dtype, state = result_dtype(preferred, x, w), checked_state(recipe, state)
+    if splits is not None:
+        overlap = (overlap,) if isinstance(overlap, str) else tuple(overlap)
+        parts = Partitioned.of(kind, contraction, layouts, x, w, splits, recipe.amax_scope, overlap)
+        wanted["out_sharding"] = None
+        rule = Rule(kind, recipe, dtype, **wanted)
+        return returned(recipe, *product_of_parts(rule, parts, Operands(x, w, b, None), state, key, on_indivisible))
+    sharding = wanted.pop("out_sharding") if out.groups else None
+    rule = Rule(kind, recipe, dtype, **wanted)
     given = Operands(left.enter(x), right.enter(w), None if b is None else bias.enter(b), None)
-    y, state = product(rule, given, checked_state(recipe, state), key)
+    y, state = product(rule, given, state, key)
     y = out.leave(y, dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True)))
     return returned(recipe, y if sharding is None else jax.sharding.reshard(y, sharding), state)
 
@@ -170,7 +214,9 @@ class Dot(Arrays):
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
         return Laid.on(cast, self.sides(product, tensor))
 
-    def fused(self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool):
+    def fused(
+        self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool, amax_axes=()
+    ):
         if x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
             return None
         if len({each.cast.delayed for each in laid.values()}) > 1:
@@ -178,7 +224,8 @@ class Dot(Arrays):
         views = tuple(self._view(p, tensor, each, p == later) for p, each in laid.items())
         if casts.supports(x.shape, x.dtype, views) is not None:
             return None
-        made = casts.run(x, views, [keys[p] for p in laid], factor, amax, sums and self.out.endswith(self.features))
+        sums = sums and self.out.endswith(self.features)
+        made = casts.run(x, views, [keys[p] for p in laid], factor, amax, sums, amax_axes)
         return Made(dict(zip(laid, made.arrays, strict=True)), made.amax, made.sums)
 
     def _view(self, product: str, tensor: str, laid: Laid, kept: bool) -> casts.View:
@@ -187,6 +234,9 @@ class Dot(Arrays):
 
     def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
         return super().inside(laid, x, casts.logical(q))
+
+    def logical(self, q) -> Any:
+        return casts.logical(q)
 
     def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
         return contract(self.of("fwd"), casts.logical(x), casts.logical(w), bias=bias, **wanted)

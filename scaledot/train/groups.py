@@ -29,6 +29,8 @@ from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Laid, Sides, padded
+from scaledot.train.experts import experts_of, product_of_experts
+from scaledot.train.partitioned import Specs
 from scaledot.train.product import Made, Operands, Rule, multiply_then_add, product
 
 
@@ -43,13 +45,16 @@ def ragged_dot(
     recipe: str | Recipe,
     state: State | None = None,
     key=None,
+    out_sharding=None,
+    specs: Specs | None = None,
     kernel: Choice = None,
 ):
     """`jax.lax.ragged_dot` under a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
 
     Rows come in consecutive groups, which may be empty; rows past the last one give zeros and take no part in scales
     or gradients. Every group is quantised as if it were alone, except that delayed scaling has one factor for all.
-    Other arguments as in `dot_general`.
+    Other arguments as in `dot_general`. On a mesh matrices may be split along groups, as experts are, and b lies as
+    they do; `group_sizes` are those of all groups, on every device.
 
     >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
@@ -57,20 +62,28 @@ def ragged_dot(
     """
     x, w = float_operand(x, "x"), float_operand(w, "w")
     b = None if b is None else float_operand(b, "b")
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+    if x.ndim != 2 or w.ndim != 3 or (specs is None and x.shape[1] != w.shape[1]):
         raise ValueError(f"`x` (rows, k) and `w` (groups, k, n) must share k, not be of shapes {x.shape} and {w.shape}")
-    groups = checked_groups(group_sizes, x.shape[0])
-    if groups.shape[0] != w.shape[0]:
-        raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {w.shape[0]} matrices")
+    experts = experts_of(x, w, specs, out_sharding)
+    rows, count = (x.shape[0], w.shape[0]) if experts is None else (experts.sizes["t"], experts.sizes["g"])
+    groups = checked_groups(group_sizes, rows)
+    if groups.shape[0] != count:
+        raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
     recipe = find_recipe(recipe)
-    dtype, rows = result_dtype(preferred_element_type, x, w), x.shape[0]
-    g = jax.ShapeDtypeStruct((rows, w.shape[2]), dtype)
-    kind = Groups(_spacing(recipe.wgrad, groups.size, kernel, (x, g)))
-    rule = Rule(kind, recipe, dtype, precision, kernel=kernel)
+    dtype = result_dtype(preferred_element_type, x, w)
+
+    def kind_of(groups: int, rows: int, k: int, n: int) -> Groups:
+        arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
+        return Groups(_spacing(recipe.wgrad, groups, kernel, arrays))
+
+    rule = Rule(kind_of(count, rows, *w.shape[1:]), recipe, dtype, precision, kernel=kernel)
+    operands, state = Operands(x, w, b, groups), checked_state(recipe, state)
+    if experts is not None:
+        return returned(recipe, *product_of_experts(rule, kind_of, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none
-    y, state = product(rule, Operands(x, w, b, groups), checked_state(recipe, state), key)
+    y, state = product(rule, operands._replace(x=x), state, key)
     return returned(recipe, y[:rows], state)
 
 
@@ -140,18 +153,19 @@ class Groups:
             )
         return LaidRows(cast, tile, axis, self.together if product == "wgrad" else 1)
 
-    def quantize(self, laid, x: jax.Array, groups, factor, key) -> Any:
+    def quantize(self, laid, x: jax.Array, groups, factor, key, uniform=None, amax_axes: tuple[str, ...] = ()) -> Any:
+        """Codes of x; on parts of features `uniform` is drawn by their places, and scales are shared over some axes."""
+        how = {"key": key, "uniform": uniform, "amax_axes": amax_axes}
         if isinstance(laid, Laid):
-            return _each_matrix(laid, x, factor, key)
+            return _each_matrix(laid, x, factor, **how)
         x, groups = spaced(x, groups, laid.together), whole_groups(groups, laid.together)
         if factor is not None:
-            how = {"rounding": laid.cast.rounding, "key": key}
-            return quantize(_members(x, groups), laid.cast.format, factor=factor, **how)
+            return quantize(_members(x, groups), laid.cast.format, factor=factor, rounding=laid.cast.rounding, **how)
         if laid.tile[0] == 0:
-            return _per_group(laid, padded(x, 1, laid.cast), groups, key)
+            return _per_group(laid, padded(x, 1, laid.cast), groups, **how)
         if laid.axis == 1:
-            return _along_features(laid, padded(x, 1, laid.cast), groups, key)
-        return _down_the_rows(laid, x, groups, key)
+            return _along_features(laid, padded(x, 1, laid.cast), groups, **how)
+        return _down_the_rows(laid, x, groups, **how)
 
     def fused(
         self, tensor: str, laid: dict[str, Any], keys, later, x, groups, factor, amax: bool, sums: bool
@@ -242,32 +256,34 @@ def _of_rows(levels: Levels, groups: jax.Array, rows: int, together: int) -> jax
     return factor[_group_of(whole_groups(groups, together), rows)]
 
 
-def _each_matrix(laid: Laid, w: jax.Array, factor, key) -> ScaledArray:
+def _each_matrix(laid: Laid, w: jax.Array, factor, key, uniform, amax_axes) -> ScaledArray:
     keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(w.shape[0]))
-    return jax.vmap(lambda matrix, k: laid.quantize(matrix, factor, k))(w, keys)
+    return jax.vmap(lambda matrix, k, u: laid.quantize(matrix, factor, k, None, u, amax_axes))(w, keys, uniform)
 
 
-def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> PerGroup:
+def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, **how) -> PerGroup:
     """One scale, or one per feature, for all rows of a group."""
-    q = _along_features(laid, x, groups, key)
+    q = _along_features(laid, x, groups, **how)
     return PerGroup(_unscaled(q), q.scale[_first_rows(groups, x.shape[0])])
 
 
-def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> ScaledArray:
+def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, **how) -> ScaledArray:
     cast = laid.cast
-    how = {"rounding": cast.rounding, "key": key, "rotation": cast.rotation}
+    how |= {"rounding": cast.rounding, "rotation": cast.rotation}
     return quantize_grouped(x, groups, cast.format, axis=(0, 1), block=laid.tile, pad=True, **how)
 
 
-def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key) -> PerGroup | ScaledArray:
+def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform, amax_axes) -> PerGroup | ScaledArray:
     """Blocks that run down rows which come in whole blocks of one group."""
     tiles = x.reshape(-1, laid.together, x.shape[1])
     rows, features = laid.tile
     plan = make_plan(
         tiles, laid.cast.format, (0, 2, 1), (1, features, rows), "absmax", None, laid.cast.rotation, None, pad=True
     )
+    plan = dataclasses.replace(plan, amax_axes=amax_axes)
     group = _group_of(groups // laid.together, tiles.shape[0])
-    parts = _quantize_tiles(plan, tiles, group, groups.shape[0] + 1, key)
+    uniform = None if uniform is None else uniform.reshape(tiles.shape)
+    parts = _quantize_tiles(plan, tiles, group, groups.shape[0] + 1, key, uniform)
     rotation = plan.rotation and dataclasses.replace(plan.rotation, axis=-2)
     flat = ScaledArray(
         parts.data.reshape(x.shape),

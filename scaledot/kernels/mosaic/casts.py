@@ -180,14 +180,30 @@ def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     return None if not shape[0] % size else f"{shape[0]} rows are not whole groups of a rotation of {size}"
 
 
-def run(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
-    """The casts of all views. `factor` is a given one, None for that of the matrix; keys: one of each view or None."""
+def run(
+    x: jax.Array,
+    views: tuple[View, ...],
+    keys,
+    factor: jax.Array | None,
+    amax: bool,
+    sums: bool,
+    amax_axes: tuple[str, ...] = (),
+) -> Fused:
+    """The casts of all views. `factor` is a given one, None for that of the matrix; keys: one of each view or None.
+
+    amax_axes: mesh axes over which the matrix is a part of one that has one scale.
+    """
     if _tiles(views[0]):
-        return _tile_casts(x, views, keys, factor, amax, sums)
-    return Fused(_block_casts(x, views, keys), None, None)
+        return _tile_casts(x, views, keys, factor, amax, sums, amax_axes)
+    return Fused(_block_casts(x, views, keys, amax_axes), None, None)
 
 
-def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArray | RowPairs, ...]:
+def _anywhere(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The largest of all devices along some mesh axes."""
+    return lax.pmax(vary_as(amax, x), axes) if axes else amax
+
+
+def _block_casts(x: jax.Array, views: tuple[View, ...], keys, amax_axes) -> tuple[ScaledArray | RowPairs, ...]:
     from scaledot.kernels.mosaic import cast_blocks
 
     (m, k), format = x.shape, views[0].format
@@ -196,7 +212,7 @@ def _block_casts(x: jax.Array, views: tuple[View, ...], keys) -> tuple[ScaledArr
     wanted = tuple(
         cast_blocks.View(format, view.shape, not view.kept, view.stochastic, view.rotation) for view in views
     )
-    levels = _levels(filled, views, size)
+    levels = _levels(filled, views, size, amax_axes)
     up = seeds = None
     if format.two_level:
         up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
@@ -227,13 +243,14 @@ class Level(NamedTuple):
     down: Any
 
 
-def _levels(x: jax.Array, views: tuple[View, ...], size: int) -> list[Level]:
+def _levels(x: jax.Array, views: tuple[View, ...], size: int, amax_axes: tuple[str, ...]) -> list[Level]:
     from scaledot.kernels.mosaic import cast_blocks
 
     if not views[0].format.two_level:
         return [Level(ONE, ONE)] * len(views)
     rotations = tuple(dict.fromkeys(view.rotation for view in views))
-    found = dict(zip(rotations, cast_blocks.amaxes(x, rotations, size), strict=True))
+    amaxes = [_anywhere(amax, x, amax_axes) for amax in cast_blocks.amaxes(x, rotations, size)]
+    found = dict(zip(rotations, amaxes, strict=True))
     return [Level(*tensor_level(view.format, x.dtype, None, found[view.rotation])) for view in views]
 
 
@@ -241,12 +258,14 @@ def _seeds(view: View, key) -> jax.Array:
     return jnp.stack(seeds_of(key)) if view.stochastic else jnp.zeros(2, jnp.uint32)
 
 
-def _tile_casts(x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool) -> Fused:
+def _tile_casts(
+    x: jax.Array, views: tuple[View, ...], keys, factor: jax.Array | None, amax: bool, sums: bool, amax_axes
+) -> Fused:
     from scaledot.kernels.mosaic import cast_tiles
 
     format, (m, k), way = views[0].format, x.shape, _tiles(views[0])
     filled = filled_up(x, LINE, LINE)
-    seen = cast_tiles.amax(filled) if way == "tensor" and factor is None else None
+    seen = _anywhere(cast_tiles.amax(filled), x, amax_axes) if way == "tensor" and factor is None else None
     if seen is not None:
         scaling = cast_tiles.Seen(seen)
     else:

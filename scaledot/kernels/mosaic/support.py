@@ -7,7 +7,12 @@ MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
 
 
 def device_reason() -> str | None:
-    """Why this process cannot use them."""
+    """Why this process cannot use them here."""
+    return machine_reason() or _sharding_reason()
+
+
+def machine_reason() -> str | None:
+    """Why this process cannot use them anywhere."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"needs jax {'.'.join(map(str, OLDEST_JAX))}; this is {jax.__version__}"
     backend = jax.default_backend()
@@ -22,7 +27,7 @@ def device_reason() -> str | None:
         return f"needs compute capability 9; {device.device_kind} has {capability}"
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return "its programs count in 32 bits, and jax_enable_x64 makes them count in 64"
-    return _sharding_reason()
+    return None
 
 
 def _sharding_reason() -> str | None:

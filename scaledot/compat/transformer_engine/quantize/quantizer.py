@@ -191,8 +191,8 @@ class _Casts:
                 "transform of its colwise cast; pad it, or use use_rht=False"
             )
         if laid not in self.seen:
-            given = {"tensor_scale": self._tensor_scale(cast)}
-            self.seen[laid] = laid.quantize(self.x, self._factor(cast), self.quantizer.bits(is_colwise), **given)
+            key, tensor_scale = self.quantizer.bits(is_colwise), self._tensor_scale(cast)
+            self.seen[laid] = laid.quantize(self.x, self._factor(cast), key, tensor_scale)
         return self.seen[laid]
 
     def _factor(self, cast: Cast) -> jax.Array | None:

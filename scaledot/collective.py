@@ -1,0 +1,223 @@
+"""Products whose operands, or whose results, move between devices while parts of them are being computed.
+
+A Partition says what devices gather, multiply, add and scatter. Along a mesh axis that is to `overlap`, an operand is
+not gathered before it is multiplied: its parts arrive around a ring, each is multiplied as it comes, and no device ever
+holds the whole. A result is not computed before it is scattered: each device's part of it is summed on the way there.
+Forward and backward these are each other's dual.
+
+`all_gather_matmul` and `matmul_reduce_scatter` are two such products, for the inside of a shard_map. Products under a
+recipe (`scaledot.train`) take `overlap`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.kernels.manual import vary_as
+from scaledot.kernels.spec import Contraction
+from scaledot.numerics import blocks
+from scaledot.ops import moving, partition
+from scaledot.ops.contraction import for_matmul
+from scaledot.ops.operands import as_operand, contract
+from scaledot.ops.partition import STAYS, Axes, Moves, Partition
+
+WIDE = np.dtype(np.float32)
+
+
+class Side(NamedTuple):
+    """An operand as a product takes it. `open` makes it an array whose axes have the labels, of the given sizes;
+    `close` undoes that."""
+
+    labels: str
+    value: Any
+    sizes: dict[str, int]
+    open: Callable[[Any, dict[str, int]], Any] = lambda x, sizes: x
+    close: Callable[[Any], Any] = lambda x: x
+
+    def opened(self) -> Any:
+        return self.open(self.value, self.sizes)
+
+    def with_contents(self, opened: Any) -> "Side":
+        return self._replace(value=self.close(opened), sizes=dict(zip(self.labels, opened.shape, strict=True)))
+
+    def moved(self, moves: Moves) -> "Side":
+        if moves == STAYS:
+            return self
+        return self.with_contents(partition.moved(self.opened(), self.labels, moves))
+
+
+class Ring(NamedTuple):
+    """What goes around along one mesh axis: parts of an operand (side 0 or 1), or sums (None), in parts of a label."""
+
+    side: int | None
+    label: str
+    axis: str
+
+
+def ring_of(plan: Partition, overlap: Axes) -> Ring | None:
+    """The first transfer of a plan that one of the axes to overlap makes by itself."""
+    for axis in overlap:
+        for side, moves in enumerate((plan.lhs, plan.rhs)):
+            cut = {c for c, _ in moves.cut}
+            for c, axes in moves.gathered:
+                if axes == (axis,) and c not in cut:
+                    return Ring(side, c, axis)
+        for c, axes in plan.scattered:
+            if axes == (axis,):
+                return Ring(None, c, axis)
+    return None
+
+
+def adds(plan: Partition, contraction: Contraction, overlap: Axes) -> bool:
+    """Whether a result is the sum of several products, which should be float32 then."""
+    ring = ring_of(plan, overlap)
+    return bool(plan.summed) or (ring is not None and ring.label in contraction.contracted)
+
+
+def product(
+    plan: Partition,
+    contraction: Contraction,
+    lhs: Side,
+    rhs: Side,
+    multiply: Callable[[Any, Any, dict[str, int]], jax.Array],
+    overlap: Axes = (),
+) -> jax.Array:
+    """A product carried out as planned. `multiply` is that of two values, given the sizes of all labels."""
+
+    def times(sides: tuple[Side, Side]) -> jax.Array:
+        left, right = sides
+        return multiply(left.value, right.value, left.sizes | right.sizes)
+
+    ring = ring_of(plan, overlap)
+    rest = plan if ring is None else _without(plan, ring)
+    sides = lhs.moved(rest.lhs), rhs.moved(rest.rhs)
+    if ring is None:
+        total = times(sides)
+    elif ring.side is None:
+        total = _sums_around(sides, ring, times)
+    else:
+        total = _parts_around(contraction.out, sides, ring.side, ring, times)
+    return partition.added(total, contraction.out, rest)
+
+
+def _without(plan: Partition, ring: Ring) -> Partition:
+    """What is left of a plan when a ring has done its part."""
+    if ring.side is None:
+        summed = tuple(axis for axis in plan.summed if axis != ring.axis)
+        return plan._replace(summed=summed, scattered=tuple(each for each in plan.scattered if each[0] != ring.label))
+    name = ("lhs", "rhs")[ring.side]
+    moves: Moves = getattr(plan, name)
+    gathered = tuple(each for each in moves.gathered if each[0] != ring.label)
+    return plan._replace(**{name: moves._replace(gathered=gathered)})
+
+
+def _parts_around(out: str, sides: tuple[Side, Side], side: int, ring: Ring, times) -> jax.Array:
+    """Parts of one operand arrive, and meet the other, or its part along the same axis where it has that."""
+    mine, other = sides[side], sides[1 - side]
+    count = lax.axis_size(ring.axis)
+    whole = other.opened() if ring.label in other.labels else None
+
+    def step(total: jax.Array | None, index: jax.Array, part) -> jax.Array:
+        facing = other
+        if whole is not None:
+            facing = other.with_contents(moving.part(whole, other.labels.index(ring.label), index, count))
+        arrived = mine.with_contents(part)
+        term = times((arrived, facing) if side == 0 else (facing, arrived))
+        if ring.label in out:
+            return _placed(total, term, out.index(ring.label), index, count)
+        return term if total is None else total + term
+
+    return moving.fold_parts(step, mine.opened(), mine.labels.index(ring.label), ring.axis)
+
+
+def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Array, count: int) -> jax.Array:
+    """A result with one of its parts set."""
+    size = term.shape[axis]
+    if total is None:
+        shape = (*term.shape[:axis], size * count, *term.shape[axis + 1 :])
+        total = vary_as(jnp.zeros(shape, term.dtype), term)
+    return lax.dynamic_update_slice_in_dim(total, term, index * size, axis)
+
+
+def _sums_around(sides: tuple[Side, Side], ring: Ring, times) -> jax.Array:
+    """Each device's part of the result is summed on its way there."""
+    count = lax.axis_size(ring.axis)
+
+    def term(opened: list[Any], index) -> jax.Array:
+        left, right = (
+            side if x is None else side.with_contents(moving.part(x, side.labels.index(ring.label), index, count))
+            for side, x in zip(sides, opened, strict=True)
+        )
+        return times((left, right))
+
+    opened = [side.opened() if ring.label in side.labels else None for side in sides]
+    return moving.summed_on_the_way(term, opened, ring.axis)
+
+
+def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None) -> jax.Array:
+    """x (..., m, k) whose rows are split over a mesh axis, times w (k, n): all rows, as `matmul` of a gathered x.
+
+    Inside a shard_map. Operands may be ScaledArrays, of which codes move; a plain operand can be differentiated.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    >>> specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+    >>> f = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh, **specs)
+    >>> f(jnp.ones((4, 8)), jnp.ones((8, 2))).shape
+    (4, 2)
+    """
+    contraction, lhs, rhs = _matrices(x, w)
+    gathered = Moves(gathered=((contraction.lhs_free[-1], (axis_name,)),))
+    plan = Partition(gathered, STAYS, (), (), ())
+    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
+
+
+def matmul_reduce_scatter(
+    x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None
+) -> jax.Array:
+    """x (..., m, k) times w (k, n), whose k are split over a mesh axis: this device's share of the rows of the sum.
+
+    Inside a shard_map; sums are float32 until they have arrived. Operands as in `all_gather_matmul`.
+    """
+    contraction, lhs, rhs = _matrices(x, w)
+    rows = contraction.lhs_free[-1]
+    _check_parts(lhs, lhs.ndim - 2, axis_name)
+    plan = Partition(STAYS, STAYS, (axis_name,), ((rows, (axis_name,)),), ())
+    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
+
+
+def _matrices(x, w) -> tuple[Contraction, Any, Any]:
+    x, w = as_operand(x, "x"), as_operand(w, "w")
+    if x.ndim < 2 or w.ndim != 2:
+        raise ValueError(f"`x` (..., m, k) and `w` (k, n) must be matrices, not of shapes {x.shape} and {w.shape}")
+    return for_matmul(x.shape, w.shape), x, w
+
+
+def _check_parts(x, axis: int, axis_name: str) -> None:
+    """Raise where a share of the rows is not a whole number, or not of blocks."""
+    count, size = lax.axis_size(axis_name), x.shape[axis]
+    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
+    unit = count * max(block, 1)
+    if size % unit:
+        parts = f"parts for {count} devices of {axis_name!r}" + (f" in blocks of {block}" if block > 1 else "")
+        raise ValueError(f"{size} rows of `x` cannot be cut into equal {parts}; {-(-size // unit) * unit} would do")
+
+
+def _overlapped(plan: Partition, contraction: Contraction, lhs, rhs, preferred, **wanted) -> jax.Array:
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else np.dtype(preferred)
+    overlap = plan.summed or plan.lhs.gathered[0][1]
+    wide = WIDE if adds(plan, contraction, overlap) and dtype.itemsize < WIDE.itemsize else dtype
+
+    def multiply(left, right, sizes) -> jax.Array:
+        return contract(contraction, left, right, preferred_element_type=wide, **wanted)
+
+    left, right = (
+        Side(labels, x, dict(zip(labels, x.shape, strict=True)))
+        for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
+    )
+    return product(plan, contraction, left, right, multiply, overlap).astype(dtype)

@@ -1,0 +1,133 @@
+"""How a contraction is split over a mesh: what devices gather, what they multiply, what they sum and scatter.
+
+Specs say how the operands and the result lie. Along each mesh axis the work is shared by one label of the contraction:
+
+* a summed label that both operands are split along: every device has a part of the sum, and parts are added, or added
+  and scattered where the result is split along that mesh axis;
+* otherwise the label of the result that is split along it: an operand that lies in another way is gathered first.
+
+Operands are gathered as codes and scales, and parts of sums are added in float32.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from scaledot.kernels.spec import Contraction
+from scaledot.ops import moving
+from scaledot.ops.moving import Axes
+
+Split = tuple[tuple[str, Axes], ...]  # labels and the mesh axes that they are split over, the slowest first
+
+
+class Moves(NamedTuple):
+    """What an operand goes through before it is multiplied: labels that are gathered, then labels that are cut."""
+
+    gathered: Split = ()
+    cut: Split = ()
+
+
+STAYS = Moves()
+
+
+class Partition(NamedTuple):
+    """What devices do. `summed`: the mesh axes over which parts of sums are added; `scattered`: those among them that
+    leave each device a part of the result; `out`: how the result lies then."""
+
+    lhs: Moves
+    rhs: Moves
+    summed: Axes
+    scattered: Split
+    out: Split
+
+
+def split_of(labels: str, spec: PartitionSpec) -> Split:
+    """The labels of an array that a PartitionSpec splits.
+
+    >>> split_of("bsk", PartitionSpec(("dp", "fsdp"), None, "tp"))
+    (('b', ('dp', 'fsdp')), ('k', ('tp',)))
+    """
+    entries = zip(labels, spec, strict=False)
+    return tuple((c, entry if isinstance(entry, tuple) else (entry,)) for c, entry in entries if entry)
+
+
+def spec_of(labels: str, split: Split) -> PartitionSpec:
+    known = dict(split)
+    return PartitionSpec(*(known.get(c) for c in labels))
+
+
+def plan(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> Partition:
+    """What devices do where operands lie as given and the result is to lie as given.
+
+    >>> row_parallel = plan(Contraction("sk", "kn", "sn"), (("k", ("tp",)),), (("k", ("tp",)),), ())
+    >>> row_parallel.summed
+    ('tp',)
+    >>> gathered = plan(Contraction("sk", "kn", "sn"), (("s", ("tp",)),), (("n", ("tp",)),), (("n", ("tp",)),))
+    >>> gathered.lhs
+    Moves(gathered=(('s', ('tp',)),), cut=())
+    """
+    shared = _shared(contraction, lhs, rhs, out)
+    summed = tuple(axis for c in contraction.contracted for axis in shared.get(c, ()))
+    wanted = dict(out)
+    scattered, left = [], []
+    for c in contraction.out:
+        has, wants = shared.get(c, ()), wanted.get(c, ())
+        added = wants[len(has) :] if wants[: len(has)] == has and set(wants[len(has) :]) <= set(summed) else ()
+        scattered.append((c, added))
+        left.append((c, has + added))
+    return Partition(
+        moves_between(contraction.lhs, dict(lhs), shared),
+        moves_between(contraction.rhs, dict(rhs), shared),
+        summed,
+        _nonempty(scattered),
+        _nonempty(left),
+    )
+
+
+def _shared(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> dict[str, Axes]:
+    """For each label the mesh axes along which devices share the work on it, in the order in which it is split."""
+    places = [{axis: c for c, axes in split for axis in axes} for split in (lhs, rhs, out)]
+    worked: dict[str, str] = {}
+    for axis in dict.fromkeys(axis for place in places for axis in place):
+        left, right, result = (place.get(axis) for place in places)
+        if result is None or (left is not None and left == right and left in contraction.contracted):
+            result = left if left is not None else right
+        worked[axis] = result or ""
+    orders = (*out, *lhs, *rhs)
+    labels = dict.fromkeys(c for c, _ in orders)
+    return {c: tuple(dict.fromkeys(a for d, axes in orders if d == c for a in axes if worked[a] == c)) for c in labels}
+
+
+def moves_between(labels: str, split: dict[str, Axes], shared: dict[str, Axes]) -> Moves:
+    """From how an operand is split to how the work is; axes that are split alike in front stay."""
+    gathered, cut = [], []
+    for c in labels:
+        has, wants = split.get(c, ()), shared.get(c, ())
+        same = next((i for i, (a, b) in enumerate(zip(has, wants, strict=False)) if a != b), min(len(has), len(wants)))
+        gathered.append((c, has[same:]))
+        cut.append((c, wants[same:]))
+    return Moves(_nonempty(gathered), _nonempty(cut))
+
+
+def _nonempty(split: list[tuple[str, Axes]]) -> Split:
+    return tuple((c, axes) for c, axes in split if axes)
+
+
+def moved(x: Any, labels: str, moves: Moves) -> Any:
+    """An operand, plain or quantised, as the work is split; inside a shard_map."""
+    for c, axes in moves.gathered:
+        x = moving.gathered(x, labels.index(c), axes)
+    for c, axes in moves.cut:
+        x = moving.own_part(x, labels.index(c), axes)
+    return x
+
+
+def added(total: jax.Array, labels: str, partition: Partition) -> jax.Array:
+    """The sum of all devices' parts, or each one's share of it."""
+    for c, axes in partition.scattered:
+        total = lax.psum_scatter(total, axes, scatter_dimension=labels.index(c), tiled=True)
+    scattered = {axis for _, axes in partition.scattered for axis in axes}
+    left = tuple(axis for axis in partition.summed if axis not in scattered)
+    return lax.psum(total, left) if left else total

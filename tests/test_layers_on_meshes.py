@@ -1,0 +1,154 @@
+"""Flax layers under recipes on meshes of CPU devices: their metadata, their specs, and what moves between devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import normal
+
+import scaledot as sd
+from scaledot import train
+from scaledot.plan.hlo import collectives
+
+WIDTH, HIDDEN = 256, 512
+SPECS = {
+    "up": train.Specs(P("dp", "tp"), P(None, "tp"), P("dp", None, "tp")),
+    "down": train.Specs(P("dp", None, "tp"), P("tp"), P("dp", "tp")),
+}
+RECIPES = ("fp8_block", "fp8_delayed", "nvfp4")
+
+
+def mesh_of(kind: AxisType):
+    return jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
+
+
+class Block(nn.Module):
+    """Kernels carry the names of their axes, as in any sharded linen model."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name, features, axes in (("up", HIDDEN, ("embed", "mlp")), ("down", WIDTH, ("mlp", "embed"))):
+            kernel_init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+            x = nn.Dense(features, use_bias=False, kernel_init=kernel_init, dtype=jnp.bfloat16, name=name)(x)
+            x = nn.silu(x) if name == "up" else x
+        return x
+
+
+def gradients(model, key):
+    def run(variables, x):
+        def loss(variables, x):
+            y = model.apply(variables, x, rngs={"sr_rng": key})
+            return jnp.sum(jnp.square(y.astype(jnp.float32))), y
+
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(variables, x)
+        return y, grads
+
+    return run
+
+
+def require_close(found, expected):
+    """What another order of float32 sums, and a rounding of the hidden layer that it turns, may change."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linen_model_follows_its_specs(recipe, standard_promotion):
+    x, key = normal(0, (4, 512, WIDTH), jnp.bfloat16), jax.random.key(1)
+    plain = sd.linen.with_recipe(Block(), recipe)
+    variables = plain.init({"params": jax.random.key(0), "sr_rng": key}, x[:1, :8])
+    expected = jax.jit(gradients(plain, key))(nn.unbox(variables), x)
+
+    mesh = mesh_of(AxisType.Auto)
+    logical = nn.get_partition_spec(variables)
+    named = nn.logical_to_mesh_sharding(logical, mesh, [("embed", None), ("mlp", "tp")])
+    assert named["params"]["up"]["kernel"].spec == P(None, "tp")
+    split = jax.device_put(nn.unbox(variables), named)
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
+        for overlap in ((), "tp"):
+            model = sd.linen.with_recipe(Block(), recipe, specs=SPECS, overlap=overlap)
+            program = jax.jit(gradients(model, key)).lower(split, tokens).compile()
+            y, grads = program(split, tokens)
+            require_close((y, grads), expected)
+            assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), y.ndim)
+            kernel = grads["params"]["down"]["kernel"]
+            assert kernel.sharding.is_equivalent_to(named["params"]["down"]["kernel"], 2)
+            moved = collectives(program.as_text(), dict(mesh.shape))
+            large = [one for one in moved if one.axes == ("tp",) and one.bytes >= 2**14]
+            kinds = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
+            assert {one.kind for one in large} == kinds
+            assert not [one for one in large if one.kind == "all-gather" and one.dtype != "u8"]
+
+
+def test_states_of_linen_layers_are_those_of_all_devices(standard_promotion):
+    """A history is the same bits wherever it is kept."""
+    x = normal(0, (4, 512, WIDTH), jnp.bfloat16)
+    plain = sd.linen.with_recipe(Block(), "fp8_delayed")
+    variables = nn.unbox(plain.init(jax.random.key(0), x[:1, :8]))
+    _, expected = jax.jit(gradients(plain, jax.random.key(1)))(variables, x)
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        model = sd.linen.with_recipe(Block(), "fp8_delayed", specs=SPECS)
+        _, found = jax.jit(gradients(model, jax.random.key(1)))(variables, x)
+    state = "_overwrite_with_gradient"
+    first = [tree[state]["up"]["DotGeneral_0"] for tree in (found, expected)]
+    for name in ("x_amax_history", "x_scale", "kernel_amax_history", "kernel_scale"):
+        np.testing.assert_array_equal(first[0][name], first[1][name])
+
+
+def test_a_pattern_of_specs_that_matches_nothing_is_named():
+    model = sd.linen.with_recipe(Block(), "mxfp8", specs={"upp": SPECS["up"]})
+    with pytest.raises(ValueError, match=r"'upp' of `specs` matches no layer .*near paths: up"):
+        model.init(jax.random.key(0), jnp.ones((1, 8, WIDTH)))
+
+
+class NnxBlock(nnx.Module):
+    """Explicit axes: kernels are made where they lie, and calls say where results do."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        for name, sizes, axes in (("up", (WIDTH, HIDDEN), (None, "tp")), ("down", (HIDDEN, WIDTH), ("tp", None))):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+            made = {"kernel_init": init, "use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+            setattr(self, name, nnx.Linear(*sizes, **made))
+
+    def __call__(self, x, lying=(None, None)):
+        h = nnx.silu(self.up(x, out_sharding=lying[0]))
+        return self.down(h, out_sharding=lying[1])
+
+
+def nnx_gradients(model, x, lying=(None, None)):
+    def loss(model, x):
+        y = model(x, lying)
+        return jnp.sum(jnp.square(y.astype(jnp.float32))), y
+
+    (_, y), grads = nnx.value_and_grad(loss, has_aux=True, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model, x)
+    return y, nnx.to_pure_dict(grads)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_nnx_model_follows_types_and_specs(recipe, standard_promotion):
+    x = normal(0, (4, 512, WIDTH), jnp.bfloat16)
+    one_device = jax.make_mesh((1, 1), ("dp", "tp"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(one_device):
+        model = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3))
+        expected = jax.tree.map(np.asarray, nnx.jit(nnx_gradients)(model, x))
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        model = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3))
+        tokens = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
+        lying = P("dp", None, "tp"), P("dp", "tp")
+        y, grads = nnx.jit(nnx_gradients, static_argnums=2)(model, tokens, lying)
+        require_close((y, grads), expected)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), y.ndim)
+        assert tuple(grads["up"]["kernel"].sharding.spec) == (None, "tp")
+    auto = mesh_of(AxisType.Auto)
+    with jax.set_mesh(auto):
+        made = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3), specs=SPECS, overlap="tp")
+        y, grads = nnx.jit(nnx_gradients)(made, jax.device_put(x, NamedSharding(auto, P("dp", "tp"))))
+        require_close((y, grads), expected)
+        assert y.sharding.is_equivalent_to(NamedSharding(auto, P("dp", "tp")), y.ndim)

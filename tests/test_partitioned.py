@@ -1,0 +1,268 @@
+"""Products of arrays that are split over eight CPU devices are those of one device, codes and scales to the bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import (
+    EVERY,
+    LAYOUTS,
+    REPRESENTATIVE,
+    arrays,
+    first_state,
+    require_same,
+    step,
+)
+from training import normal
+
+import scaledot as sd
+from scaledot import recipes, train
+from scaledot.kernels.spec import Contraction
+from scaledot.plan.hlo import collectives
+from scaledot.recipes import RECIPES
+from scaledot.train import partitioned
+from scaledot.train.dots import Dot
+from scaledot.train.flatten import Layout, flattened
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
+def test_explicit_axes_are_followed(name, layout):
+    lay, recipe = LAYOUTS[layout], RECIPES[name]
+    mesh = lay.mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        found, state = jax.jit(step(recipe, out_sharding=lay.y))(arrays().on(lay, mesh), first_state(recipe))
+    require_same(name, found, state)
+    specs = {"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}
+    for of, value in found.items():
+        assert value.sharding.is_equivalent_to(NamedSharding(mesh, specs[of]), value.ndim), of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
+def test_specs_are_followed_along_automatic_axes(name, layout):
+    lay, recipe = LAYOUTS[layout], RECIPES[name]
+    mesh = lay.mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        found, state = jax.jit(step(recipe, specs=lay.specs))(arrays().on(lay, mesh), first_state(recipe))
+    require_same(name, found, state)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY)
+def test_specs_are_followed_inside_a_shard_map(name, layout):
+    lay, recipe = LAYOUTS[layout], RECIPES[name]
+    mesh = lay.mesh(AxisType.Auto)
+    run = step(recipe, specs=lay.specs)
+    in_specs = (type(arrays())(lay.x, lay.w, lay.bias, lay.y), P())
+    out_specs = ({"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}, P())
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    require_same(name, *jax.jit(mapped)(arrays().on(lay, mesh), first_state(recipe)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_automatic_axes_without_specs_are_left_to_xla(name, layout):
+    lay, recipe = LAYOUTS[layout], RECIPES[name]
+    mesh = lay.mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        require_same(name, *jax.jit(step(recipe))(arrays().on(lay, mesh), first_state(recipe)))
+
+
+def casts_of(recipe, kind):
+    return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [n for n in RECIPES if any(c.delayed is None for *_, c in RECIPES[n].casts())])
+def test_devices_find_the_codes_and_scales_of_one(name, layout):
+    lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
+    contraction = Contraction("bsk", "kn", "bsn")
+    rows, summed, columns = flattened(contraction, any(cast.cuts for *_, cast in recipe.casts()))
+    layouts = tuple(
+        Layout.of(*of)
+        for of in (
+            (contraction.lhs, rows + summed),
+            (contraction.rhs, summed + columns),
+            (contraction.out, rows + columns),
+            (contraction.rhs_free, columns),
+        )
+    )
+    one = Dot(Contraction(*(each.flat for each in layouts[:3])))
+    mesh = lay.mesh(AxisType.Auto)
+    tensors, specs = {"x": whole.x, "w": whole.w, "g": whole.g}, {"x": lay.x, "w": lay.w, "g": lay.y}
+    key = jax.random.key(3)
+
+    def unflattened(of: Layout, q, shape):
+        """Codes, and values, which tell scales apart."""
+        sizes = dict(zip(of.labels, shape, strict=True))
+        q = dataclasses.replace(q, rotation=None)
+        return [of.leave(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
+
+    def on_parts(x, w, g):
+        local = {"x": x, "w": w, "g": g}
+        splits = partitioned.splits_of(contraction, x, w, lay.specs, None)
+        kind = partitioned.Partitioned.of(one, contraction, layouts, x, w, splits, "global")
+        return {
+            f"{p} {t}": unflattened(
+                layouts["xwg".index(t)],
+                kind.quantize(part, local[t], None, None, key if part.laid.cast.rounding == "stochastic" else None),
+                local[t].shape,
+            )
+            for (p, t), part in casts_of(recipe, kind).items()
+        }
+
+    out_specs = {f"{p} {t}": [specs[t], specs[t]] for p, t in casts_of(recipe, one)}
+    mapped = jax.shard_map(on_parts, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out_specs)
+    found = jax.jit(mapped)(*tensors.values())
+    for (p, t), laid in casts_of(recipe, one).items():
+        of = layouts["xwg".index(t)]
+        stochastic = key if laid.cast.rounding == "stochastic" else None
+        expected = unflattened(of, one.quantize(laid, of.enter(tensors[t]), None, None, stochastic), tensors[t].shape)
+        for a, b in zip(found[f"{p} {t}"], expected, strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
+
+
+def collectives_of(lay, recipe, kind: str):
+    """Of that kind in the compiled step."""
+    mesh = lay.mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        given = arrays().on(lay, mesh), first_state(recipe)
+        text = jax.jit(step(recipe, out_sharding=lay.y)).lower(*given).compile().as_text()
+    return [one for one in collectives(text, lay.axes) if one.kind == kind]
+
+
+@pytest.mark.parametrize("layout", ["column", "row", "sequence to column", "fsdp", "all"])
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+def test_no_operand_is_gathered_in_high_precision(name, layout):
+    gathered = collectives_of(LAYOUTS[layout], RECIPES[name], "all-gather")
+    large = [one for one in gathered if one.dtype != "u8" and one.bytes > 2**15]
+    assert not large, large
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8_current", 0.52), ("fp8_block", 0.52), ("nvfp4", 0.3)])
+def test_fsdp_gathers_codes(name, most):
+    """Beside the bytes of the same weights in bfloat16."""
+    gathered = collectives_of(LAYOUTS["fsdp"], RECIPES[name], "all-gather")
+    moved = sum(one.bytes * one.count for one in gathered)
+    assert 0 < moved <= most * 2 * arrays().w.size
+
+
+def test_scales_of_parts_are_a_choice():
+    local = dataclasses.replace(recipes.FP8_CURRENT, name="mine", amax_scope="local")
+    small = [
+        sum(one.count for one in collectives_of(LAYOUTS["column"], recipe, "all-reduce") if one.bytes < 64)
+        for recipe in (recipes.FP8_CURRENT, local)
+    ]
+    assert small[1] < small[0]
+
+
+def test_what_cannot_be_split_says_why():
+    x, w = jnp.ones((4, 256, 512), jnp.bfloat16), jnp.ones((512, 64))
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    dense = functools.partial(train.dense, x, w, recipe="fp8_block")
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="the mesh has no axis 'model'; it has 'dp', 'tp'"):
+            dense(specs=train.Specs(P("model"), P(), P("model")))
+        with pytest.raises(ValueError, match="a device has 16 elements of an axis, which cut blocks of 128"):
+            dense(specs=train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp")))
+        with pytest.raises(ValueError, match=r"`specs\.x` .* has 4 entries for an array of 3 axes"):
+            dense(specs=train.Specs(P("dp", None, None, None), P(), P()))
+        with pytest.raises(ValueError, match="`out_sharding` and `specs` both say"):
+            dense(specs=train.Specs(P("dp"), P(), P("dp")), out_sharding=P("dp"))
+        with pytest.raises(ValueError, match="the mesh has no axis 'sp'"):
+            dense(specs=train.Specs(P("dp"), P(), P("dp")), overlap="sp")
+        with pytest.raises(ValueError, match="`on_indivisible` must be raise or gather, not 'drop'"):
+            dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
+        with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
+            train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
+    explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        split = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))
+        kernel = jax.device_put(w, NamedSharding(explicit, P("tp")))
+        with pytest.raises(ValueError, match="is summed and split; say how the result lies"):
+            train.dense(split, kernel, recipe="fp8_current")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_axis_that_would_cut_blocks_is_gathered_on_request(kind):
+    """And one that does not divide: 63 positions over four devices."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
+    x, w = normal(0, (4, 64, 256)), normal(1, (256, 192))
+    specs = train.Specs(P("dp", "tp"), P(None, "tp"), P("dp", None, "tp"))
+
+    def run(x, w, **how):
+        y, pull = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", **how), x, w)
+        return y, pull(jnp.ones_like(y))
+
+    expected = jax.jit(run)(x, w)
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs[:2], strict=True)]
+        with pytest.raises(ValueError, match="cut blocks of 128; split it over fewer devices, make the axis"):
+            jax.jit(functools.partial(run, specs=specs))(*given)
+        found = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(*given)
+        assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, specs.y), 3)
+        if kind == AxisType.Auto:
+            uneven = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(x[:, :63], w)
+            assert uneven[0].shape == (4, 63, 192)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), found, expected)
+
+
+def plain_layer(x, w, bias, out_sharding=None):
+    y = jnp.einsum("bsk,kn->bsn", x, w.astype(x.dtype), out_sharding=out_sharding)
+    return y + bias.astype(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_and_gradients_lie_as_those_of_a_bfloat16_program(layout, kind, standard_promotion):
+    lay = LAYOUTS[layout]
+    mesh = lay.mesh(kind)
+
+    def step(layer, given):
+        y, pull = jax.vjp(laid_out(layer), given.x, given.w, given.bias)
+        return y, *pull(given.g)
+
+    def laid_out(layer):
+        if kind == AxisType.Explicit:
+            return functools.partial(layer, out_sharding=lay.y)
+        return lambda *given: jax.lax.with_sharding_constraint(layer(*given), lay.y)
+
+    with jax.set_mesh(mesh):
+        given = arrays().on(lay, mesh)
+        plain = jax.jit(functools.partial(step, plain_layer))(given)
+        found = jax.jit(functools.partial(step, functools.partial(train.dense, recipe="fp8_block")))(given)
+    # Along automatic axes XLA may lay a gradient otherwise than what it is of; ours lies so or so, too.
+    for a, b, spec in zip(found, plain, (lay.y, lay.x, lay.w, lay.bias), strict=True):
+        allowed = b.sharding, *([NamedSharding(mesh, spec)] if kind == AxisType.Auto else [])
+        assert any(a.sharding.is_equivalent_to(sharding, a.ndim) for sharding in allowed), (a.sharding, allowed)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_products_on_a_mesh_are_mapped_over_layers(kind):
+    """Stacked layers, whose axis may be split, too."""
+    sizes = {"stage": 2, "dp": 2, "tp": 2}
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * 3)
+    x, w = normal(0, (2, 4, 128, 256)), normal(1, (2, 256, 256))
+    how = {"out_sharding": P("dp", None, "tp")} if kind == AxisType.Explicit else {}
+    how |= {"specs": train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp"))} if kind == AxisType.Auto else {}
+
+    def loss(x, w, **how):
+        y = train.dense(x, w, recipe="fp8_block", **how)
+        return jnp.sum(y**2)
+
+    expected = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))(x, w)
+    for name in (None, "stage") if kind == AxisType.Explicit else (None,):
+        with jax.set_mesh(mesh):
+            lie = P(name, "dp"), P(name, None, "tp")
+            given = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), lie, strict=True)]
+            f = jax.vmap(jax.grad(functools.partial(loss, **how), argnums=(0, 1)), spmd_axis_name=name)
+            found = jax.jit(f)(*given)
+        for a, b, given_spec in zip(found, expected, lie, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+            assert a.sharding.is_equivalent_to(NamedSharding(mesh, given_spec), a.ndim)
