@@ -1,0 +1,215 @@
+"""examples/processes.py: the number of processes changes no number, and a process may die.
+
+A run on 2 and on 4 processes is held to the same run in this process, bit by bit. That can be asked for: the program
+is the same, and every sum over devices has two terms, so that its order does not matter.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from examples import gpt_sharded, processes
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+RUN = gpt_sharded.Run("fp8_delayed", steps=12, blocks=1)
+EVERY = 4
+WORDS = [f"--recipe={RUN.recipe}", f"--steps={RUN.steps}", f"--blocks={RUN.blocks}", f"--every={EVERY}"]
+SECONDS = 240  # a run is given up after; it takes a tenth of that
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+ENVIRONMENT |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # it is compilation that takes the time
+
+
+@contextlib.contextmanager
+def started(words):
+    """A command with all that it starts, none of which outlives this."""
+    cwd, pipe = Path(processes.__file__).parent.parent, subprocess.PIPE
+    process = subprocess.Popen(
+        words, cwd=cwd, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def example(*words):
+    return [sys.executable, "-m", processes.PROGRAM, *words]
+
+
+def curve_of(printed):
+    return {int(step): np.float32(excess) for step, excess in re.findall(r"^step +(\d+)  excess (\S+)", printed, re.M)}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return gpt_sharded.make_mesh()
+
+
+@pytest.fixture(scope="module")
+def program(mesh):
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return gpt_sharded.compile_run(RUN, mesh)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def curve(mesh, program, directory):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        reports = [*gpt_sharded.fit(RUN, mesh, program, directory, EVERY)]
+    assert [report.step for report in reports if report.saved] == [4, 8, 12]
+    return {report.step: np.float32(report.excess) for report in reports}
+
+
+@pytest.mark.exhaustive
+def test_two_processes_are_one(curve, tmp_path):
+    with started(example("--processes=2", f"--directory={tmp_path}", *WORDS)) as launcher:
+        printed, errors = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 0, errors
+    assert curve_of(printed) == curve
+    assert curve[RUN.steps] < curve[1] - 0.2
+
+
+def test_four_processes_of_which_one_dies_while_they_save_and_two_that_go_on(curve, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with started(example("--processes=4", f"--directory={tmp_path}", *WORDS)) as launcher:
+        numbers = re.findall(r"\d+", launcher.stdout.readline().partition("(")[2].partition(")")[0])
+        unfinished = kill_while_saving(launcher, int(numbers[3]), checkpoints)
+        printed, errors = launcher.communicate(timeout=processes.GRACE + 20)
+    assert launcher.returncode == 1
+    found = re.search(r"process 3 of 4 was ended by SIGKILL after step (\d+), and the others have ended", errors)
+    assert found, errors
+    assert int(found[1]) == unfinished - 1
+    last = unfinished - EVERY
+    assert f"the last whole checkpoint is {checkpoints / str(last)};" in errors
+    assert curve_of(printed) == {step: curve[step] for step in range(1, unfinished)}
+
+    resume = shlex.split(errors.splitlines()[-1])
+    with started([*resume, "--processes=2"]) as launcher:
+        printed, errors = launcher.communicate(timeout=SECONDS)
+    assert launcher.returncode == 0, errors
+    assert curve_of(printed) == {step: curve[step] for step in range(last + 1, RUN.steps + 1)}
+    assert {path.name for path in checkpoints.iterdir()} == {"8", "12"}
+
+
+def kill_while_saving(launcher, pid, checkpoints):
+    """Kill a process in a save that cannot have ended without it, after a first whole one; returns the step of it."""
+    deadline = time.monotonic() + SECONDS
+    while launcher.poll() is None and time.monotonic() < deadline:
+        if (checkpoints / str(EVERY)).exists() and unfinished_in(checkpoints):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.3)
+            if unfinished := unfinished_in(checkpoints):
+                os.kill(pid, signal.SIGKILL)
+                return int(unfinished[0].name.partition(".")[0])
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.001)
+    raise AssertionError(f"no save was seen until the run ended, or in {SECONDS} s")
+
+
+def unfinished_in(checkpoints):
+    return [path for path in checkpoints.iterdir() if not path.name.isdigit()]
+
+
+def leaves_of(state):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def test_states_lie_as_the_table_says(program):
+    layers = {"qkv": P(None, "tensor"), "up": P(None, "tensor"), "out": P("tensor", None), "down": P("tensor", None)}
+    trees = "params/params", "opt_state/0/mu", "opt_state/0/nu"
+    split = {f"{tree}/block_0/{layer}/kernel": spec for tree in trees for layer, spec in layers.items()}
+    expected = leaves_of(program.state)
+    assert {name: leaf.sharding.spec for name, leaf in expected.items() if leaf.sharding.spec != P()} == split
+    assert "params/_overwrite_with_gradient/block_0/qkv/DotGeneral_0/kernel_scale" in expected
+    for state in (program.start.output_shardings, program.step.output_shardings[0]):
+        found = leaves_of(state)
+        assert found.keys() == expected.keys()
+        assert all(found[name].is_equivalent_to(leaf.sharding, leaf.ndim) for name, leaf in expected.items())
+
+
+def test_each_device_multiplies_its_part_of_each_kernel(program):
+    """The backward products are (tokens, k) and (k, n), where a device has half of the tokens and k x n of a kernel."""
+    pattern = r"= f32\[(\d+),(\d+)\]\S* dot\(.*/transpose\(jvp\(Gpt\)\)/block_0/(\w+)/DotGeneral"
+    found = {}
+    for *shape, layer in re.findall(pattern, program.step.as_text()):
+        found.setdefault(layer, set()).add(tuple(map(int, shape)))
+    tokens = gpt_sharded.BATCH // 2 * gpt_sharded.LENGTH
+    parts = {"qkv": (64, 192 // 2), "out": (64 // 2, 64), "up": (64, 256 // 2), "down": (128 // 2, 64)}
+    assert found == {layer: {(tokens, k), (k, n)} for layer, (k, n) in parts.items()}
+
+
+def test_a_batch_is_the_same_on_any_mesh(mesh):
+    one = jax.make_mesh((1, 1), tuple(gpt_sharded.AXES), devices=jax.devices()[:1])
+    first, again, second = (np.asarray(gpt_sharded.batch(RUN, *at)) for at in ((3, mesh), (3, one), (4, mesh)))
+    np.testing.assert_array_equal(first, again)
+    assert np.mean(first == second) < 0.3
+    assert len(np.unique(first, axis=0)) == len(first)
+
+
+def test_another_run_is_not_gone_on_with(curve, mesh, program, directory):
+    other = gpt_sharded.Run(RUN.recipe, steps=30, blocks=1)
+    with pytest.raises(ValueError, match=r"holds another run: Run\(.*steps=12.* and this one is Run\(.*steps=30"):
+        next(gpt_sharded.fit(other, mesh, program, directory, EVERY))
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--processes=3"], r"--processes is 3, which does not divide 4 devices; give one of \[1, 2, 4\]"),
+        (["--every=0"], "--every is 0; give 1 or more"),
+        (["--worker=2"], "--worker is 2, but with --processes 2 it is 0 to 1"),
+        (["--worker=1"], "--worker needs --coordinator and --directory"),
+    ],
+)
+def test_bad_numbers_are_errors_that_name_them(words, error, capsys):
+    with pytest.raises(SystemExit):
+        processes.main(words)
+    assert re.search(error, capsys.readouterr().err)
+
+
+def test_processes_that_were_told_different_numbers_end_and_say_so(tmp_path):
+    common = [f"--directory={tmp_path}", f"--coordinator=127.0.0.1:{processes.free_port()}", *WORDS]
+    with (
+        started(example("--worker=0", "--processes=2", *common)) as first,
+        started(example("--worker=1", "--processes=4", *common)) as second,
+    ):
+        for process, told in (
+            (first, "0 was told of 2 processes with 2"),
+            (second, "1 was told of 4 processes with 1"),
+        ):
+            _, errors = process.communicate(timeout=SECONDS)
+            assert process.returncode == 1
+            assert f"process {told} of 4 devices each, but it met 2 processes with 3 devices in all" in errors
+
+
+def test_a_process_that_nobody_joins_gives_up(tmp_path):
+    words = ["--worker=0", "--processes=4", f"--directory={tmp_path}", "--patience=2", *WORDS]
+    with started(example(f"--coordinator=127.0.0.1:{processes.free_port()}", *words)) as process:
+        _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == -signal.SIGABRT
+    assert "process 0 was told of 4 processes with 1 of 4 devices each and looks for them at 127.0.0.1:" in errors
+    assert "DEADLINE_EXCEEDED" in errors
