@@ -11,6 +11,7 @@ from training import normal
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine import cpp_extensions as tex
 from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
+from scaledot.plan.hlo import collectives
 
 
 def test_stacked_tensors_and_idle_axes_are_laid_out_by_name():
@@ -66,6 +67,47 @@ def test_constraints_by_logical_axes_follow_the_guard_and_flax():
     assert te.sharding.global_mesh_resource() == te.MeshResource()
     with pytest.raises(TypeError, match="must be a MeshResource"), te.global_shard_guard("data"):
         pass
+
+
+def test_tensor_parallelism_has_one_axis():
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "tpsp"), axis_types=(AxisType.Auto,) * 3)
+    both = te.MeshResource(dp_resource="dp", tp_resource="tp", tpsp_resource="tpsp")
+    refused = pytest.raises(ValueError, match="'tp' and `tpsp_resource` 'tpsp' are both set")
+    with jax.set_mesh(mesh), refused, te.global_shard_guard(both):
+        pass
+    with pytest.raises(ValueError, match="both 'tp'; use one"):
+        te.MeshResource(tp_resource="tp", tpsp_resource="tp")
+    idle = jax.make_mesh((2, 1, 2), ("dp", "tp", "tpsp"), axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    with jax.set_mesh(idle), te.global_shard_guard(both):
+        x = te.with_sharding_constraint_by_logical_axes(jnp.ones((4, 4)), (None, te.sharding.W_TP_AXES))
+        assert x.sharding.spec == PartitionSpec(None, "tpsp")
+
+
+@pytest.mark.parametrize("op", [te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ids=lambda op: op.name)
+def test_collective_products_move_codes_and_sums_in_rings(op):
+    """Forward and backward, with kernels that are split over FSDP, too."""
+    x, w = normal(0, (4, 256, 256), jnp.bfloat16), normal(1, (256, 256))
+    ops, names = te.CollectiveOpSet.create(op), (te.sharding.W_FSDP_AXES, te.sharding.W_TP_AXES)
+    how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="fp8_current")}
+    how["kernel_axes"] = names if op.is_all_gather else names[::-1]
+
+    def step(x, w, **more):
+        y, pull = jax.vjp(lambda x, w: te.dense(x, w, **how, **more), x, w)
+        return y, *pull(jnp.ones_like(y))
+
+    single = jax.jit(step)(x, w)
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tpsp"), axis_types=(AxisType.Auto,) * 2)
+    resource = te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tpsp")
+    with jax.set_mesh(mesh), te.global_shard_guard(resource):
+        program = jax.jit(lambda x, w: step(x, w, collective_op_set=ops)).lower(x, w).compile()
+        found = program(x, w)
+    for a, b in zip(found, single, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=2.0**-7, atol=1e-3)
+    moved = [one for one in collectives(program.as_text(), dict(mesh.shape)) if one.bytes > 4096]
+    in_rings = [one for one in moved if one.axes == ("tpsp",)]
+    assert {one.kind for one in in_rings} == {"collective-permute"}
+    assert {one.dtype for one in in_rings} == {"u8", "f32"}
+    assert not [one for one in moved if one.kind == "all-gather" and one.dtype != "u8"]
 
 
 @pytest.mark.parametrize("op", te.CollectiveOp, ids=lambda op: op.name)

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import te_tutorial
 from scaledot.compat import transformer_engine as te
@@ -14,6 +17,33 @@ def test_the_tutorial_passes_its_own_accuracy_test(recipe):
     layer = te_tutorial.Layer(recipe, te_tutorial.CPU)
     layer.compare()
     assert all(0 < part <= 1 for part in layer.worst().values())
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("recipe", te_tutorial.RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_the_tutorial_runs_on_four_devices(recipe, kind, capsys):
+    """DP=2/TP=2, as its last part has it: a mesh, what its axes are for, and where arrays lie."""
+    layer = te_tutorial.Layer(recipe, te_tutorial.Size(4, 64, 256, 256))
+    utils, rngs = te.quickstart_jax_utils, {"sr_rng": jax.random.key(1)}
+    expected = utils.create_train_step_fn(layer.quantised.apply)(layer.variables, layer.x, layer.dy, rngs)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+
+    def put(x, *axes):
+        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+
+    with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(dp_resource="dp", tp_resource="tp")):
+        x, dy = put(layer.x, "dp"), put(layer.dy, "dp", None, "tp")
+        variables = jax.tree.map(lambda leaf: put(leaf, *((None, "tp") if leaf.ndim == 2 else ())), layer.variables)
+        loss, (dvariables, dx) = utils.create_train_step_fn(layer.quantised.apply)(variables, x, dy, rngs)
+        ms = utils.speedometer(layer.quantised.apply, variables, x, dy, timing_iters=1, warmup_iters=1, rngs=rngs)
+    assert ms > 0
+    assert capsys.readouterr().out.startswith("Mean time")
+    assert dx.sharding.is_equivalent_to(x.sharding, x.ndim)
+    assert loss.dtype == expected[0].dtype
+    for a, b in zip(jax.tree.leaves((dvariables, dx)), jax.tree.leaves(expected[1]), strict=True):
+        a, b = (np.asarray(each, np.float32) for each in (a, b))
+        assert np.linalg.norm(a - b) <= 2.0**-8 * np.linalg.norm(b)  # another order of sums, rounded to bfloat16
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -1,7 +1,5 @@
 """dense and grouped_dense: differentiated products by a set of quantizers."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -10,22 +8,20 @@ from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     Dims,
     axes_of,
     check_bias,
-    laid_out,
+    collective_specs,
     noop_collective_op_set,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
 from scaledot.compat.transformer_engine.recipe import UNQUANTISED
-from scaledot.compat.transformer_engine.sharding import constrained
+from scaledot.compat.transformer_engine.sharding import Names, constrained, global_mesh_resource
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
 from scaledot.state import State
 from scaledot.train import ragged_dot
 from scaledot.train.dots import contract_under
 from scaledot.train.product import RESIDUAL_NAME
-
-Names = Sequence[str | None] | None
 
 
 def dense(
@@ -54,7 +50,7 @@ def dense(
     """
     check_untransposed(transpose_batch_sequence)
     _check_set(quantizer_set)
-    x = laid_out(constrained(float_operand(x, "x"), input_axes), collective_op_set.backward)
+    x = constrained(float_operand(x, "x"), input_axes)
     kernel = constrained(float_operand(kernel, "kernel"), kernel_axes)
     bias = None if bias is None else float_operand(bias, "bias")
     axes = tuple(axes_of(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
@@ -62,8 +58,11 @@ def dense(
     check_bias(bias, tuple(size for axis, size in enumerate(kernel.shape) if axis not in axes[1]))
     recipe, state = quantizer_set.core or UNQUANTISED, quantizer_set.state
     how = {"precision": None, "out_sharding": None, "residual_name": quantizer_set.checkpoint_name or RESIDUAL_NAME}
+    specs = collective_specs(collective_op_set.forward, x, kernel, kernel_axes)
+    if specs is not None:
+        how |= {"specs": specs, "overlap": global_mesh_resource().tpsp_resource, "on_indivisible": "gather"}
     y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **how))
-    return laid_out(constrained(y, output_axes), collective_op_set.forward)
+    return constrained(y, output_axes)
 
 
 def grouped_dense(

@@ -62,7 +62,9 @@ def create_train_step_fn(
 
     def loss(variables, input, output_grad, rngs):
         options = {**(forward_kwargs or {}), **({"rngs": rngs} if rngs else {})}
-        return jnp.vdot(model_apply_fn(variables, input, **options), output_grad)
+        y = model_apply_fn(variables, input, **options)
+        products = y.astype(jnp.float32) * output_grad.astype(jnp.float32)  # vdot refuses split axes of explicit meshes
+        return jnp.sum(products).astype(jnp.result_type(y, output_grad))
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 

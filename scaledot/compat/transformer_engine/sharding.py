@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec
 from scaledot.compat.transformer_engine.not_offered import refuse
 from scaledot.sharding import constrain_what_divides
 
+Names = Sequence[str | None] | None
+
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
@@ -66,6 +68,7 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
     """
     if not isinstance(resource, MeshResource):
         raise TypeError(f"`resource` must be a MeshResource, not {resource!r}")
+    _tensor_axis(resource)
     token = _RESOURCE.set(resource)
     try:
         yield
@@ -83,7 +86,7 @@ def global_mesh_resource() -> MeshResource:
     return _RESOURCE.get(_NO_AXES)
 
 
-def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Sequence[str | None] | None) -> Any:
+def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Names) -> Any:
     """x, an array or a tensor of `quantize`, laid out over the mesh as Flax's logical rules or the guard say.
 
     Nothing happens without names, without a mesh, or where no rule speaks of the names.
@@ -96,13 +99,13 @@ def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Sequenc
     return constrained(x, logical_axis_names)
 
 
-def constrained(x: jax.Array, names: Sequence[str | None] | None) -> jax.Array:
+def constrained(x: jax.Array, names: Names) -> jax.Array:
     """An array under the constraint of its logical axes, along those that the mesh axes divide."""
     if not names:
         return x
     if len(names) != x.ndim:
         raise ValueError(f"`logical_axis_names` {tuple(names)} must have one name for each axis of {x.shape}")
-    return constrained_to(x, _mesh_axes(names))
+    return constrained_to(x, mesh_axes(names))
 
 
 def constrained_to(x: jax.Array, axes: Sequence[Any]) -> jax.Array:
@@ -115,8 +118,8 @@ def _in_use(axis: str | None) -> str | None:
     return None if axis is None or jax.sharding.get_abstract_mesh().shape.get(axis) == 1 else axis
 
 
-def _mesh_axes(names: Sequence[str | None]) -> list[Any]:
-    """Flax's rules where there are any; a Flax that was never imported has none."""
+def mesh_axes(names: Sequence[str | None]) -> list[Any]:
+    """By Flax's rules where there are any, else by the guard; a Flax that was never imported has none."""
     linen = sys.modules.get("flax.linen")
     if linen is not None and linen.get_logical_axis_rules():
         return list(linen.logical_to_mesh_axes(names))
@@ -129,8 +132,19 @@ def batch_axis() -> str | None:
     return _rules(global_mesh_resource())[BATCH_AXES]
 
 
+def _tensor_axis(resource: MeshResource) -> str | None:
+    """The axis of tensor parallelism, alone or with sequences; there can be one."""
+    alone, with_sequences = _in_use(resource.tp_resource), _in_use(resource.tpsp_resource)
+    if alone and with_sequences and not jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            f"`tp_resource` {alone!r} and `tpsp_resource` {with_sequences!r} are both set, and the mesh has several "
+            "devices along either; set one, or make the other None"
+        )
+    return with_sequences or resource.tp_resource
+
+
 def _rules(resource: MeshResource) -> dict[str | None, str | None]:
-    tensor = _in_use(resource.tpsp_resource) or resource.tp_resource
+    tensor = _tensor_axis(resource)
     return {
         BATCH_AXES: _in_use(resource.fsdp_resource) or resource.dp_resource,
         SEQLEN_TP_AXES: resource.tpsp_resource,

@@ -7,13 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.views import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
-from scaledot.compat.transformer_engine.sharding import batch_axis, constrained_to, global_mesh_resource
+from scaledot.compat.transformer_engine.sharding import (
+    Names,
+    batch_axis,
+    constrained_to,
+    global_mesh_resource,
+    mesh_axes,
+)
 from scaledot.numerics import blocks
 from scaledot.ops.dot import dot_general
+from scaledot.train import Specs
 
 Dims = tuple[Any, Any]
 
@@ -22,7 +30,8 @@ class CollectiveOp(enum.Enum):
     """What a product over the axis of tensor and sequence parallelism does besides.
 
     ALL_GATHER: x (dp, tpsp, -) · w (-, tpsp) -> y (dp, -, tpsp); REDUCE_SCATTER: x (dp, -, tpsp) · w (tpsp, -) ->
-    y (dp, tpsp, -). The result is laid out so, with JAX's own collectives; without a mesh there is nothing to move.
+    y (dp, tpsp, -). `dense` moves codes and float32 sums in rings meanwhile (`scaledot.collective`), forward and
+    backward; `gemm` leaves it to XLA to lay the result out so. Without a mesh there is nothing to move.
 
     >>> CollectiveOp.ALL_GATHER.is_all_gather
     True
@@ -67,6 +76,21 @@ class CollectiveOpSet:
 
 
 noop_collective_op_set = CollectiveOpSet()
+
+
+def collective_specs(op: CollectiveOp, x: jax.Array, kernel: jax.Array, kernel_axes: Names) -> Specs | None:
+    """How x (batch, sequence, k), kernel (k, n) and their collective product lie; None without a mesh to lie on."""
+    tpsp = global_mesh_resource().tpsp_resource
+    if op.is_none or tpsp is None or jax.sharding.get_abstract_mesh().empty:
+        return None
+    if x.ndim != 3 or kernel.ndim != 2:
+        words = f"x {x.shape} and a kernel {kernel.shape}"
+        raise ValueError(f"a collective product takes (batch, sequence, k) and (k, n), not {words}")
+    batch = batch_axis()
+    of_kernel = mesh_axes(kernel_axes) if kernel_axes else (None, tpsp) if op.is_all_gather else (tpsp, None)
+    by_sequence, by_features = PartitionSpec(batch, tpsp, None), PartitionSpec(batch, None, tpsp)
+    x_spec, y_spec = (by_sequence, by_features) if op.is_all_gather else (by_features, by_sequence)
+    return Specs(x_spec, PartitionSpec(*of_kernel), y_spec)
 
 
 def laid_out(y: jax.Array, op: CollectiveOp) -> jax.Array:
