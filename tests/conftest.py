@@ -18,6 +18,17 @@ hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True
 hypothesis.settings.load_profile("scaledot")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", action="store_true", help="also run what is marked `every`: whole products of tables")
+
+
+def pytest_collection_modifyitems(config, items):
+    left_out = [] if config.getoption("--every") else [item for item in items if item.get_closest_marker("every")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("every")]
+
+
 @pytest.fixture
 def standard_promotion():
     """JAX's own promotion rules, for code that is not ours."""

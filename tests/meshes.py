@@ -1,6 +1,7 @@
 """Layouts of a layer on meshes of CPU devices, and a step of it under a recipe."""
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from scaledot import init_state, train
 from scaledot.recipes import RECIPES, Recipe
 
 REPRESENTATIVE = ("fp8_current", "fp8_block", "nvfp4")
-EVERY = [pytest.param(name, marks=[] if name in REPRESENTATIVE else pytest.mark.exhaustive) for name in RECIPES]
+WAYS = ("explicit", "specs", "shard_map")  # to say how arrays lie
 
 BATCH, SEQUENCE, INPUTS, OUTPUTS = 4, 256, 512, 512
 
@@ -54,6 +55,19 @@ LAYOUTS = {
         P(("dp", "fsdp"), None, "tp"),
     ),
 }
+
+
+def cases(layouts, ways=WAYS, always=lambda name, layout, way: name in REPRESENTATIVE):
+    """Every recipe on every layout in every way.
+
+    Of those that are not always run, each recipe is `exhaustive` on each layout in one way; the rest is left to
+    `pytest --every`.
+    """
+    made = []
+    for (i, name), (j, layout), (k, way) in itertools.product(*map(enumerate, (RECIPES, layouts, ways))):
+        seldom = pytest.mark.exhaustive if (i + j) % len(ways) == k else pytest.mark.every
+        made.append(pytest.param(name, layout, way, marks=() if always(name, layout, way) else seldom))
+    return made
 
 
 class Arrays(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import EVERY, LAYOUTS, arrays, first_state, require_same, step
+from meshes import LAYOUTS, arrays, cases, first_state, require_same, step
 from training import normal
 
 import scaledot as sd
@@ -72,9 +72,8 @@ def test_codes_go_around(format):
     assert sum(one.bytes * one.count for one in moved) == 3 * (x.nbytes - of_tensor) // 4
 
 
-@pytest.mark.parametrize("layout", IN_RINGS)
-@pytest.mark.parametrize("name", EVERY)
-def test_steps_in_rings_are_those_of_one_device(name, layout):
+@pytest.mark.parametrize(("name", "layout", "way"), cases(IN_RINGS, ways=("explicit",)))
+def test_steps_in_rings_are_those_of_one_device(name, layout, way):
     lay, recipe = LAYOUTS[layout], RECIPES[name]
     mesh = lay.mesh(AxisType.Explicit)
     run = step(recipe, out_sharding=lay.y, overlap=tuple(axis for axis in ("tp", "fsdp") if axis in lay.axes))

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
-    EVERY,
     LAYOUTS,
     REPRESENTATIVE,
+    WAYS,
     arrays,
+    cases,
     first_state,
     require_same,
     step,
@@ -30,39 +31,37 @@ from scaledot.train.dots import Dot
 from scaledot.train.flatten import Layout, flattened
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EVERY)
-def test_explicit_axes_are_followed(name, layout):
-    lay, recipe = LAYOUTS[layout], RECIPES[name]
+def along_explicit_axes(lay, recipe):
     mesh = lay.mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        found, state = jax.jit(step(recipe, out_sharding=lay.y))(arrays().on(lay, mesh), first_state(recipe))
+        return jax.jit(step(recipe, out_sharding=lay.y))(arrays().on(lay, mesh), first_state(recipe))
+
+
+def by_specs_along_automatic_axes(lay, recipe):
+    mesh = lay.mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        return jax.jit(step(recipe, specs=lay.specs))(arrays().on(lay, mesh), first_state(recipe))
+
+
+def by_specs_inside_a_shard_map(lay, recipe):
+    mesh = lay.mesh(AxisType.Auto)
+    in_specs = (type(arrays())(lay.x, lay.w, lay.bias, lay.y), P())
+    out_specs = ({"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}, P())
+    mapped = jax.shard_map(step(recipe, specs=lay.specs), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(mapped)(arrays().on(lay, mesh), first_state(recipe))
+
+
+RUNS = dict(zip(WAYS, (along_explicit_axes, by_specs_along_automatic_axes, by_specs_inside_a_shard_map), strict=True))
+
+
+@pytest.mark.parametrize(("name", "layout", "way"), cases(LAYOUTS))
+def test_a_step_on_a_mesh_is_that_of_one_device(name, layout, way):
+    lay = LAYOUTS[layout]
+    found, state = RUNS[way](lay, RECIPES[name])
     require_same(name, found, state)
     specs = {"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}
     for of, value in found.items():
-        assert value.sharding.is_equivalent_to(NamedSharding(mesh, specs[of]), value.ndim), of
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EVERY)
-def test_specs_are_followed_along_automatic_axes(name, layout):
-    lay, recipe = LAYOUTS[layout], RECIPES[name]
-    mesh = lay.mesh(AxisType.Auto)
-    with jax.set_mesh(mesh):
-        found, state = jax.jit(step(recipe, specs=lay.specs))(arrays().on(lay, mesh), first_state(recipe))
-    require_same(name, found, state)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", EVERY)
-def test_specs_are_followed_inside_a_shard_map(name, layout):
-    lay, recipe = LAYOUTS[layout], RECIPES[name]
-    mesh = lay.mesh(AxisType.Auto)
-    run = step(recipe, specs=lay.specs)
-    in_specs = (type(arrays())(lay.x, lay.w, lay.bias, lay.y), P())
-    out_specs = ({"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}, P())
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    require_same(name, *jax.jit(mapped)(arrays().on(lay, mesh), first_state(recipe)))
+        assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, specs[of]), value.ndim), of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
