@@ -252,8 +252,7 @@ def test_products_on_a_mesh_are_mapped_over_layers(kind):
     how |= {"specs": train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp"))} if kind == AxisType.Auto else {}
 
     def loss(x, w, **how):
-        y = train.dense(x, w, recipe="fp8_block", **how)
-        return jnp.sum(y**2)
+        return jnp.sum(train.dense(x, w, recipe="fp8_block", **how))
 
     expected = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1))))(x, w)
     for name in (None, "stage") if kind == AxisType.Explicit else (None,):
@@ -265,3 +264,31 @@ def test_products_on_a_mesh_are_mapped_over_layers(kind):
         for a, b, given_spec in zip(found, expected, lie, strict=True):
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
             assert a.sharding.is_equivalent_to(NamedSharding(mesh, given_spec), a.ndim)
+
+
+def grouped(x, w, sizes, specs=None):
+    return train.ragged_dot(x, w, sizes, recipe="fp8_block", specs=specs)
+
+
+def convolved(x, w, sizes, specs=None):
+    return train.conv_general_dilated(x, w, (1, 1), "SAME", recipe="fp8_current", specs=specs)
+
+
+@pytest.mark.parametrize(
+    ("verb", "x_shape", "w_shape", "specs"),
+    [
+        (grouped, (2, 64, 256), (2, 4, 256, 256), train.Specs(P("dp"), P("dp", None, "tp"), P("dp", "tp"))),
+        (convolved, (2, 32, 64, 4, 4), (2, 64, 64, 3, 3), train.Specs(P("dp"), P("tp"), P("dp", "tp"))),
+    ],
+)
+def test_other_products_on_a_mesh_are_mapped_over_layers(verb, x_shape, w_shape, specs):
+    x, w, sizes = normal(0, x_shape), normal(1, w_shape), jnp.array([[10, 0, 20, 34], [0, 64, 0, 0]])
+
+    def gradients(specs=None):
+        return jax.jit(jax.vmap(jax.grad(lambda *given: jnp.sum(verb(*given, specs)), argnums=(0, 1))))
+
+    expected = gradients()(x, w, sizes)
+    with jax.set_mesh(jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])):
+        found = gradients(specs)(x, w, sizes)
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a - np.asarray(b)).max() <= 1e-5 * np.abs(b).max()
