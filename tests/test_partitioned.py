@@ -29,6 +29,7 @@ from scaledot.recipes import RECIPES
 from scaledot.train import partitioned
 from scaledot.train.dots import Dot
 from scaledot.train.flatten import Layout, flattened
+from scaledot.train.splits import splits_of
 
 
 def along_explicit_axes(lay, recipe):
@@ -105,7 +106,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
 
     def on_parts(x, w, g):
         local = {"x": x, "w": w, "g": g}
-        splits = partitioned.splits_of(contraction, x, w, lay.specs, None)
+        splits = splits_of(contraction, x, w, lay.specs, None)
         kind = partitioned.Partitioned.of(one, contraction, layouts, x, w, splits, "global")
         return {
             f"{p} {t}": unflattened(
@@ -180,6 +181,9 @@ def test_what_cannot_be_split_says_why():
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
         with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
+    with pytest.raises(ValueError, match="no axis 'dp'; it has no axes; make one the context with jax.set_mesh"):
+        dense(specs=train.Specs(P("dp"), P(), P("dp")))
+    assert dense(specs=train.Specs(P(), P(), P())).shape == (4, 256, 64)  # nothing is split, and no mesh needed
     explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(explicit):
         split = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))

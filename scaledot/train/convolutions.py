@@ -24,8 +24,9 @@ from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.flatten import Layout
-from scaledot.train.partitioned import Partitioned, Specs, Splits, product_of_parts, splits_of
+from scaledot.train.partitioned import Partitioned, product_of_parts
 from scaledot.train.product import Operands, Rule, multiply_then_add, product
+from scaledot.train.splits import Specs, Splits, splits_of
 
 Pairs = tuple[tuple[int, int], ...]
 

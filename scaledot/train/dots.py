@@ -15,8 +15,9 @@ from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.flatten import Layout, flattened
-from scaledot.train.partitioned import Partitioned, Specs, product_of_parts, splits_of
+from scaledot.train.partitioned import Partitioned, product_of_parts
 from scaledot.train.product import Made, Operands, Rule, product
+from scaledot.train.splits import Specs, splits_of
 
 
 def dot_general(

@@ -34,18 +34,9 @@ from scaledot.recipes import Cast
 from scaledot.sharding import constrain
 from scaledot.state import State
 from scaledot.train.dispatch import sent, sent_back, way_of_matrices, way_of_rows
-from scaledot.train.partitioned import (
-    WIDE,
-    Part,
-    Splits,
-    are_parts,
-    check_axes,
-    cut_words,
-    mesh_of,
-    splits_of,
-    whole_sizes,
-)
+from scaledot.train.partitioned import WIDE, Part
 from scaledot.train.product import Operands, Rule, product
+from scaledot.train.splits import Splits, are_parts, check_axes, cut_words, mesh_of, splits_of, whole_sizes
 
 LABELS = Contraction("tk", "gkn", "tn")
 _FEATURES = Contraction("tk", "kn", "tn")  # of one group

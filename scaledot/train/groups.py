@@ -30,8 +30,8 @@ from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Laid, Sides, padded
 from scaledot.train.experts import experts_of, product_of_experts
-from scaledot.train.partitioned import Specs
 from scaledot.train.product import Made, Operands, Rule, multiply_then_add, product
+from scaledot.train.splits import Specs
 
 
 def ragged_dot(

@@ -7,55 +7,31 @@ be cut. What a product needs of others' operands is gathered as codes. Parts of 
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from scaledot import collective
 from scaledot.array import ScaledArray
 from scaledot.kernels.spec import Contraction
-from scaledot.numerics import explicit
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of, uniform_at
 from scaledot.ops import partition
-from scaledot.ops.partition import Axes, Split, spec_of, split_of
+from scaledot.ops.partition import Axes, Split, spec_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.sharding import constrain
 from scaledot.state import State
 from scaledot.train.casts import Laid
 from scaledot.train.flatten import Layout
 from scaledot.train.product import Operands, Rule, product
+from scaledot.train.splits import Splits, are_parts, check_axes, cut_words, mesh_of, whole_sizes
 
 WIDE = np.dtype(np.float32)
-
-
-class Specs(NamedTuple):
-    """How x, w and the result y lie on a mesh."""
-
-    x: PartitionSpec
-    w: PartitionSpec
-    y: PartitionSpec
-
-
-SpecsByPath = Specs | Mapping[str, Specs | None] | None  # for all layers of a model, or by patterns of their paths
-
-
-class Splits(NamedTuple):
-    """How x, w and the result, or its gradient g, are split."""
-
-    x: Split
-    w: Split
-    g: Split
-
-    @property
-    def axes(self) -> Axes:
-        """All mesh axes."""
-        return tuple(dict.fromkeys(axis for split in self for _, axes in split for axis in axes))
 
 
 class Cut(NamedTuple):
@@ -285,76 +261,15 @@ class Partitioned:
         return place, size
 
 
-def cut_words(tensor: str, axes: Axes, have: int, inner: int, size: int, what: str) -> str:
-    """A device has so many elements of an axis, `inner` together with those that blocks run on into."""
-    fitting = -(-inner // size) * size // math.gcd(inner, -(-inner // size) * size)
-    return (
-        f"`{tensor}` is split over {' and '.join(map(repr, axes))} so that a device has {have} elements of an axis, "
-        f"which cut {what} of {size}; split it over fewer devices, make the axis {fitting} times as long"
-    )
-
-
 def _rotated(q, rotation: Hadamard | None) -> Any:
     """An operand with other word of its rotation, whose groups no move cuts but no reshape may split."""
     return dataclasses.replace(q, rotation=rotation) if isinstance(q, ScaledArray) else q
-
-
-def splits_of(contraction: Contraction, x: jax.Array, w: jax.Array, specs: Specs | None, out_sharding) -> Splits | None:
-    """How operands are split and the result is to be: by `specs`, or by the types of arrays; None where nothing is."""
-    if specs is not None:
-        if out_sharding is not None:
-            raise ValueError("`out_sharding` and `specs` both say how the result lies; give one of them")
-        labels = contraction.lhs, contraction.rhs, contraction.out
-        for name, of, spec in zip("xwy", labels, specs, strict=True):
-            if len(spec) > len(of):
-                raise ValueError(f"`specs.{name}` {spec} has {len(spec)} entries for an array of {len(of)} axes")
-        return Splits(*map(split_of, labels, specs))
-    if not explicit.is_split(x) and not explicit.is_split(w):
-        return None
-    left, right = (split_of(c, jax.typeof(a).sharding.spec) for c, a in ((contraction.lhs, x), (contraction.rhs, w)))
-    if out_sharding is None:
-        return Splits(left, right, _as_operands(contraction, left, right))
-    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    return Splits(left, right, split_of(contraction.out, spec))
-
-
-def _as_operands(contraction: Contraction, x: Split, w: Split) -> Split:
-    """How JAX's own products lie: as their operands do. It leaves sums over split axes to the caller."""
-    summed = [c for c, _ in (*x, *w) if c in contraction.contracted]
-    if summed:
-        raise ValueError(f"{summed[0]!r} of {contraction} is summed and split; say how the result lies: `out_sharding`")
-    found = {c: axes for c, axes in (*x, *w) if c in contraction.out}
-    used = [axis for axes in found.values() for axis in axes]
-    twice = [axis for axis in used if used.count(axis) > 1]
-    if twice:
-        raise ValueError(f"both operands are split over {twice[0]!r}; say which axis of the result is: `out_sharding`")
-    return tuple(found.items())
 
 
 def _result(product: str) -> str:
     """The tensor that a product makes."""
     (result,) = {"x", "w", "g"} - set(PRODUCTS[product])
     return result
-
-
-def whole_sizes(contraction: Contraction, x, w, splits: Splits, mesh) -> tuple[tuple[str, int], ...]:
-    """Of all labels; inside a shard_map arrays are parts of those that are meant."""
-    sizes: dict[str, int] = {}
-    for labels, array, split in ((contraction.lhs, x, splits.x), (contraction.rhs, w, splits.w)):
-        axes = {c: [axis for axis in along if axis in mesh.manual_axes] for c, along in split}
-        for c, size in zip(labels, array.shape, strict=True):
-            whole = size * math.prod(mesh.shape[axis] for axis in axes.get(c, ()))
-            if sizes.setdefault(c, whole) != whole:
-                raise ValueError(
-                    f"{c!r} of {contraction} is {sizes[c]} long in `x` and {whole} in `w`, as they are split"
-                )
-    return tuple(sizes.items())
-
-
-def mesh_of(*arrays: jax.Array) -> Any:
-    """The mesh of arrays whose types name one, or that of the context."""
-    meshes = (jax.typeof(a).sharding.mesh for a in arrays if explicit.is_split(a))
-    return next(meshes, None) or jax.sharding.get_abstract_mesh()
 
 
 def product_of_parts(rule: Rule, kind: Partitioned, operands: Operands, state: State, key, on_indivisible="raise"):
@@ -370,26 +285,10 @@ def product_of_parts(rule: Rule, kind: Partitioned, operands: Operands, state: S
     return constrain(y, wanted, mesh=mesh, on_indivisible="drop" if fitting is kind else "gather"), state
 
 
-def check_axes(mesh, axes: Axes) -> None:
-    unknown = [axis for axis in axes if axis not in mesh.shape]
-    if unknown:
-        known = ", ".join(map(repr, mesh.axis_names)) or "no axes; make one the context with jax.set_mesh"
-        raise ValueError(f"the mesh has no axis {unknown[0]!r}; it has {known}")
-
-
-def are_parts(mesh, axes: Axes) -> bool:
-    """Whether arrays are parts along these axes: inside a shard_map over all of them."""
-    manual = [axis for axis in axes if axis in mesh.manual_axes]
-    if manual and len(manual) < len(axes):
-        other = next(axis for axis in axes if axis not in manual)
-        raise ValueError(f"{manual[0]!r} is an axis of the surrounding shard_map, {other!r} is not; map both or none")
-    return bool(manual)
-
-
 def _mapped(rule: Rule, kind: Partitioned, operands: Operands, state: State, key, mesh):
     """A product of whole arrays, which every device computes its part of."""
     contraction, plan = kind.contraction, kind.plan("fwd")
-    splits = Splits(_cut(kind.splits.x, plan.lhs), _cut(kind.splits.w, plan.rhs), plan.out)
+    splits = Splits(_with_cuts(kind.splits.x, plan.lhs), _with_cuts(kind.splits.w, plan.rhs), plan.out)
     inner = dataclasses.replace(rule, kind=dataclasses.replace(kind, splits=splits))
     features = contraction.rhs_free
     of_bias = tuple((c, axes) for c, axes in plan.out if c in features)
@@ -411,7 +310,7 @@ def _mapped(rule: Rule, kind: Partitioned, operands: Operands, state: State, key
     return mapped(x, w, bias, state, key)
 
 
-def _cut(split: Split, moves: partition.Moves) -> Split:
+def _with_cuts(split: Split, moves: partition.Moves) -> Split:
     """A split with the cuts that need nothing from other devices."""
     known, gathered = dict(split), {c for c, _ in moves.gathered}
     return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.cut if c not in gathered}).items())
