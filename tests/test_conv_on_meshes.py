@@ -1,11 +1,11 @@
 """Convolutions under recipes whose images and features are split over CPU devices are those of one device."""
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -116,9 +116,9 @@ def blocks_are_cut(name: str, layout: str) -> bool:
 
 WAYS = {"explicit": explicit, "specs": automatic, "shard_map": shard_map}
 EVERY = [
-    case
-    for case in meshes.cases(LAYOUTS, WAYS, lambda *case: case in REPRESENTATIVE)
-    if not blocks_are_cut(*case.values[:2])
+    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.every)
+    for case in itertools.product(RECIPES, LAYOUTS, WAYS)
+    if not blocks_are_cut(*case[:2])
 ]
 
 

@@ -1,12 +1,12 @@
 """Grouped products on eight CPU devices, experts and features split over them, are those of one device."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import meshes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -164,7 +164,10 @@ def shard_map(lay: Layout, recipe):
 
 
 WAYS = {"explicit": explicit, "specs": specs, "shard_map": shard_map}
-EVERY = meshes.cases(LAYOUTS, WAYS, lambda *case: case in REPRESENTATIVE)
+EVERY = [
+    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.every)
+    for case in itertools.product(RECIPES, LAYOUTS, WAYS)
+]
 
 
 @pytest.mark.parametrize(("name", "layout", "way"), EVERY)
