@@ -19,14 +19,12 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.manual import vary_as
-from scaledot.kernels.spec import Contraction
+from scaledot.kernels.spec import Contraction, sum_dtype
 from scaledot.numerics import blocks
 from scaledot.ops import moving, partition
 from scaledot.ops.contraction import for_matmul
 from scaledot.ops.operands import as_operand, contract
 from scaledot.ops.partition import STAYS, Axes, Moves, Partition
-
-WIDE = np.dtype(np.float32)
 
 
 class Side(NamedTuple):
@@ -211,7 +209,7 @@ def _check_parts(x, axis: int, axis_name: str) -> None:
 def _overlapped(plan: Partition, contraction: Contraction, lhs, rhs, preferred, **wanted) -> jax.Array:
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else np.dtype(preferred)
     overlap = plan.summed or plan.lhs.gathered[0][1]
-    wide = WIDE if adds(plan, contraction, overlap) and dtype.itemsize < WIDE.itemsize else dtype
+    wide = sum_dtype(dtype) if adds(plan, contraction, overlap) else dtype
 
     def multiply(left, right, sizes) -> jax.Array:
         return contract(contraction, left, right, preferred_element_type=wide, **wanted)

@@ -112,17 +112,29 @@ def first_state(recipe: Recipe):
     return init_state(recipe) if recipe.delayed else {}
 
 
-def bound(of: str, arrays: Arrays, dtype) -> np.ndarray:
-    """What two orders of the same float32 sum, rounded to dtype, may differ by.
+def reordered(total, terms: int, dtype=jnp.float32):
+    """What two orders of the same float32 sum, rounded to dtype, may differ by; `total` is that of magnitudes.
 
-    Each is within terms * 2^-24 of the sum of magnitudes; operands are known to within the coarsest cast, so magnitudes
-    are taken twice. Then either result is rounded.
+    Each is within terms * 2^-24 of it; operands are known to within the coarsest cast, so magnitudes are taken twice.
+    Then either result is rounded.
     """
+    return 2 * total * (2 * terms * 2.0**-24 + float(jnp.finfo(dtype).eps))
+
+
+def require_reordered(found, expected, plain, x, w, terms: int):
+    """y, dx and dw of a product, for a gradient of ones, in another order of sums of at most so many terms."""
+    y, pull = jax.vjp(plain, jnp.abs(x).astype(jnp.float32), jnp.abs(w).astype(jnp.float32))
+    for a, b, total in zip(found, expected, (y, *pull(jnp.ones_like(y))), strict=True):
+        apart = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        assert (apart <= reordered(np.asarray(total, np.float64), terms, a.dtype)).all()
+
+
+def bound(of: str, arrays: Arrays, dtype) -> np.ndarray:
+    """`reordered` for a result of a step."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays)
     x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
     totals = {"y": (x @ w + bias, INPUTS), "dx": (g @ w.T, OUTPUTS), "dw": (x.T @ g, len(x)), "db": (g.sum(0), len(g))}
-    total, terms = totals[of]
-    return 2 * total * (2 * terms * 2.0**-24 + float(jnp.finfo(dtype).eps))
+    return reordered(*totals[of], dtype)
 
 
 @functools.cache

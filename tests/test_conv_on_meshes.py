@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import first_state
+from meshes import first_state, reordered
 
 from scaledot import train
 from scaledot.recipes import RECIPES
@@ -81,13 +81,13 @@ def on_one_device(name: str):
 
 @functools.cache
 def bounds() -> list[np.ndarray]:
-    """What two orders of the same float32 sums may differ by, see meshes.bound."""
+    """What two orders of the same float32 sums may differ by, see meshes.reordered."""
     x, w, g = map(np.abs, arrays())
     y, pull = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
     window = KERNEL[0] * KERNEL[1]
     terms = window * KERNEL[2], window * KERNEL[3], RESULT[0] * RESULT[1] * RESULT[2]
     totals = (y, *pull(jnp.asarray(g)))
-    return [2 * np.asarray(t) * (2 * n * 2.0**-24 + 2.0**-23) for t, n in zip(totals, terms, strict=True)]
+    return [reordered(np.asarray(t), n) for t, n in zip(totals, terms, strict=True)]
 
 
 def explicit(specs: train.Specs, recipe):

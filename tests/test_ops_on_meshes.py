@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import reordered
 
 import scaledot as sd
 from scaledot import sharding
@@ -43,10 +44,10 @@ def run_on(mesh, verb, arrays, specs):
 
 
 def require_close(found, expected, verb, arrays, terms: int):
-    """Within what two orders of the same float32 sums may differ by; see meshes.bound."""
+    """Within what two orders of the same float32 sums may differ by; see meshes.reordered."""
     magnitudes = (jnp.abs(sd.dequantize(a) if isinstance(a, sd.ScaledArray) else a) for a in arrays)
     total = np.asarray(verb(*magnitudes))
-    assert (np.abs(np.asarray(found) - np.asarray(expected)) <= 2 * total * (2 * terms * 2.0**-24 + 2.0**-23)).all()
+    assert (np.abs(np.asarray(found) - np.asarray(expected)) <= reordered(total, terms)).all()
 
 
 def require_lies(found, mesh, spec):

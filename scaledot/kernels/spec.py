@@ -20,6 +20,11 @@ from scaledot.numerics import blocks
 from scaledot.numerics.hadamard import Hadamard
 
 
+def sum_dtype(dtype) -> np.dtype:
+    """What sums are kept in before they are rounded to dtype once: float32, or float64 for results of that."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """Three label strings; a label that both operands have and the result does not is summed over.

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import lax
 
 from scaledot.kernels import block_scaled, forms, xla
@@ -21,7 +20,7 @@ from scaledot.kernels.mosaic import dot as mosaic_dot
 from scaledot.kernels.mosaic import grouped as mosaic_grouped
 from scaledot.kernels.mosaic import weight_only as mosaic_weight_only
 from scaledot.kernels.operands import Factor, lay, scaled
-from scaledot.kernels.spec import Problem
+from scaledot.kernels.spec import Problem, sum_dtype
 
 
 class Kernel(NamedTuple):
@@ -193,7 +192,7 @@ def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
         return kernel.run(problem, lhs, rhs)
     if kernel.adds_bias:
         return kernel.run(problem, lhs, rhs, bias=bias)
-    wide = np.dtype(np.float64 if problem.out_dtype == np.float64 else np.float32)
+    wide = sum_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs)
     bias = lay(Factor(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
     return (total + bias).astype(problem.out_dtype)
@@ -203,7 +202,7 @@ def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, facto
     """A result (groups, m, n) times factors (groups, 1 or m) and (groups, 1 or n), with one rounding."""
     if kernel.scales_groups:
         return kernel.run(problem, lhs, rhs, group_sizes, factors=factors)
-    wide = np.dtype(np.float64 if problem.out_dtype == np.float64 else np.float32)
+    wide = sum_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs, group_sizes)
     left, right = factors
     return scaled(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)

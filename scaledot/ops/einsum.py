@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
-from scaledot.kernels.spec import Contraction, operand_of, promoted
+from scaledot.kernels.spec import Contraction, operand_of, promoted, sum_dtype
 from scaledot.ops.contraction import parse_einsum
 from scaledot.ops.operands import Array, Choice, as_operand, constant, contract, element_type
 from scaledot.ops.quantize import dequantize
@@ -72,9 +72,9 @@ def einsum(
         contraction = Contraction(lhs.labels, rhs.labels, kept if terms else out)
         result = contract(
             contraction,
-            *_floats(lhs.array, rhs.array, _between(dtype)),
+            *_floats(lhs.array, rhs.array, sum_dtype(dtype)),
             precision=precision,
-            preferred_element_type=_between(dtype) if terms else dtype,
+            preferred_element_type=sum_dtype(dtype) if terms else dtype,
             out_sharding=None if terms else out_sharding,
             kernel=kernel,
         )
@@ -88,10 +88,6 @@ def two_terms(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> tuple[Term, Te
     terms = [Term(labels, x) for labels, x in zip(inputs, (lhs, rhs), strict=True)]
     left, right = _without_broadcast(terms, _sizes(subscripts, terms))
     return _reduced_alone(left, out + right.labels), _reduced_alone(right, out + left.labels), out
-
-
-def _between(dtype: np.dtype) -> np.dtype:
-    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def _floats(lhs: Array, rhs: Array, dtype: np.dtype) -> tuple[Array, Array]:
@@ -138,7 +134,7 @@ def _reduced_alone(term: Term, needed: str) -> Term:
     if kept == term.labels:
         return term
     values = _values(term.array)
-    wide = values.astype(_between(values.dtype)) if jnp.issubdtype(values.dtype, jnp.floating) else values
+    wide = values.astype(sum_dtype(values.dtype)) if jnp.issubdtype(values.dtype, jnp.floating) else values
     return Term(kept, jnp.einsum(f"{term.labels}->{kept}", wide))
 
 

@@ -28,8 +28,9 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    gb: float
+class Rate:
+    """Bytes per second."""
+
     gb_s: float
     reached: float
     source: str
@@ -40,21 +41,19 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Memory(Rate):
+    gb: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Link(Rate):
     """What a device sends in a second, and what a collective takes that moves next to nothing.
 
     devices: that are linked so; 0 for all.
     """
 
-    gb_s: float
-    reached: float
     latency_us: float
-    source: str
     devices: int = 0
-
-    @property
-    def bytes_s(self) -> float:
-        return 1e9 * self.gb_s * self.reached
 
     def seconds(self, sent: float, collectives: int) -> float:
         return sent / self.bytes_s + 1e-6 * self.latency_us * collectives

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from scaledot.kernels.spec import Contraction
+from scaledot.kernels.spec import Contraction, sum_dtype
 from scaledot.numerics.grouped import room, whole_groups
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of, uniform_at
@@ -34,7 +34,7 @@ from scaledot.recipes import Cast
 from scaledot.sharding import constrain
 from scaledot.state import State
 from scaledot.train.dispatch import sent, sent_back, way_of_matrices, way_of_rows
-from scaledot.train.partitioned import WIDE, Part
+from scaledot.train.partitioned import Part
 from scaledot.train.product import Operands, Rule, product
 from scaledot.train.splits import Splits, are_parts, check_axes, cut_words, mesh_of, splits_of, whole_sizes
 
@@ -221,14 +221,18 @@ class PartsOfGroups:
         axes = self._axes({"fwd": "k", "dgrad": "n"}.get(product, ""))
         if not axes:
             return self.kind.multiply(product, lhs, rhs, self._own(groups), **wanted)
-        total = self.kind.multiply(product, lhs, rhs, self._own(groups), **(wanted | {"preferred_element_type": WIDE}))
-        return lax.psum(total, axes).astype(wanted["preferred_element_type"])
+        dtype = wanted.pop("preferred_element_type")
+        total = self.kind.multiply(
+            product, lhs, rhs, self._own(groups), preferred_element_type=sum_dtype(dtype), **wanted
+        )
+        return lax.psum(total, axes).astype(dtype)
 
     def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
         if not self._axes("k"):
             return self.kind.multiply_and_add(x, w, bias, self._own(groups), **wanted)
-        y = self.multiply("fwd", x, w, groups, **(wanted | {"preferred_element_type": WIDE}))
-        return self.kind.add_bias(y, bias.astype(WIDE), self._own(groups)).astype(wanted["preferred_element_type"])
+        dtype = wanted.pop("preferred_element_type")
+        y = self.multiply("fwd", x, w, groups, preferred_element_type=sum_dtype(dtype), **wanted)
+        return self.kind.add_bias(y, bias.astype(y.dtype), self._own(groups)).astype(dtype)
 
     def _axes(self, label: str) -> Axes:
         return dict(self.work).get(label, ())

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from scaledot import collective
 from scaledot.array import ScaledArray
-from scaledot.kernels.spec import Contraction
+from scaledot.kernels.spec import Contraction, sum_dtype
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of, uniform_at
 from scaledot.ops import partition
@@ -30,8 +30,6 @@ from scaledot.train.casts import Laid
 from scaledot.train.flatten import Layout
 from scaledot.train.product import Operands, Rule, product
 from scaledot.train.splits import Splits, are_parts, check_axes, cut_words, mesh_of, whole_sizes
-
-WIDE = np.dtype(np.float32)
 
 
 class Cut(NamedTuple):
@@ -93,7 +91,9 @@ class Partitioned:
 
     def fused(self, tensor: str, laid: dict[str, Part], keys, later, x: jax.Array, groups, factor, amax, sums) -> Any:
         (shared, *others) = {part.shared for part in laid.values()}
-        if others or any(part.laid.cast.rounding == "stochastic" for part in laid.values()):
+        if others:
+            return None  # one pass has one scale
+        if any(part.laid.cast.rounding == "stochastic" for part in laid.values()):
             return None  # kernels draw by places in the part
         inner, flat = {p: part.laid for p, part in laid.items()}, self._layout(tensor).enter(x)
         made = self.kind.fused(tensor, inner, keys, later, flat, groups, factor, amax, sums, shared)
@@ -119,7 +119,7 @@ class Partitioned:
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         dtype = wanted["preferred_element_type"]
-        wide = WIDE if collective.adds(self.plan(product), self._of(product), self.overlap) else dtype
+        wide = sum_dtype(dtype) if collective.adds(self.plan(product), self._of(product), self.overlap) else dtype
         how = wanted | {"out_sharding": None, "preferred_element_type": wide}
 
         def multiply(lhs, rhs, sizes) -> jax.Array:
@@ -132,7 +132,8 @@ class Partitioned:
         plan, features = self.plan("fwd"), self.contraction.rhs_free
         ring = collective.ring_of(plan, self.overlap)
         if collective.adds(plan, self.contraction, self.overlap) or (ring is not None and ring.label in features):
-            y = self.multiply("fwd", x, w, groups, **(wanted | {"preferred_element_type": WIDE}))
+            wide = sum_dtype(wanted["preferred_element_type"])
+            y = self.multiply("fwd", x, w, groups, **(wanted | {"preferred_element_type": wide}))
             y = y + lax.broadcast_in_dim(
                 bias.astype(y.dtype), y.shape, [self.contraction.out.index(c) for c in features]
             )
@@ -288,7 +289,7 @@ def product_of_parts(rule: Rule, kind: Partitioned, operands: Operands, state: S
 def _mapped(rule: Rule, kind: Partitioned, operands: Operands, state: State, key, mesh):
     """A product of whole arrays, which every device computes its part of."""
     contraction, plan = kind.contraction, kind.plan("fwd")
-    splits = Splits(_with_cuts(kind.splits.x, plan.lhs), _with_cuts(kind.splits.w, plan.rhs), plan.out)
+    splits = Splits(_split_further(kind.splits.x, plan.lhs), _split_further(kind.splits.w, plan.rhs), plan.out)
     inner = dataclasses.replace(rule, kind=dataclasses.replace(kind, splits=splits))
     features = contraction.rhs_free
     of_bias = tuple((c, axes) for c, axes in plan.out if c in features)
@@ -310,7 +311,7 @@ def _mapped(rule: Rule, kind: Partitioned, operands: Operands, state: State, key
     return mapped(x, w, bias, state, key)
 
 
-def _with_cuts(split: Split, moves: partition.Moves) -> Split:
+def _split_further(split: Split, moves: partition.Moves) -> Split:
     """A split with the cuts that need nothing from other devices."""
     known, gathered = dict(split), {c for c, _ in moves.gathered}
     return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.cut if c not in gathered}).items())

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scaledot import state as states
 from scaledot.kernels.manual import summed_as, varying
+from scaledot.kernels.spec import sum_dtype
 from scaledot.ops.operands import Choice
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
 from scaledot.state import AmaxHistory, State
@@ -146,7 +147,7 @@ def multiply_then_add(
     kind: Any, x, w, bias: jax.Array, groups, preferred_element_type: np.dtype, **wanted
 ) -> jax.Array:
     """A forward product and its bias, in float32 until the one rounding."""
-    wide = np.dtype(np.float64 if preferred_element_type == np.float64 else np.float32)
+    wide = sum_dtype(preferred_element_type)
     y = kind.multiply("fwd", x, w, groups, preferred_element_type=wide, **wanted)
     return kind.add_bias(y, bias.astype(wide), groups).astype(preferred_element_type)
 

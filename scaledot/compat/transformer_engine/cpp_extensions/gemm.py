@@ -19,6 +19,7 @@ from scaledot.compat.transformer_engine.sharding import (
     global_mesh_resource,
     mesh_axes,
 )
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks
 from scaledot.ops.dot import dot_general
 from scaledot.train import Specs
@@ -133,7 +134,7 @@ def gemm(
     right = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
     numbers = (tuple(axes_of(d, q.ndim) for d, q in zip(contracting_dims, (left, right), strict=True)), ((), ()))
     dtype = np.dtype(left.dtype)
-    wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+    wide = sum_dtype(dtype)
     y = dot_general(left, right, numbers, preferred_element_type=dtype if bias is None else wide)
     if bias is not None:
         bias = jnp.asarray(bias, wide)
