@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats moe decode processes test test-gpu-compile lint bench clean
+.PHONY: demo formats moe decode processes test test-all test-gpu-compile lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -24,8 +24,12 @@ decode: $(STAMP)
 processes: $(STAMP)
 	$(BIN)/python -m examples.processes
 
+# Covering arrays of the tables of cases (tests/selection.py); test-all runs every row of them.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n auto --dist worksteal --all $(TESTS)
 
 # Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB, kernels need jax 0.11.
 test-gpu-compile: $(STAMP)

@@ -1,8 +1,4 @@
-"""Documents are run as readers run them, with JAX's own promotion rules, on eight devices of a CPU."""
-
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+"""Documents are run as readers run them, with JAX's own promotion rules."""
 
 import jax
 import pytest

@@ -1,32 +1,9 @@
-"""Strictness for every test: no silent promotion, eight CPU devices, warnings are errors (pyproject)."""
+"""Fixtures that tests ask for by name."""
 
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
-import hypothesis
 import jax
 import pytest
 
 collect_ignore = ["conftest.py"]  # holds no examples, and docs has one of the same name
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Compilation makes first examples slow; derandomised so that a run can be repeated.
-hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
-hypothesis.settings.load_profile("scaledot")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--every", action="store_true", help="also run what is marked `every`: whole products of tables")
-
-
-def pytest_collection_modifyitems(config, items):
-    left_out = [] if config.getoption("--every") else [item for item in items if item.get_closest_marker("every")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("every")]
 
 
 @pytest.fixture

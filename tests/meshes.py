@@ -16,9 +16,10 @@ from scaledot import init_state, train
 from scaledot.recipes import RECIPES, Recipe
 
 REPRESENTATIVE = ("fp8_current", "fp8_block", "nvfp4")
+SCALINGS = ("fp8_current", "fp8_block", "nvfp4", "fp8_delayed", "mxfp8", "int8")  # one recipe of each kind of scale
 WAYS = ("explicit", "specs", "shard_map")  # to say how arrays lie
 
-BATCH, SEQUENCE, INPUTS, OUTPUTS = 4, 256, 512, 512
+BATCH, SEQUENCE, INPUTS, OUTPUTS = 4, 256, 512, 256
 
 
 class Layout(NamedTuple):
@@ -60,14 +61,17 @@ LAYOUTS = {
 def cases(layouts, ways=WAYS):
     """Every recipe on every layout in every way.
 
-    The representative ones are always run. Of the others each recipe is `exhaustive` on each layout in one way; the
-    rest is left to `pytest --every`.
+    By default a Latin square of them is run: each layout in each way, each of SCALINGS on as many layouts as there are
+    ways. The rest is `exhaustive`.
     """
-    made = []
-    for (i, name), (j, layout), (k, way) in itertools.product(*map(enumerate, (RECIPES, layouts, ways))):
-        seldom = pytest.mark.exhaustive if (i + j) % len(ways) == k else pytest.mark.every
-        made.append(pytest.param(name, layout, way, marks=() if name in REPRESENTATIVE else seldom))
-    return made
+    default = {
+        (SCALINGS[(i + 2 * j) % len(SCALINGS)], layout, way)
+        for (i, layout), (j, way) in itertools.product(enumerate(layouts), enumerate(ways))
+    }
+    return [
+        pytest.param(*case, marks=() if case in default else pytest.mark.exhaustive)
+        for case in itertools.product(RECIPES, layouts, ways)
+    ]
 
 
 class Arrays(NamedTuple):

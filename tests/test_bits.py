@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from scaledot.numerics import bits
 
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
 

@@ -137,6 +137,7 @@ def require_interleaved(schedule: str):
     assert max(len(run) for run in re.findall(r"p+|m+", schedule)) <= 2, schedule
 
 
+@pytest.mark.optimized
 def test_parts_of_an_operand_are_multiplied_while_others_arrive():
     program = compiled(COLUMN, "tp")
     text = program.as_text()
@@ -148,6 +149,7 @@ def test_parts_of_an_operand_are_multiplied_while_others_arrive():
     assert _temporary(program) < 2 * ROWS * INPUTS < _temporary(compiled(COLUMN, ()))
 
 
+@pytest.mark.optimized
 def test_sums_are_scattered_while_terms_are_computed():
     program = compiled(ROW, "tp")
     text = program.as_text()

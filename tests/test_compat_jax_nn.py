@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
+from tables import EACH_FORMAT
 
 import scaledot as sd
 from scaledot.compat import jax_nn
@@ -95,7 +96,7 @@ def test_configs_have_the_fields_of_jax():
         jax_nn.get_scaled_dot_general_config("mxfp9")
 
 
-@pytest.mark.parametrize("mode", sd.FORMATS)
+@pytest.mark.parametrize("mode", EACH_FORMAT)
 def test_every_format_is_a_mode(mode):
     x, w = normal(0, (4, 64)), normal(1, (64, 8))
     y, pull = jax.vjp(lambda x, w: jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs(mode)), x, w)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from tables import EACH_FORMAT
 
 import scaledot as sd
 from scaledot.compat import qwix
@@ -370,7 +371,7 @@ def test_a_second_scale_is_not_dropped_silently():
 # ------------------------------------------------------------------------------------------- the real thing
 
 
-@pytest.mark.parametrize("format", sd.FORMATS)
+@pytest.mark.parametrize("format", EACH_FORMAT)
 def test_conversion_to_the_real_qarray_keeps_every_value(format):
     real = pytest.importorskip("qwix")
     q = sd.quantize(normal(0, (4, 64)), format)

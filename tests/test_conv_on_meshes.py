@@ -116,7 +116,7 @@ def blocks_are_cut(name: str, layout: str) -> bool:
 
 WAYS = {"explicit": explicit, "specs": automatic, "shard_map": shard_map}
 EVERY = [
-    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.every)
+    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.exhaustive)
     for case in itertools.product(RECIPES, LAYOUTS, WAYS)
     if not blocks_are_cut(*case[:2])
 ]

@@ -1,6 +1,7 @@
 """The convergence suite: its page is that of its results, its gates can fail, and an interrupted run goes on."""
 
 import dataclasses
+import functools
 import json
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.convergence import bias, gpt, page, stall
+from examples import gpt_linen
 from scaledot import FORMATS, Cast
 from scaledot.recipes import RECIPES
 
@@ -76,10 +78,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     rows = [gpt.Row("float32"), gpt.Row("mxfp8", {"block_*": "mxfp8"}, most=1.0)]
     monkeypatch.setattr(gpt, "rows", lambda: iter(rows))
     monkeypatch.setattr(gpt, "HELD_OUT", 2)
+    monkeypatch.setattr(gpt, "CHUNK", gpt.POINT)
+    monkeypatch.setattr(gpt_linen, "Gpt", functools.partial(gpt_linen.Gpt, blocks=1))
     journal, progress = tmp_path / "journal.jsonl", Progress()
     first = gpt.run(gpt.CHUNK, 2, journal, progress)
     assert [json.loads(line)["name"] for line in journal.read_text().splitlines()] == ["float32", "mxfp8"]
-    assert len(first[0]["curve"]) == gpt.CHUNK // gpt.POINT
+    assert len(first[0]["curve"]) == 1
     assert first[0]["excess"][0] != first[0]["excess"][1]
     assert first[1]["met"]
     monkeypatch.setattr(gpt, "train", lambda *args: pytest.fail("a finished row was trained again"))

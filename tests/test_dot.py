@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
+from tables import RELATED_FORMATS, table_of
 
 import scaledot as sd
 from scaledot import flavours
@@ -30,16 +31,16 @@ CASTS = {  # name: (format, options of quantize)
     "nvfp4 rotated": ("nvfp4", {"rotation": sd.Hadamard()}),
     "int8 tiles rotated": ("int8", {"block": (128,), "rotation": sd.Hadamard()}),
 }
-# Rows whose paths others take between them; `pytest -m "not exhaustive"` leaves them out where time counts.
+# Casts whose paths others take between them.
 RELATED = [
-    *("mxfp6_e2m3", "mxint8", "int8 tiles zeros", "int4 groups zeros", "nvfp4 rotated", "int8 tiles rotated"),
-    *("fp8_e5m2", "mxfp8_e5m2", "mxfp6_e3m2", "int7", "int6", "int5", "int3", "int2"),
+    *RELATED_FORMATS,
+    *("mxint8", "int8 tiles zeros", "int4 groups zeros", "nvfp4 rotated", "int8 tiles rotated"),
     "fp8 per channel",
     "int8 per tensor",
     "int8 in its dtype",
     "nvfp4 of torchao",
 ]
-EACH_CAST = [pytest.param(c, marks=[pytest.mark.exhaustive] if c in RELATED else []) for c in CASTS]
+EACH_CAST = table_of(CASTS, RELATED)
 # Tensor cores of GPUs sum 8-bit floats with fewer bits unless they are asked not to.
 PRECISION = "highest" if jax.default_backend() == "gpu" else None
 SIDES = {"both": (True, True), "lhs": (True, False), "rhs": (False, True)}

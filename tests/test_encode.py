@@ -10,6 +10,8 @@ import scaledot as sd
 from scaledot.numerics.encode import decode, encode, narrow
 from scaledot.numerics.rounding import uniform_of
 
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 EVERY = [*FLOATS, "int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
 BF16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)

@@ -113,7 +113,7 @@ def on_one_device(name: str):
 
 
 def bound(of: str, dtype) -> np.ndarray:
-    """What two orders of the same float32 sum may differ by, see meshes.reordered; an element's next code is further."""
+    """What two orders of the same float32 sum may differ by (meshes.reordered); an element's next code is further."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays())
     group = np.searchsorted(np.cumsum(SIZES), np.arange(ROWS), side="right")
     member = np.eye(GROUPS + 1)[group][:, :GROUPS]  # zeros for rows of no group
@@ -165,7 +165,7 @@ def shard_map(lay: Layout, recipe):
 
 WAYS = {"explicit": explicit, "specs": specs, "shard_map": shard_map}
 EVERY = [
-    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.every)
+    pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.exhaustive)
     for case in itertools.product(RECIPES, LAYOUTS, WAYS)
 ]
 

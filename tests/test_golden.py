@@ -18,6 +18,8 @@ import scaledot as sd
 from scaledot import flavours
 from scaledot.numerics import pack
 
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
 GOLDEN = Path(__file__).parent / "golden"
 EXCEPTIONS = {"f32_subnormal_only", "f32_tiny_subnormals", "near_min_normal", "f32_max_outliers"}
 RULES = {"floor": "floor", "rceil": "ceil", "even": "even", "ceil": "ceil_log2"}

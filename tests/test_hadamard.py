@@ -8,6 +8,8 @@ import pytest
 import scaledot as sd
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
 
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
 
 def matrix(rotation):
     n = rotation.size

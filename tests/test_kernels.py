@@ -109,6 +109,7 @@ def shapes_in(text: str) -> set[tuple[int, ...]]:
     return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|s32|bf16)\[([\d,]+)\]", text)}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("cast", ["int8 tiles", "int8 tiles zeros", "fp8 1x128"])
 def test_no_array_of_all_partial_sums_is_made(cast):
     sizes = {"m": 48, "k": 1024, "n": 40}
@@ -118,6 +119,7 @@ def test_no_array_of_all_partial_sums_is_made(cast):
     assert not [shape for shape in found if np.prod(shape) >= 2 * 48 * 40 and {48, 40} <= set(shape)]
 
 
+@pytest.mark.optimized
 def test_a_large_tiled_product_needs_little_memory():
     def quantized(shape, axis):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -79,6 +79,7 @@ def casts_of(recipe, kind):
     return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [n for n in RECIPES if any(c.delayed is None for *_, c in RECIPES[n].casts())])
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
@@ -138,6 +139,7 @@ def collectives_of(lay, recipe, kind: str):
     return [one for one in collectives(text, lay.axes) if one.kind == kind]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("layout", ["column", "row", "sequence to column", "fsdp", "all"])
 @pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
 def test_no_operand_is_gathered_in_high_precision(name, layout):
@@ -146,6 +148,7 @@ def test_no_operand_is_gathered_in_high_precision(name, layout):
     assert not large, large
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("name", "most"), [("fp8_current", 0.52), ("fp8_block", 0.52), ("nvfp4", 0.3)])
 def test_fsdp_gathers_codes(name, most):
     """Beside the bytes of the same weights in bfloat16."""

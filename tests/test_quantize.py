@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tables import RELATED_FORMATS, table_of
 
 import scaledot as sd
 from scaledot import flavours
 
 FORMATS = [*sd.FORMATS.values(), replace(sd.FORMATS["nvfp4"], name="four_over_six", search="four_over_six")]
 JITTED = {f.name: jax.jit(functools.partial(sd.quantize, format=f)) for f in FORMATS}
-every_format = pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+every_format = pytest.mark.parametrize("format", table_of(FORMATS, RELATED_FORMATS, name=lambda f: f.name))
 
 
 def draw_array(data, shape=(3, 64)):
@@ -75,6 +76,7 @@ def test_signs_mirror(format, data):
     )
 
 
+@pytest.mark.optimized
 @every_format
 @given(st.data())
 def test_jit_gives_the_same_bits(format, data):
@@ -82,6 +84,7 @@ def test_jit_gives_the_same_bits(format, data):
     same_tree(JITTED[format.name](x), sd.quantize(x, format))
 
 
+@pytest.mark.optimized
 @every_format
 def test_without_any_jit_the_bits_are_the_same(format):
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
@@ -464,6 +467,7 @@ def test_amax_ignores_what_is_not_finite():
     assert float(sd.amax(np.zeros((0, 3), np.float32))) == 0
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [PartitionSpec("a", "b"), PartitionSpec(None, "b")], ids=str)
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8", "nvfp4", "int4", "nf4"])

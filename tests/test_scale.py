@@ -12,6 +12,8 @@ import pytest
 import scaledot as sd
 from scaledot.numerics.scale import e8m0_code, levels_of
 
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
 MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 BF16 = np.arange(2**15, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 AMAX = BF16[np.isfinite(BF16) & ((np.finfo(np.float32).tiny <= BF16) | (BF16 == 0))]

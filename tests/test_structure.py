@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import EACH_FORMAT
 
 import scaledot as sd
+
+pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
 
 ROOT = Path(sd.__file__).parent
 LAYERS = [  # an import may only point to its own layer or further down
@@ -91,7 +94,7 @@ def test_the_public_names_are_those_that_type_checkers_see():
     assert set(sd.__all__) <= set(dir(sd))
 
 
-@pytest.mark.parametrize("format", sd.FORMATS)
+@pytest.mark.parametrize("format", EACH_FORMAT)
 def test_compiled_quantise_dequantise_still_rounds(format):
     """On a GPU XLA deletes a cast to a narrow float and back as excess precision, also across nested jit.
 
@@ -116,7 +119,7 @@ def test_the_rotation_rounds_to_bfloat16_where_it_says_so():
     assert text.count("reduce-precision(") >= 2
 
 
-@pytest.mark.parametrize("format", sd.FORMATS)
+@pytest.mark.parametrize("format", EACH_FORMAT)
 def test_a_jitted_quantize_needs_little_memory(format):
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     memory = jax.jit(lambda x: sd.quantize(x, format)).lower(x).compile().memory_analysis()

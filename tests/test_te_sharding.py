@@ -84,6 +84,7 @@ def test_tensor_parallelism_has_one_axis():
         assert x.sharding.spec == PartitionSpec(None, "tpsp")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("op", [te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ids=lambda op: op.name)
 def test_collective_products_move_codes_and_sums_in_rings(op):
     """Forward and backward, with kernels that are split over FSDP, too."""

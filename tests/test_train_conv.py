@@ -4,7 +4,8 @@ import functools
 
 import jax
 import pytest
-from training import STATELESS, assert_same, conv_general_dilated, dense, nearest, normal, vjp_of
+from tables import STATELESS_RECIPES
+from training import assert_same, conv_general_dilated, dense, nearest, normal, vjp_of
 
 import scaledot as sd
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
@@ -37,7 +38,7 @@ def test_gradients_of_convolutions_are_those_of_jax(case):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
+@pytest.mark.parametrize("recipe", STATELESS_RECIPES)
 def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
     """A kernel of one position is a matrix, and images of one position are rows: the products are those of dense.
 

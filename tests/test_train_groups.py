@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training import KEY, STATELESS, assert_same, dense, kept_by, nearest, normal, ragged_dot
+from tables import STATELESS_RECIPES
+from training import KEY, assert_same, dense, kept_by, nearest, normal, ragged_dot
 
 from scaledot import train
 from scaledot.recipes import RECIPES
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
+@pytest.mark.parametrize("recipe", STATELESS_RECIPES)
 def test_groups_of_rows_are_products_one_by_one(recipe):
     """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
     recipe = nearest(RECIPES[recipe])

@@ -6,10 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from scaledot import train
-from scaledot.recipes import FP8_DELAYED, PRODUCTS, RECIPES, Delayed, Gemm, Recipe
+from scaledot.recipes import FP8_DELAYED, PRODUCTS, Delayed, Gemm, Recipe
 
 KEY = jax.random.key(7)
 PRECISE = {"precision": "highest"}  # CUDA's tensor cores sum 8-bit floats with fewer bits than float32 unless asked
@@ -17,10 +16,6 @@ dense, ragged_dot, einsum, dot_general, conv_general_dilated = (
     functools.partial(verb, **PRECISE)
     for verb in (train.dense, train.ragged_dot, train.einsum, train.dot_general, train.conv_general_dilated)
 )
-# Recipes that share every path with another; `pytest -m "not exhaustive"` leaves them out where time counts.
-RELATED = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
-EACH_RECIPE = [pytest.param(r, marks=[pytest.mark.exhaustive] if r in RELATED else []) for r in RECIPES]
-STATELESS = [r for r in EACH_RECIPE if r.values[0] != "fp8_delayed"]
 
 
 def with_casts(recipe, **changes):

@@ -1,0 +1,55 @@
+"""Settings of every test and example: strict promotion, eight CPU devices, warnings as errors, cheap compilation."""
+
+import os
+import resource
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import hypothesis
+import jax
+import pytest
+
+from tests.selection import selected
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compilation makes first examples slow; derandomised so that a run can be repeated.
+hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("scaledot")
+
+# Compiled programs stay in JAX's caches; a worker drops them between modules once it holds this much memory.
+CACHES_UP_TO = 1536 * 2**20
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every row of every table; see tests/selection.py")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--all"):
+        return
+    kept = selected(items)
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
+def pytest_runtest_setup(item):
+    """Most of the suite's time is XLA's optimisations: only tests of compiled programs and of exact bits get them."""
+    disable = item.get_closest_marker("optimized") is None
+    if jax.config.read("jax_disable_most_optimizations") != disable:
+        jax.clear_caches()  # a cache does not know how its programs were compiled
+        jax.config.update("jax_disable_most_optimizations", disable)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory():
+    yield
+    if _resident_bytes() > CACHES_UP_TO:
+        jax.clear_caches()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as counts:
+        return int(counts.read().split()[1]) * resource.getpagesize()

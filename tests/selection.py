@@ -1,0 +1,77 @@
+"""Which cases of the suite run by default.
+
+A test over several `parametrize` tables runs a covering array of their product: of two tables every row of each, of
+three or more every pair of rows of any two tables (the pairwise selection of combinatorial testing). Rows marked
+`exhaustive` share every code path with another row. `pytest --all` runs what either rule leaves out; a test marked
+`whole_product` is never thinned.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+Row = tuple[int, ...]
+PARAM = type(pytest.param())
+
+
+def selected(items: Iterable) -> list:
+    """The pytest items of a default run, in their order."""
+    by_test: dict[object, list] = {}
+    for item in items:
+        if not item.get_closest_marker("exhaustive"):
+            by_test.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    return [item for cases in by_test.values() for item in _covering_cases(cases)]
+
+
+def _covering_cases(cases: list) -> list:
+    if cases[0].get_closest_marker("whole_product"):
+        return cases
+    rows = [_row(item) for item in cases]
+    strength = max(len(rows[0]) - 1, 1)
+    kept = covering_array(rows, min(strength, 2))
+    return [item for item, row in zip(cases, rows, strict=True) if row in kept]
+
+
+def _row(item) -> Row:
+    """The position of an item in each of its test's tables."""
+    return tuple(_position(mark, item.callspec.params) for mark in item.iter_markers("parametrize"))
+
+
+def _position(mark, params: dict) -> int:
+    """The row of a `parametrize` table that a case's parameters are from."""
+    names = mark.args[0]
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    wanted = [params[name] for name in names]
+    for position, row in enumerate(mark.args[1]):
+        values = row.values if isinstance(row, PARAM) else (row if len(names) > 1 else (row,))
+        if all(a is b for a, b in zip(values, wanted, strict=True)):
+            return position
+    raise ValueError(f"{wanted} is no row of the table {names}; give the table as a list, not as an iterator")
+
+
+def covering_array(rows: Sequence[Row], strength: int) -> set[Row]:
+    """Rows that hold every combination of `strength` columns' values that any row holds, chosen greedily.
+
+    >>> sorted(covering_array([(a, b) for a in range(3) for b in range(2)], strength=1))
+    [(0, 0), (1, 1), (2, 0)]
+    """
+    missing = set().union(*(_combinations(row, strength) for row in rows))
+    used: dict[tuple[int, int], int] = {}
+    kept: set[Row] = set()
+    while missing:
+        # Of the rows that cover most, the one whose values were used least, so that no value is always met by the same.
+        best = max(rows, key=lambda row: (len(_combinations(row, strength) & missing), -_uses(row, used)))
+        kept.add(best)
+        missing -= _combinations(best, strength)
+        for place in enumerate(best):
+            used[place] = used.get(place, 0) + 1
+    return kept
+
+
+def _combinations(row: Row, strength: int) -> set:
+    return set(itertools.combinations(enumerate(row), strength)) or {()}
+
+
+def _uses(row: Row, used: dict[tuple[int, int], int]) -> int:
+    return sum(used.get(place, 0) for place in enumerate(row))

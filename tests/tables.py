@@ -1,0 +1,27 @@
+"""The formats and recipes that tests run over, as `parametrize` tables.
+
+A new row of FORMATS or RECIPES is in every one of these tests from the day it exists. Rows named here share every code
+path with rows that are not; `pytest --all` runs them too.
+"""
+
+import pytest
+
+import scaledot as sd
+from scaledot.recipes import RECIPES
+
+# Integers of other widths differ from int8 and int4 in a constant, E5M2 and MXFP6 rows from E4M3 and MXFP8 in the
+# element type, each of whose codes test_encode tests.
+RELATED_FORMATS = ("int7", "int6", "int5", "int3", "int2", "fp8_e5m2", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2")
+RELATED_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
+
+
+def table_of(values, related, name=lambda value: value):
+    """A table with the rows of these names marked `exhaustive`."""
+    return [
+        pytest.param(v, marks=[pytest.mark.exhaustive] if name(v) in related else [], id=str(name(v))) for v in values
+    ]
+
+
+EACH_FORMAT = table_of(sd.FORMATS, RELATED_FORMATS)
+EACH_RECIPE = table_of(RECIPES, RELATED_RECIPES)
+STATELESS_RECIPES = table_of([name for name in RECIPES if not RECIPES[name].delayed], RELATED_RECIPES)
