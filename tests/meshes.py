@@ -61,12 +61,13 @@ LAYOUTS = {
 def cases(layouts, ways=WAYS):
     """Every recipe on every layout in every way.
 
-    By default a Latin square of them is run: each layout in each way, each of SCALINGS on as many layouts as there are
-    ways. The rest is `exhaustive`.
+    By default each layout is run in two ways, each way on several layouts, and SCALINGS take turns; the rest is
+    `exhaustive`.
     """
     default = {
         (SCALINGS[(i + 2 * j) % len(SCALINGS)], layout, way)
         for (i, layout), (j, way) in itertools.product(enumerate(layouts), enumerate(ways))
+        if (i + j) % 3 < 2
     }
     return [
         pytest.param(*case, marks=() if case in default else pytest.mark.exhaustive)

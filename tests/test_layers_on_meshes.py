@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import table_of
 from training import normal
 
 import scaledot as sd
@@ -19,7 +20,7 @@ SPECS = {
     "up": train.Specs(P("dp", "tp"), P(None, "tp"), P("dp", None, "tp")),
     "down": train.Specs(P("dp", None, "tp"), P("tp"), P("dp", "tp")),
 }
-RECIPES = ("fp8_block", "fp8_delayed", "nvfp4")
+RECIPES = ("fp8_block", "fp8_delayed", "nvfp4")  # one for each way of saving residuals and state
 
 
 def mesh_of(kind: AxisType):
@@ -57,7 +58,7 @@ def require_close(found, expected):
         assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", table_of(RECIPES, ("fp8_block", "nvfp4")))
 def test_a_linen_model_follows_its_specs(recipe, standard_promotion):
     x, key = normal(0, (4, 512, WIDTH), jnp.bfloat16), jax.random.key(1)
     plain = sd.linen.with_recipe(Block(), recipe)
@@ -130,7 +131,7 @@ def nnx_gradients(model, x, lying=(None, None)):
     return y, nnx.to_pure_dict(grads)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", table_of(RECIPES, ("fp8_block", "fp8_delayed")))
 def test_an_nnx_model_follows_types_and_specs(recipe, standard_promotion):
     x = normal(0, (4, 512, WIDTH), jnp.bfloat16)
     one_device = jax.make_mesh((1, 1), ("dp", "tp"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import table_of
 
 from examples import moe
 
@@ -21,7 +22,8 @@ ROWS = np.arange(TOKENS * moe.CHOSEN).reshape(TOKENS, moe.CHOSEN)
 CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
 
 
-@pytest.mark.parametrize(("recipe", "case"), [*zip(moe.RECIPES, 2 * [*CHOSEN], strict=True)])
+@pytest.mark.parametrize("recipe", table_of(moe.RECIPES, ("fp8_current", "mxfp8")))
+@pytest.mark.parametrize("case", CHOSEN)
 def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
     """The largest groups are longer than a block of 128 rows, and no group fills its last one."""
     layer, x = layer_and_tokens()

@@ -20,6 +20,7 @@ from meshes import (
     require_same,
     step,
 )
+from tables import STATELESS_RECIPES
 from training import normal
 
 import scaledot as sd
@@ -81,7 +82,7 @@ def casts_of(recipe, kind):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [n for n in RECIPES if any(c.delayed is None for *_, c in RECIPES[n].casts())])
+@pytest.mark.parametrize("name", STATELESS_RECIPES)
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
     lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
