@@ -1,7 +1,8 @@
 """dot_general, einsum, ragged_dot and conv_general_dilated on QArrays and plain arrays.
 
 Plain arrays of 8 bits or fewer are accumulated as Qwix does: integers in int32, floats in bfloat16 or what
-`preferred_element_type` says, never in their own dtype. Beside a QArray, plain int8 and int4 arrays are codes of scale 1.
+`preferred_element_type` says, never in their own dtype. Beside a QArray, plain int8 and int4 arrays are codes of
+scale 1.
 """
 
 import collections
@@ -72,9 +73,9 @@ def _scaled(x: MaybeQArray) -> jax.Array | ScaledArray:
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
-    """The dtype in which plain arrays are multiplied: narrow ones in the narrowest one that holds both and that XLA has.
+    """The dtype in which plain arrays are multiplied: 4-bit ones and those of two dtypes are widened, exactly.
 
-    XLA's CPU backend multiplies no integers of fewer than 8 bits into int32.
+    XLA's CPU backend has no matmul from integers of fewer than 8 bits to int32.
     """
     if len(set(dtypes)) == 1 and dtypes[0] in _NATIVE_FLOAT8:
         return dtypes[0]
