@@ -290,3 +290,40 @@ def test_results_are_those_of_jax_nn_where_it_has_none_of_its_faults():
     except NotImplementedError:
         pytest.skip("this jax has no CPU lowering of its own scaled matmul")
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_ours_may_be_put_in_place_of_jax_nn(monkeypatch):
+    # Two blocks of 32 each: the program for another platform holds jax.nn's own block-scaled matmul.
+    codes = [jnp.ones((1, rows, 64), jnp.float8_e4m3fn) for rows in (4, 8)]
+    scales = [jnp.ones((1, rows, 2), jnp.float8_e8m0fnu) for rows in (4, 8)]
+    for name in ("scaled_matmul", "scaled_dot_general", "get_scaled_dot_general_config"):
+        monkeypatch.setattr(jax.nn, name, getattr(jax_nn, name))
+    assert jax.eval_shape(jax.nn.scaled_matmul, *codes, *scales).shape == (1, 4, 8)
+    dot = functools.partial(jax.nn.scaled_dot_general, configs=[jax.nn.get_scaled_dot_general_config("mxfp8")] * 3)
+    x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
+    assert jax.eval_shape(jax.grad(lambda x: dot(x, w, MATRIX).sum()), x).shape == (4, 64)
+
+
+def test_two_configs_serve_the_forward_pass_alone():
+    x, w, three = jnp.ones((4, 32)), jnp.ones((32, 8)), configs("mxfp8")
+    for of in (jax.nn, jax_nn):
+        y = jax.eval_shape(lambda x, of=of: of.scaled_dot_general(x, w, MATRIX, configs=three[:2]), x)
+        assert (y.shape, y.dtype) == ((4, 8), jnp.float32)
+    loss = lambda x, given: jax_nn.scaled_dot_general(x, w, MATRIX, configs=given).sum()  # noqa: E731
+    with pytest.raises(ValueError, match=r"two entries, .* pass a third one for the gradient"):
+        jax.eval_shape(jax.grad(functools.partial(loss, given=three[:2])), x)
+    for wrong in (three[:1], three[:1] * 4):
+        with pytest.raises(TypeError, match=r"or \[lhs, rhs\] for a forward pass alone"):
+            loss(x, wrong)
+
+
+def test_configs_are_mutable_and_hold_scalar_types_as_those_of_jax():
+    theirs, ours = (of.get_scaled_dot_general_config("nvfp4") for of in (jax.nn, jax_nn))
+    for config in (theirs, ours):
+        config.global_scale = jnp.full((2,), 2.0, jnp.float32)
+        assert config.data_type in {jnp.float4_e2m1fn}
+        assert config.scale_type in {jnp.float8_e4m3fn}
+        with pytest.raises(AttributeError):
+            config.global_scales = None  # no such field
+    with pytest.raises(ValueError, match="must be one number"):  # what was assigned is what is read
+        jax_nn.scaled_dot_general(jnp.ones((4, 32)), jnp.ones((32, 8)), MATRIX, configs=[ours] * 3)

@@ -422,3 +422,73 @@ def test_codes_are_the_real_ones_up_to_the_last_bit_of_a_division(qtype, dtype):
     ]
     # XLA multiplies by reciprocals: a code on the edge between two may fall to either side.
     assert np.mean(codes[0] != codes[1]) < 0.02
+
+
+OPERATORS = {
+    "dot_general": ((2, 200), (200, 3), lambda of, x, w, **how: of.dot_general(x, w, MATRIX, **how)),
+    "einsum": ((2, 200), (200, 3), lambda of, x, w, **how: of.einsum("mk,kn->mn", x, w, **how)),
+    "ragged_dot": ((2, 200), (1, 200, 3), lambda of, x, w, **how: of.ragged_dot(x, w, jnp.array([2]), **how)),
+    "conv_general_dilated": (
+        (2, 50, 4),
+        (3, 50, 4),
+        lambda of, x, w, **how: of.conv_general_dilated(x, w, (1,), "VALID", **how),
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_plain_narrow_arrays_accumulate_as_qwix_does(operator):
+    real = pytest.importorskip("qwix")
+    x_shape, w_shape, call = OPERATORS[operator]
+    pairs = [(jnp.int8, jnp.int8), (jnp.int4, jnp.int4), (jnp.float8_e4m3fn, jnp.float8_e4m3fn)]
+    if operator != "conv_general_dilated":  # jax.lax, and so Qwix, takes no convolution of two dtypes
+        pairs += [(jnp.int8, jnp.int4), (jnp.int8, jnp.float8_e4m3fn)]
+    for dtypes in pairs:
+        x, w = (jnp.full(shape, 2, dtype) for shape, dtype in zip((x_shape, w_shape), dtypes, strict=True))
+        y = call(qwix, x, w)
+        with jax.numpy_dtype_promotion("standard"):
+            theirs = jax.eval_shape(lambda x, w: call(real, x, w), x, w)
+            if dtypes in ((jnp.int8,) * 2, (jnp.float8_e4m3fn,) * 2):  # XLA's CPU has no int4 x int4 for Qwix
+                np.testing.assert_array_equal(y, call(real, x, w))
+        assert (y.dtype, y.shape) == (theirs.dtype, theirs.shape)
+        np.testing.assert_array_equal(np.asarray(y, np.float32), np.full(y.shape, 2 * 2 * 200, np.float32))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_plain_narrow_arrays_beside_a_qarray_accumulate_as_qwix_does(operator):
+    real = pytest.importorskip("qwix")
+    x_shape, w_shape, call = OPERATORS[operator]
+    scale = jnp.full((1,) * len(w_shape), 0.5, jnp.float16)
+    for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn):
+        x, codes = jnp.full(x_shape, 3, dtype), jnp.full(w_shape, 2, dtype)
+        ours = jax.eval_shape(lambda x, q: call(qwix, x, q), x, QArray(codes, scale))
+        with jax.numpy_dtype_promotion("standard"):
+            theirs = jax.eval_shape(lambda x, q: call(real, x, q), x, real.QArray(codes, scale))
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    y = call(qwix, jnp.full(x_shape, 3, jnp.int4), QArray(jnp.full(w_shape, 2, jnp.int8), scale))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.full(y.shape, 3 * 2 * 200 * 0.5, np.float32))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_plain_integers_accumulate_in_int32_whatever_dtype_is_preferred(operator):
+    x_shape, w_shape, call = OPERATORS[operator]
+    x, w = jnp.ones(x_shape, jnp.int8), jnp.ones(w_shape, jnp.int8)
+    for rhs in (w, QArray(w, jnp.ones((1,) * w.ndim))):
+        jaxpr = jax.make_jaxpr(lambda x, rhs: call(qwix, x, rhs, preferred_element_type=jnp.float32))(x, rhs)
+        assert jaxpr.out_avals[0].dtype == jnp.float32
+        assert "preferred_element_type=int32" in str(jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes", "expected"),
+    [
+        ("mk,kn,np->mp", [(2, 64), (64, 3), (3, 2)], 64 * 3 * 8),
+        ("mkj,kn->mn", [(2, 8, 20), (8, 3)], 8 * 20 * 4),
+        ("mk->m", [(2, 100)], 200),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=name)
+def test_einsum_of_plain_narrow_arrays_reduces_no_axis_in_their_dtype(subscripts, shapes, expected, dtype):
+    y = qwix.einsum(subscripts, *(jnp.full(shape, 2, dtype) for shape in shapes))
+    assert y.dtype == (jnp.int32 if dtype == jnp.int8 else jnp.bfloat16)
+    np.testing.assert_array_equal(y, np.full(y.shape, expected))

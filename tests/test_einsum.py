@@ -128,3 +128,9 @@ def test_gradients_flow_to_plain_operands():
         theirs = jax.grad(lambda x, v: jnp.sum(jnp.einsum("mk,kn,nj->mj", x, w, v) ** 2), argnums=(0, 1))(x, v)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+
+
+def test_an_axis_that_only_an_int8_array_has_is_not_summed_in_int8():
+    q = sd.quantize(jnp.ones((3, 4)), "int8", axis=0)
+    y = sd.einsum("ijk,jl->il", jnp.full((2, 3, 200), 100, jnp.int8), q)
+    np.testing.assert_allclose(y, np.full((2, 4), 200 * 100 * 3), rtol=1e-6)

@@ -132,7 +132,7 @@ def test_dense_is_the_product_of_training(recipe):
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe, stochastic_rounding_rng_state=KEY)
 
     def theirs(x, w, b):
-        return te.dense(x, w, b, contracting_dims=((-1,), (0,)), quantizer_set=quantizers)
+        return te.dense.dense(x, w, b, contracting_dims=((-1,), (0,)), quantizer_set=quantizers)
 
     def ours(x, w, b):
         return train.dense(x, w, b, recipe=recipe.core, key=KEY)
@@ -150,7 +150,7 @@ def test_the_gradient_of_a_delayed_set_is_the_next_set():
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe)
 
     def loss(w, quantizers):
-        return (te.dense(x, w, quantizer_set=quantizers) ** 2).sum()
+        return (te.dense.dense(x, w, quantizer_set=quantizers) ** 2).sum()
 
     def reference(w, state):
         y, state = train.dense(x, w, recipe=recipe.core, state=state)
@@ -182,12 +182,12 @@ def test_updating_a_quantizer_is_the_step_of_the_state():
 
 def test_an_unquantised_dense_is_the_plain_product():
     x, w, b = normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16)), normal(2, (16,))
-    y = te.dense(x, w, b)
+    y = te.dense.dense(x, w, b)
     assert y.dtype == jnp.bfloat16
     exact = x.astype(jnp.float32) @ w + b[None]
     np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=1e-2, atol=1e-2)
     with pytest.raises(ValueError, match="transpose_batch_sequence"):
-        te.dense(x, w, transpose_batch_sequence=True)
+        te.dense.dense(x, w, transpose_batch_sequence=True)
 
 
 @pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "fp8_delayed"])
@@ -295,7 +295,7 @@ def test_options_of_sets():
     two = create_set(2, fp8_recipe="nvfp4", stochastic_rounding_rng_state=KEY)
     assert not np.array_equal(*(jax.random.key_data(quantizers.key) for quantizers in two))
     raw = create_set(fp8_recipe="nvfp4", stochastic_rounding_rng_state=jax.random.PRNGKey(0))
-    assert te.dense(x, w, quantizer_set=raw).shape == (4, 8)
+    assert te.dense.dense(x, w, quantizer_set=raw).shape == (4, 8)
     for words, how in (
         ("dtypes of its own", {"fwd_dtype": E4M3, "fp8_recipe": "mxfp8"}),
         (
@@ -313,7 +313,7 @@ def test_options_of_sets():
     with pytest.raises(TypeError, match="must be a QuantizeLayout"):
         quantizer(ScalingMode.MXFP8_1D_SCALING, "rowwise")
     with pytest.raises(TypeError, match=r"must be of QuantizerFactory\.create_set"):
-        te.dense(x, w, quantizer_set=te.MXFP8BlockScaling())
+        te.dense.dense(x, w, quantizer_set=te.MXFP8BlockScaling())
 
 
 def test_several_quantizers_and_matrices_round_by_their_own_chance():
@@ -397,7 +397,9 @@ def test_dense_keeps_codes_under_the_name_of_its_quantizers():
 
     def saved(name):
         policy = jax.checkpoint_policies.save_only_these_names(name)
-        f = jax.checkpoint(lambda x, w: jnp.sin(te.dense(jnp.cos(x), w, quantizer_set=named)).sum(), policy=policy)
+        f = jax.checkpoint(
+            lambda x, w: jnp.sin(te.dense.dense(jnp.cos(x), w, quantizer_set=named)).sum(), policy=policy
+        )
         return str(jax.make_jaxpr(jax.grad(f, argnums=1))(x, w))
 
     assert "name=kept" in saved("kept")
@@ -411,7 +413,7 @@ def test_sets_of_micro_batches_are_merged():
     start = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_history_len=4))
 
     def step(quantizers, x):
-        return jax.grad(lambda q: te.dense(x, w, quantizer_set=q).sum())(quantizers)
+        return jax.grad(lambda q: te.dense.dense(x, w, quantizer_set=q).sum())(quantizers)
 
     merged = te.QuantizerSet.merge(step(start, x[:4]), step(start, x[4:]))
     same_leaves(merged, step(start, x))
@@ -447,7 +449,7 @@ def test_importing_a_name_that_is_not_offered_says_what_to_write_instead(of):
 
 def test_the_shape_of_a_bias_is_checked():
     x, w = jnp.ones((2, 32)), jnp.ones((32, 4))
-    for f in (te.dense, tex.gemm):
+    for f in (te.dense.dense, tex.gemm):
         with pytest.raises(ValueError, match=r"`bias` \(1,\) must have the shape of .*\(4,\)"):
             f(x, w, jnp.ones(1))
     assert tex.gemm(x.astype(jnp.bfloat16), w).dtype == jnp.bfloat16

@@ -5,6 +5,7 @@ import importlib
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from training import normal
@@ -21,7 +22,8 @@ NAMES = {
     "": """DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling ScalingMode
         QuantizeLayout TensorUsage AbstractBaseTensor AbstractBaseTensor1x ScaledTensor NoScaleTensor ScaledTensor1x
         ScaledTensor2x GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory MeshResource global_shard_guard
-        with_sharding_constraint_by_logical_axes dense grouped_dense CollectiveOp Format""",
+        with_sharding_constraint_by_logical_axes grouped_dense CollectiveOp Format""",
+    "dense": "dense grouped_dense",
     "flax": "make_dot_general_cls make_grouped_dense_cls",
     "sharding": "MeshResource global_shard_guard with_sharding_constraint_by_logical_axes",
     "recipe": "DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling Format",
@@ -134,3 +136,28 @@ def test_names_that_are_not_offered_say_what_to_write_instead(module):
             getattr(module, name)
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         module.no_such_thing  # noqa: B018
+
+
+def test_dense_is_a_module_as_theirs():
+    from scaledot.compat.transformer_engine.dense import dense
+
+    assert inspect.ismodule(te.dense)
+    assert te.dense.dense is dense
+    assert te.dense.grouped_dense is te.grouped_dense
+    for name in ("quantize", "recipe", "sharding", "checkpoint_policies", "cpp_extensions", "flax"):
+        assert inspect.ismodule(getattr(te, name))
+
+
+@pytest.mark.parametrize("of", [lambda d: d, np.dtype, lambda d: np.dtype(d).type], ids=["jnp", "numpy", "ml_dtypes"])
+def test_compatible_dtypes_are_found_as_scalar_types_and_as_dtypes(of):
+    mode = te.ScalingMode
+    for scaled in (mode.DELAYED_TENSOR_SCALING, mode.CURRENT_TENSOR_SCALING, mode.MXFP8_1D_SCALING):
+        dtypes = scaled.get_compatible_q_dtypes()
+        assert of(jnp.float8_e4m3fn) in dtypes
+        assert of(jnp.float8_e5m2) in dtypes
+        assert of(jnp.bfloat16) not in dtypes
+        assert dtypes == {of(jnp.float8_e4m3fn), of(jnp.float8_e5m2)}
+    assert of(jnp.float4_e2m1fn) in mode.NVFP4_2D_SCALING.get_compatible_q_dtypes()
+    plain = mode.NO_SCALING.get_compatible_q_dtypes()
+    assert {of(jnp.float16), of(jnp.bfloat16), of(jnp.float32)} == plain
+    assert "no dtype" not in plain

@@ -31,7 +31,7 @@ def test_a_collective_product_lays_out_gradients_and_batches():
     x, w = normal(0, (4, 32, 64)), normal(1, (64, 32))
 
     def f(x, w):
-        return te.dense(x, w, contracting_dims=((2,), (0,)), collective_op_set=ops)
+        return te.dense.dense(x, w, contracting_dims=((2,), (0,)), collective_op_set=ops)
 
     with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(fsdp_resource="dp", tpsp_resource="tp")):
         assert jax.jit(f)(x, w).sharding.spec == PartitionSpec("dp", None, "tp")
@@ -94,7 +94,7 @@ def test_collective_products_move_codes_and_sums_in_rings(op):
     how["kernel_axes"] = names if op.is_all_gather else names[::-1]
 
     def step(x, w, **more):
-        y, pull = jax.vjp(lambda x, w: te.dense(x, w, **how, **more), x, w)
+        y, pull = jax.vjp(lambda x, w: te.dense.dense(x, w, **how, **more), x, w)
         return y, *pull(jnp.ones_like(y))
 
     single = jax.jit(step)(x, w)
@@ -116,11 +116,11 @@ def test_collective_products_give_the_same_numbers_laid_out_as_they_say(op):
     x, w = normal(0, (2, 8, 64)), normal(1, (64, 32))
     how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="mxfp8")}
     ops = te.CollectiveOpSet.create(op)
-    single = te.dense(x, w, **how)
-    np.testing.assert_array_equal(te.dense(x, w, collective_op_set=ops, **how), single)
+    single = te.dense.dense(x, w, **how)
+    np.testing.assert_array_equal(te.dense.dense(x, w, collective_op_set=ops, **how), single)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(dp_resource="data", tpsp_resource="model")):
-        y = jax.jit(lambda x, w: te.dense(x, w, collective_op_set=ops, **how))(x, w)
+        y = jax.jit(lambda x, w: te.dense.dense(x, w, collective_op_set=ops, **how))(x, w)
         np.testing.assert_allclose(y, single, rtol=1e-5, atol=1e-4)
         if op.is_all_gather:
             assert y.sharding.spec == PartitionSpec("data", None, "model")

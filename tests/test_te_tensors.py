@@ -173,7 +173,9 @@ def test_gradients_pass_beside_a_tensor():
 
     @jax.jit
     def loss(w, held):
-        return te.dense(held.dequantize(), w, quantizer_set=te.QuantizerFactory.create_set(fp8_recipe="mxfp8")).sum()
+        return te.dense.dense(
+            held.dequantize(), w, quantizer_set=te.QuantizerFactory.create_set(fp8_recipe="mxfp8")
+        ).sum()
 
     expected = jax.grad(lambda w: train.dense(held.dequantize(), w, recipe="mxfp8").sum())(w)
     np.testing.assert_array_equal(jax.grad(loss)(w, held), expected)

@@ -29,9 +29,9 @@ from scaledot.ops.quantize import quantize
 __all__ = ["BlockScaleConfig", "get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class BlockScaleConfig:
-    """How one operand is quantised.
+    """How one operand is quantised; fields may be assigned, as in jax.nn.
 
     block_size: elements along the summed axis that share a scale, 0 for all of them.
     global_scale: float32, divides the operand first and multiplies the result; None for formats of one level.
@@ -61,7 +61,8 @@ def get_scaled_dot_general_config(mode: str, global_scale=None) -> BlockScaleCon
     elif global_scale is not None:
         raise ValueError(f"`global_scale` is given, but {mode} has one level of scales")
     block = row.block[-1] if row.block else 0
-    return BlockScaleConfig(mode, block, row.code_dtype, row.scale_dtype(np.float32), global_scale, False)
+    data_type, scale_type = row.code_dtype.type, row.scale_dtype(np.float32).type  # scalar types, as theirs
+    return BlockScaleConfig(mode, block, data_type, scale_type, global_scale, False)
 
 
 def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32) -> jax.Array:
@@ -120,7 +121,8 @@ def scaled_dot_general(
 
     Args:
       dimension_numbers: ((lhs summed, rhs summed), (lhs batch, rhs batch)).
-      configs: [lhs, rhs, gradient], each a BlockScaleConfig; None leaves everything unquantised.
+      configs: [lhs, rhs, gradient], each a BlockScaleConfig; None leaves everything unquantised. [lhs, rhs] is enough
+        where nothing is differentiated. jax.nn ignores a fourth entry; here it is an error.
       implementation: ignored, with a DeprecationWarning, as in jax.nn.
 
     In the backward pass the gradient and the other operand are quantised along the axis that is summed there, from
@@ -146,11 +148,7 @@ def scaled_dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    if not isinstance(configs, (list, tuple)) or [hasattr(c, "mode") for c in configs] != [True] * 3:
-        raise TypeError(
-            "`configs` must be [lhs, rhs, gradient], each from get_scaled_dot_general_config "
-            f"(or None for a plain product), not {configs!r}"
-        )
+    _check_configs(configs)
     lhs, rhs = float_operand(lhs, "lhs"), float_operand(rhs, "rhs")
     preferred = promoted(lhs.dtype, rhs.dtype) if preferred_element_type is None else np.dtype(preferred_element_type)
     rule = _Rule(
@@ -163,11 +161,20 @@ def scaled_dot_general(
     return _scaled_dot(rule, lhs, rhs, tuple(_global_scale(config) for config in configs[:2]))
 
 
+def _check_configs(configs: Any) -> None:
+    is_list = isinstance(configs, (list, tuple)) and len(configs) in (2, 3)
+    if not is_list or not all(hasattr(config, "mode") for config in configs):
+        raise TypeError(
+            "`configs` must be [lhs, rhs, gradient], or [lhs, rhs] for a forward pass alone, each from "
+            f"get_scaled_dot_general_config (or None for a plain matmul), not {configs!r}"
+        )
+
+
 class _Rule(NamedTuple):
     """What is known of a scaled dot before data."""
 
     contraction: Contraction
-    rows: tuple[Format, ...]  # of lhs, rhs and gradient
+    rows: tuple[Format, ...]  # of lhs, rhs and, where there is a backward pass, gradient
     preferred: np.dtype
     precision: Any
     out_sharding: Any
@@ -207,6 +214,11 @@ def _forward(rule: _Rule, lhs, rhs, global_scales):
 
 
 def _backward(rule: _Rule, residuals, g: jax.Array):
+    if len(rule.rows) == 2:
+        raise ValueError(
+            "`configs` has two entries, [lhs, rhs], which serve the forward pass only; to differentiate, "
+            "pass a third one for the gradient: [lhs, rhs, gradient]"
+        )
     lhs, rhs, global_scales = residuals
     lhs_row, rhs_row, g_row = rule.rows
     unscaled = g_row.two_level

@@ -134,8 +134,14 @@ def _reduced_alone(term: Term, needed: str) -> Term:
     if kept == term.labels:
         return term
     values = _values(term.array)
-    wide = values.astype(sum_dtype(values.dtype)) if jnp.issubdtype(values.dtype, jnp.floating) else values
-    return Term(kept, jnp.einsum(f"{term.labels}->{kept}", wide))
+    return Term(kept, jnp.einsum(f"{term.labels}->{kept}", values.astype(_reduction_dtype(values.dtype))))
+
+
+def _reduction_dtype(dtype: np.dtype) -> np.dtype:
+    """What an array is reduced in; jnp.einsum reduces one array in its own dtype, in which int8 wraps around."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sum_dtype(dtype)
+    return np.dtype(np.int32) if dtype.itemsize < 4 else np.dtype(dtype)
 
 
 def _path(terms: list[Term], out: str, optimize) -> list[tuple[int, ...]]:

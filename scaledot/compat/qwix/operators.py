@@ -1,5 +1,13 @@
-"""dot_general, einsum, ragged_dot and conv_general_dilated on QArrays and plain arrays."""
+"""dot_general, einsum, ragged_dot and conv_general_dilated on QArrays and plain arrays.
 
+Plain arrays of 8 bits or fewer are accumulated as Qwix does: integers in int32, floats in bfloat16 or what
+`preferred_element_type` says, never in their own dtype. Beside a QArray, plain int8 and int4 arrays are codes of
+scale 1.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,13 +20,11 @@ from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, validate_
 from scaledot.kernels.spec import promoted
 from scaledot.ops import conv, dot, ragged
 from scaledot.ops import einsum as sums
+from scaledot.ops.contraction import parse_einsum
+from scaledot.ops.operands import as_operand
 
-
-def _operand(x: MaybeQArray) -> jax.Array | ScaledArray:
-    if not isinstance(x, QArray):
-        return x
-    validate_qarray(x)
-    return as_scaled(x)
+_INTEGER_CODES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
+_NATIVE_FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 
 
 def get_accumulator_and_result_type(*args: MaybeQArray, preferred_element_type) -> tuple[Any, Any]:
@@ -40,6 +46,42 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.int32) if jnp.issubdtype(dtype, jnp.integer) else np.dtype(jnp.bfloat16)
 
 
+def _contracted(op: Callable[..., jax.Array], operands: dict[str, Any], preferred_element_type) -> jax.Array:
+    """`op(*arrays, preferred_element_type=...)` in the accumulator dtype of Qwix, rounded to its result dtype."""
+    arrays = [_checked(x, name) for name, x in operands.items()]
+    accumulator, result = get_accumulator_and_result_type(*arrays, preferred_element_type=preferred_element_type)
+    if any(isinstance(x, QArray) for x in arrays):
+        return op(*map(_scaled, arrays), preferred_element_type=result)
+    common = _common_dtype([np.dtype(x.dtype) for x in arrays])
+    if accumulator.itemsize < common.itemsize:
+        accumulator = common  # jax.lax does not accumulate in fewer bits than operands have
+    return op(*(x.astype(common) for x in arrays), preferred_element_type=accumulator).astype(result)
+
+
+def _checked(x: Any, name: str) -> MaybeQArray:
+    if isinstance(x, QArray):
+        validate_qarray(x)
+        return x
+    return as_operand(x, name)  # pyright: ignore[reportReturnType]
+
+
+def _scaled(x: MaybeQArray) -> jax.Array | ScaledArray:
+    """An operand beside a QArray; with plain integers as codes too, integer products are exact in int32."""
+    if isinstance(x, QArray):
+        return as_scaled(x)
+    return as_scaled(QArray(x, jnp.ones((1,) * x.ndim, jnp.bfloat16))) if x.dtype in _INTEGER_CODES else x
+
+
+def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
+    """The dtype in which plain arrays are multiplied: 4-bit ones and those of two dtypes are widened, exactly.
+
+    XLA's CPU backend has no matmul from integers of fewer than 8 bits to int32.
+    """
+    if len(set(dtypes)) == 1 and dtypes[0] in _NATIVE_FLOAT8:
+        return dtypes[0]
+    return functools.reduce(promoted, dtypes, dtypes[0])
+
+
 def dot_general(
     lhs: MaybeQArray, rhs: MaybeQArray, dimension_numbers, precision=None, preferred_element_type=None, **kwargs
 ) -> jax.Array:
@@ -49,13 +91,29 @@ def dot_general(
     >>> dot_general(jnp.array([[1.0, 1.0]]), w, (((1,), (0,)), ((), ())))
     Array([[3.]], dtype=float32)
     """
-    return dot.dot_general(_operand(lhs), _operand(rhs), dimension_numbers, precision, preferred_element_type, **kwargs)
+    op = functools.partial(dot.dot_general, dimension_numbers=dimension_numbers, precision=precision, **kwargs)
+    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None, **kwargs) -> jax.Array:
     """`jnp.einsum` with QArrays."""
-    arrays = (_operand(x) for x in operands)
-    return sums.einsum(subscripts, *arrays, preferred_element_type=preferred_element_type, **kwargs)
+
+    def op(*arrays: jax.Array | ScaledArray, preferred_element_type) -> jax.Array:
+        plain = [x for x in arrays if not isinstance(x, ScaledArray)]
+        if len(plain) == len(arrays) and _reduces_alone(subscripts, plain):
+            arrays = tuple(x.astype(preferred_element_type) for x in plain)
+        return sums.einsum(subscripts, *arrays, preferred_element_type=preferred_element_type, **kwargs)
+
+    return _contracted(op, {f"operand {at}": x for at, x in enumerate(operands)}, preferred_element_type)
+
+
+def _reduces_alone(subscripts: str, arrays: Sequence[jax.Array]) -> bool:
+    """Whether jnp.einsum sums over an axis of one array by itself, which it does in that array's dtype."""
+    inputs, out = parse_einsum(subscripts, [x.ndim for x in arrays])
+    sizes = [dict(zip(labels, x.shape, strict=True)) for labels, x in zip(inputs, arrays, strict=True)]
+    shared = collections.Counter(pair for term in sizes for pair in term.items())
+    repeated = any(len(term) < len(labels) for term, labels in zip(sizes, inputs, strict=True))
+    return repeated or any(label not in out and count == 1 for (label, _), count in shared.items())
 
 
 def ragged_dot(
@@ -68,7 +126,8 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with QArrays."""
     _refuse_offset(group_offset)
-    return ragged.ragged_dot(_operand(lhs), _operand(rhs), group_sizes, precision, preferred_element_type)
+    op = functools.partial(ragged.ragged_dot, group_sizes=group_sizes, precision=precision)
+    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def ragged_dot_general(
@@ -82,9 +141,13 @@ def ragged_dot_general(
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` with QArrays."""
     _refuse_offset(group_offset)
-    return ragged.ragged_dot_general(
-        _operand(lhs), _operand(rhs), group_sizes, dimension_numbers, precision, preferred_element_type
+    op = functools.partial(
+        ragged.ragged_dot_general,
+        group_sizes=group_sizes,
+        ragged_dot_dimension_numbers=dimension_numbers,
+        precision=precision,
     )
+    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def _refuse_offset(group_offset: jax.Array | None) -> None:
@@ -107,17 +170,16 @@ def conv_general_dilated(
     out_sharding=None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` with QArrays."""
-    return conv.conv_general_dilated(
-        _operand(lhs),
-        _operand(rhs),
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers,
-        feature_group_count,
-        batch_group_count,
-        precision,
-        preferred_element_type,
+    op = functools.partial(
+        conv.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=precision,
         out_sharding=out_sharding,
     )
+    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)

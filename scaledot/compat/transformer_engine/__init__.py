@@ -5,14 +5,15 @@
     from scaledot.compat.transformer_engine.recipe import MXFP8BlockScaling
 
 Submodules are laid out as theirs: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`, `cpp_extensions`,
-`dense`'s functions at the top, and the tutorial's `quickstart_jax_utils`. What theirs cannot do and this does: CPUs and
-any GPU for every recipe, shapes that do not divide by a block, vmap, batch dimensions, states that are merged instead
-of added. Their global `autocast` and their own layers are not offered; the error says what to write instead.
+`dense` (so the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. What theirs cannot do and this
+does: CPUs and any GPU for every recipe, shapes that do not divide by a block, vmap, batch dimensions, states that are
+merged instead of added. Their global `autocast` and their own layers are not offered; the error says what to write
+instead.
 """
 
-from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, quantize, recipe, sharding
+from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
-from scaledot.compat.transformer_engine.dense import dense, grouped_dense
+from scaledot.compat.transformer_engine.dense import grouped_dense
 from scaledot.compat.transformer_engine.not_offered import refuse
 from scaledot.compat.transformer_engine.quantize import (
     AbstractBaseTensor,

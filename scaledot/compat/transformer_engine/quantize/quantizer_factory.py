@@ -104,7 +104,7 @@ class QuantizerFactory:
 
 def _quantizer(q_dtype, scaling_mode: ScalingMode, **options) -> Quantizer:
     if q_dtype is None:
-        dtypes = " or ".join(sorted(dtype.name for dtype in scaling_mode.get_compatible_q_dtypes()))
+        dtypes = " or ".join(sorted(format.element for format in scaling_mode.formats))
         raise ValueError(f"`q_dtype` of {scaling_mode.name} must be given: {dtypes}")
     if options.get("format") is None:
         scaling_mode.format_of(q_dtype)  # raises unless the mode has codes of that dtype
@@ -191,8 +191,7 @@ def _mode_of(recipe: Recipe, cast: Cast) -> ScalingMode:
     tile = None if cast.is_per_tensor else cast.tile
     for mode in ScalingMode:
         row = mode.row
-        elements = [mode.format_of(d) for d in mode.get_compatible_q_dtypes()]
-        same = any((f.element, f.scale) == (cast.format.element, cast.format.scale) for f in elements)
+        same = any((f.element, f.scale) == (cast.format.element, cast.format.scale) for f in mode.formats)
         if same and row.tile == tile and row.delayed == (cast.delayed is not None):
             return mode
     raise ValueError(f"no ScalingMode is a cast to {cast}, as {recipe.name} has; use `scaledot.train`")

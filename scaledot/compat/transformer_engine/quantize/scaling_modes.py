@@ -7,6 +7,7 @@ stored transposed ("T") in every mode but MXFP8's.
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -70,6 +71,41 @@ class Row:
     colwise_layout: str = "T"
 
 
+class DTypes(Set[np.dtype]):
+    """A set of dtypes; a member may be asked for as a jnp or ml_dtypes scalar type, a numpy dtype or a name.
+
+    In a plain set these differ, because equal dtypes and scalar types have different hashes.
+
+    >>> jnp.float32 in DTypes(["float32"]), np.dtype("float32") in DTypes([jnp.float32])
+    (True, True)
+    >>> DTypes([jnp.float32]) == {jnp.float32}
+    True
+    """
+
+    def __init__(self, dtypes: Iterable[Any]):
+        self._dtypes = frozenset(map(np.dtype, dtypes))
+
+    def __contains__(self, dtype: object) -> bool:
+        try:
+            return np.dtype(dtype) in self._dtypes  # pyright: ignore[reportArgumentType, reportCallIssue]
+        except TypeError:
+            return False  # no dtype, and so in no set of them
+
+    def __iter__(self) -> Iterator[np.dtype]:
+        return iter(self._dtypes)
+
+    def __len__(self) -> int:
+        return len(self._dtypes)
+
+    def __le__(self, other: Set[Any]) -> bool:
+        if not isinstance(other, Set):
+            return NotImplemented
+        return all(any(dtype == each for each in other) for dtype in self)
+
+    def __repr__(self) -> str:
+        return f"DTypes({sorted(dtype.name for dtype in self._dtypes)})"
+
+
 _FP8 = ("fp8_e4m3", "fp8_e5m2")
 
 
@@ -97,15 +133,18 @@ class ScalingMode(enum.Enum):
     def row(self) -> Row:
         return _TABLE[self]
 
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        return tuple(FORMATS[name] for name in self.row.formats)
+
     def format_of(self, dtype: Any) -> Format:
         """The format whose codes have this dtype."""
-        formats = [FORMATS[name] for name in self.row.formats]
         given = np.dtype(dtype).name
-        for format in formats:
+        for format in self.formats:
             if format.element == given:
                 return format
         raise ValueError(
-            f"{self.name} has codes of {' or '.join(f.element for f in formats) or 'no kind'}, not {given}"
+            f"{self.name} has codes of {' or '.join(f.element for f in self.formats) or 'no kind'}, not {given}"
         )
 
     def get_scale_dtype(self) -> np.dtype:
@@ -121,8 +160,15 @@ class ScalingMode(enum.Enum):
         rowwise = self is ScalingMode.NO_SCALING or usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS)
         return QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
 
-    def get_compatible_q_dtypes(self) -> set[np.dtype]:
-        return {np.dtype(jnp.dtype(FORMATS[name].element)) for name in self.row.formats}
+    def get_compatible_q_dtypes(self) -> DTypes:
+        """The dtypes of codes; without scaling, those of the arrays themselves.
+
+        >>> jnp.float8_e5m2 in ScalingMode.MXFP8_1D_SCALING.get_compatible_q_dtypes()
+        True
+        """
+        if self is ScalingMode.NO_SCALING:
+            return DTypes((jnp.float16, jnp.bfloat16, jnp.float32))
+        return DTypes(format.element for format in self.formats)
 
     def is_tensor_scaling(self) -> bool:
         return bool(self.row.formats) and self.row.tile is None
