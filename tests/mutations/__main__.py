@@ -18,7 +18,8 @@ from tests.mutations.results import Results
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/mutations/results.json"
 RECORDS = ROOT / "build/mutations"
-SOURCES = ("scaledot", "tests", "docs", "examples", "benchmarks", "README.md", "pyproject.toml")  # what tests depend on
+# What tests depend on.
+SOURCES = ("scaledot", "tests", "docs", "examples", "benchmarks", "README.md", "conftest.py", "pyproject.toml")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,9 +50,9 @@ def _judge_all(copy: suite.Copy, name: str, every: list[Mutant], chosen: list[Mu
     files = suite.collected(copy, name, options.tests)
     print(f"{name}: {sum(map(len, files.values()))} tests in {len(files)} files, first without a mutant", flush=True)
     key = _hash(json.dumps([results.identity, name, [dataclasses.astuple(m) for m in every]]).encode())
-    records = suite.record(copy, name, files, every, RECORDS / f"{key}.json", options.jobs)
+    records = suite.record(copy, files, every, RECORDS / f"{key}.json", options.jobs)
     for mutant in missing:
-        verdict = suite.judge(copy, mutant, name, records, options.jobs)
+        verdict = suite.judge(copy, mutant, records, options.jobs)
         results.add(mutant, name, dataclasses.asdict(verdict))
         print(f"  {mutant.name}: {verdict.how} {verdict.test} ({verdict.seconds:.0f} s)", flush=True)
     results.control(copy, name, asked)

@@ -37,7 +37,7 @@ class Results:
         """Takes back what was decided by tests that fail without a mutant, too, in this company."""
         verdicts = {m: self.verdict(m, name) for m in asked}
         killers = {v["test"] for v in verdicts.values() if v and v["how"] == "killed"}
-        failing = suite.failing(copy, name, sorted(killers)) if killers else []
+        failing = suite.failing(copy, sorted(killers)) if killers else []
         for mutant, verdict in verdicts.items():
             if verdict and verdict["test"] in failing:
                 self.add(mutant, name, verdict | {"killed": False, "how": "undecided: fails without the mutant, too"})

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.mutations import log, probes
 from tests.mutations.mutants import Mutant
 
-ALL = "--all"  # what makes pytest run every test, in both `pytest` and `make test-all`
+ALL = "--all"  # makes pytest run every test; without it, a selection of those that it is given
 QUICK_PER_FILE, QUICK = 3, 40  # tests known to reach a mutant that are run before whole files are
 
 
@@ -153,7 +153,7 @@ def _collect(copy: Copy, arguments: list[str]) -> list[str]:
     return run.collected
 
 
-def record(copy: Copy, suite: str, files: dict[str, list[str]], mutants: list[Mutant], store: Path, jobs: int):
+def record(copy: Copy, files: dict[str, list[str]], mutants: list[Mutant], store: Path, jobs: int):
     """Each file's Record, from a process of its own; raises if a test fails. Files that pass are stored."""
     store.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(store.read_text()) if store.exists() else {}
@@ -161,7 +161,7 @@ def record(copy: Copy, suite: str, files: dict[str, list[str]], mutants: list[Mu
 
     def run(file: str) -> tuple[str, Run, dict[str, list[str]]]:
         with tempfile.NamedTemporaryFile("r") as written, _selected(files[file]) as tests:
-            done = copy.pytest("-n0", *_options(suite), tests, reached=written.name)
+            done = copy.pytest("-n0", *tests, reached=written.name)
             return file, done, probes.reached(written, mutants)
 
     with copy.changed(probes.with_probes(copy.root, mutants)), ThreadPoolExecutor(jobs) as pool:
@@ -178,7 +178,7 @@ def record(copy: Copy, suite: str, files: dict[str, list[str]], mutants: list[Mu
     return {file: Record(**known[file]) for file in files}
 
 
-def judge(copy: Copy, mutant: Mutant, suite: str, records: dict[str, Record], jobs: int) -> Verdict:
+def judge(copy: Copy, mutant: Mutant, records: dict[str, Record], jobs: int) -> Verdict:
     """The verdict of a suite on a mutant: first of a few tests that reach it, then of all files that do."""
     files = [record for record in records.values() if mutant.name in record.reached]
     if not files:
@@ -190,17 +190,17 @@ def judge(copy: Copy, mutant: Mutant, suite: str, records: dict[str, Record], jo
         for tests, workers in ((quick[:QUICK], 0), (list(cost), jobs)):
             limit = 600 + 5 * sum(cost[test] for test in tests)
             with _selected(tests) as chosen:
-                run = copy.pytest("-x", f"-n{workers}", *_options(suite), chosen, timeout=limit)
+                run = copy.pytest("-x", f"-n{workers}", *chosen, timeout=limit)
             verdict, spent = _verdict(run), spent + run.seconds
             if verdict.killed:
                 break
     return dataclasses.replace(verdict, seconds=round(spent, 1))
 
 
-def failing(copy: Copy, suite: str, tests: list[str]) -> list[str]:
+def failing(copy: Copy, tests: list[str]) -> list[str]:
     """Those of the tests that fail in the copy as it is, in one process."""
     with _selected(tests) as chosen:
-        return copy.pytest("-n0", *_options(suite), chosen).of_outcome("failed")
+        return copy.pytest("-n0", *chosen).of_outcome("failed")
 
 
 def _verdict(run: Run) -> Verdict:
@@ -215,14 +215,10 @@ def _verdict(run: Run) -> Verdict:
     return Verdict(False, "survived")
 
 
-def _options(suite: str) -> list[str]:
-    return [ALL] if suite == "all" else []
-
-
 @contextlib.contextmanager
-def _selected(tests: list[str]) -> Iterator[str]:
-    """The argument that stands for these tests, in their order."""
+def _selected(tests: list[str]) -> Iterator[list[str]]:
+    """Arguments for exactly these tests, in their order."""
     with tempfile.NamedTemporaryFile("w", suffix=".tests") as file:
         file.write("\n".join(tests))
         file.flush()
-        yield f"@{file.name}"
+        yield [ALL, f"@{file.name}"]
