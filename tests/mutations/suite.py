@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import pytest
+
 from tests.mutations import log, probes
 from tests.mutations.mutants import Mutant
 
@@ -208,6 +210,10 @@ def _verdict(run: Run) -> Verdict:
         return Verdict(True, "killed", run.of_outcome("failed")[0])
     if run.of_outcome("collection error"):
         return Verdict(True, "killed at import", run.of_outcome("collection error")[0])
+    if run.code == pytest.ExitCode.USAGE_ERROR:
+        return Verdict(
+            False, "undecided: cases have other names under the mutant", run.tail.strip().rpartition("\n")[2]
+        )
     if run.code is None:
         return Verdict(True, "killed by time-out", run.reports[-1][0] if run.reports else "")
     if run.code:
