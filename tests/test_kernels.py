@@ -11,9 +11,9 @@ from test_dot import CASES, EACH_CAST, SIDES, normal, numbers_of, operands
 
 import scaledot as sd
 from scaledot.kernels import table
-from scaledot.kernels.spec import Problem
+from scaledot.kernels.spec import Contraction, Problem
 from scaledot.ops.contraction import from_dimension_numbers
-from scaledot.ops.operands import make_problem, solve
+from scaledot.ops.operands import contract, make_problem, solve
 
 HARDWARE = "xla_block_scaled"
 
@@ -162,3 +162,12 @@ def test_float32_products_are_full_ones_unless_asked_otherwise():
     assert precision(preferred_element_type=jnp.bfloat16) == (highest, highest)
     with jax.default_matmul_precision("default"):
         assert precision() != (highest, highest)
+
+
+def test_a_bias_is_added_before_the_one_rounding():
+    """257 is no bfloat16: rounded before the addition it becomes 256, and 256 + 1 rounds to 256 again."""
+    x = jnp.zeros((1, 32), jnp.bfloat16).at[0, :2].set(jnp.array([256, 1], jnp.bfloat16))
+    w = sd.quantize(jnp.ones((32, 2)), "mxfp8", axis=0)
+    y = contract(Contraction("mk", "kn", "mn"), x, w, bias=jnp.ones(2), preferred_element_type=jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+    assert y.tolist() == [[258, 258]]

@@ -1,0 +1,175 @@
+"""Mutants: the named ones from patches, and random ones from the syntax trees of the library."""
+
+import ast
+import dataclasses
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PATCHES = Path(__file__).parent / "patches"
+PACKAGES = ("numerics", "ops", "kernels", "train")
+COUNT, SEED = 30, 0
+
+MOSAIC = "scaledot/kernels/mosaic/"
+# Code that no test on a CPU executes, by the beginning of "file:function", and why. Mosaic kernels are left out
+# whatever jax is installed, so that mutants depend on the source and the seed alone; --mosaic includes them.
+NOT_ON_A_CPU = {
+    MOSAIC: "Mosaic GPU kernels are interpreted from jax 0.11 on only",
+    "scaledot/kernels/block_scaled.py:device_reason": "asks a GPU for its compute capability",
+    "scaledot/kernels/table.py:_mosaic": "runs a Mosaic kernel, or on a GPU its XLA replacement",
+    "scaledot/kernels/table.py:_differentiated": "differentiates a Mosaic kernel",
+    "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or on a GPU its XLA replacement",
+}
+
+_SWAPPED = (
+    (ast.Add, ast.Sub),
+    (ast.LShift, ast.RShift),
+    (ast.BitAnd, ast.BitOr),
+    (ast.And, ast.Or),
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+)
+OPERATORS: dict[Any, Any] = {a: b for pair in _SWAPPED for a, b in (pair, pair[::-1])} | {
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.BitXor: ast.BitOr,
+}
+_LEFT_OUT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.pattern)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one file: `text` is the whole file with the change, `line` where it is in the original."""
+
+    name: str
+    file: str
+    line: int
+    change: str
+    text: str = dataclasses.field(repr=False)
+    is_named: bool = False
+
+
+def named(root: Path) -> list[Mutant]:
+    """The mutations in `patches/`; raises for one that no longer applies."""
+    return [_patched(root, patch) for patch in sorted(PATCHES.glob("*.patch"))]
+
+
+def _patched(root: Path, patch: Path) -> Mutant:
+    words, _, diff = patch.read_text().partition("--- a/")
+    file = diff.splitlines()[0]
+    original = (root / file).read_text() if (root / file).exists() else ""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch, file)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(original)
+        command = ["git", "apply", "--recount", "-C1", str(patch)]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        text = copy.read_text()
+    if done.returncode or text == original:
+        raise ValueError(
+            f"{patch.name} no longer applies to {file}; make the same mistake in the code of today and save it as "
+            f"`git diff -U1`. git apply says: {done.stderr.strip()}"
+        )
+    line = next(i for i, (a, b) in enumerate(zip(original.splitlines(), text.splitlines(), strict=False), 1) if a != b)
+    return Mutant(patch.stem, file, line, " ".join(words.split()), text, is_named=True)
+
+
+def random(root: Path, count: int = COUNT, seed: int = SEED, mosaic: bool = False) -> list[Mutant]:
+    """Mutants spread over PACKAGES by their numbers of sites, at most one in a function.
+
+    Each site has a rank of its own, a hash of the seed, its place and its text, and the first ranks are taken: a change
+    elsewhere in the library leaves the choice of most sites as it was.
+    """
+    candidates = {package: list(_candidates(root, package, seed, mosaic)) for package in PACKAGES}
+    total = sum(map(len, candidates.values()))
+    quotas = {package: count * len(found) / total for package, found in candidates.items()}
+    shares = {package: int(quota) for package, quota in quotas.items()}
+    for package in sorted(PACKAGES, key=lambda p: shares[p] - quotas[p])[: count - sum(shares.values())]:
+        shares[package] += 1
+    return [mutant for package in PACKAGES for mutant in _first_of_functions(candidates[package], shares[package])]
+
+
+def _first_of_functions(ranked: list[tuple[str, str, Mutant]], count: int) -> list[Mutant]:
+    chosen: dict[str, Mutant] = {}
+    for _, function, mutant in sorted(ranked, key=lambda entry: entry[0]):
+        if len(chosen) < count:
+            chosen.setdefault(function, mutant)
+    return sorted(chosen.values(), key=lambda m: (m.file, m.line))
+
+
+def _candidates(root: Path, package: str, seed: int, mosaic: bool) -> Iterator[tuple[str, str, Mutant]]:
+    """(rank, function, mutant) of every site of a package."""
+    for path in sorted((root / "scaledot" / package).rglob("*.py")):
+        file, source = path.relative_to(root).as_posix(), path.read_text()
+        counts: dict[str, int] = {}
+        for function, node, mutated in _sites(ast.parse(source)):
+            place = f"{file}:{function}"
+            left_out = [start for start in NOT_ON_A_CPU if place.startswith(start) and not (mosaic and start == MOSAIC)]
+            if left_out:
+                continue
+            counts[place] = counts.get(place, 0) + 1
+            name, change = f"{place}#{counts[place]}", f"{ast.unparse(node)} → {ast.unparse(mutated)}"
+            rank = hashlib.sha256(f"{seed} {name} {change}".encode()).hexdigest()
+            yield rank, place, Mutant(name, file, node.lineno, change, _replaced(source, node, mutated))
+
+
+def _replaced(source: str, node: ast.expr, mutated: ast.expr) -> str:
+    """The source with one expression replaced; offsets of syntax trees count bytes."""
+    lines = [line.encode() for line in source.splitlines(keepends=True)]
+    assert node.end_lineno is not None
+    before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
+    after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
+    return (before + f"({ast.unparse(mutated)})".encode() + after).decode()
+
+
+def _sites(tree: ast.AST, function: str = "", inside: bool = False) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """(function, expression, its mutation) for everything in bodies of functions that decides a result.
+
+    Left out: module and class bodies, defaults and decorators (a mistake there mostly stops the import), annotations,
+    strings, `raise` statements and assertions (they speak to a reader), and `strict=` of zip, which changes nothing
+    where lengths agree.
+    """
+    for field, value in ast.iter_fields(tree):
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or isinstance(child, _LEFT_OUT) or field == "annotation":
+                continue
+            if isinstance(child, ast.keyword) and child.arg == "strict":
+                continue
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                qualified = f"{function}.{child.name}".lstrip(".")
+                yield from _sites(ast.Module(child.body, []), qualified, inside or isinstance(child, ast.FunctionDef))
+                continue
+            if inside and isinstance(child, ast.expr):
+                yield from ((function, child, mutated) for mutated in _mutations(child))
+            yield from _sites(child, function, inside)
+
+
+def _mutations(node: ast.expr) -> Iterator[ast.expr]:
+    match node:
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield ast.Constant(value + 1)
+        case ast.Constant(value=float(value)):
+            yield ast.Constant(value * 2 or 1.0)
+        case ast.UnaryOp(op=ast.Not() | ast.USub()):
+            yield node.operand
+        case ast.BinOp(op=op) if type(op) in OPERATORS and not any(map(_is_text, (node.left, node.right))):
+            yield ast.BinOp(node.left, OPERATORS[type(op)](), node.right)
+        case ast.BoolOp(op=op):
+            yield ast.BoolOp(OPERATORS[type(op)](), node.values)
+        case ast.Compare(ops=[op, *rest]):
+            yield ast.Compare(node.left, [OPERATORS[type(op)](), *rest], node.comparators)
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
