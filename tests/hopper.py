@@ -27,10 +27,6 @@ def interpreted(monkeypatch, multiprocessors: int = 2):
             yield
 
 
-def normal(seed: int, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 def values(q: sd.ScaledArray) -> np.ndarray:
     return np.asarray(sd.dequantize(q, jnp.float32), np.float64)
 

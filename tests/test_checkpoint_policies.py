@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from reference import equations
 
 import scaledot as sd
@@ -17,14 +18,10 @@ KEY = jax.random.key(7)
 POLICIES = sd.checkpoint_policies
 
 
-def normal(seed, shape):
-    return 0.1 * jax.random.normal(jax.random.key(seed), shape)
-
-
 # One recipe for each way of multiplying; the others repeat them.
 FEW = ("fp8_current", "fp8_delayed", "fp8_block", "nvfp4")
 EACH_RECIPE = [pytest.param(r, marks=[] if r in FEW else [pytest.mark.exhaustive]) for r in RECIPES]
-X, WS = normal(0, (64, 256)), [normal(1, (256, 128)), normal(2, (128, 256))]
+X, WS = normal(0, (64, 256), spread=0.1), [normal(1, (256, 128), spread=0.1), normal(2, (128, 256), spread=0.1)]
 
 
 def block(recipe, x, ws, state=None):
@@ -94,7 +91,7 @@ def test_gradients_do_not_depend_on_what_is_kept(recipe):
 
 
 def test_products_with_batch_axes_are_told_apart():
-    x, w = normal(0, (2, 32, 64)), normal(1, (2, 64, 32))
+    x, w = normal(0, (2, 32, 64), spread=0.1), normal(1, (2, 64, 32), spread=0.1)
     numbers = (((2,), (1,)), ((0,), (0,)))
 
     def f(x, w):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import LAYOUTS, arrays, cases, first_state, require_same, step
-from training import normal
 
 import scaledot as sd
 from scaledot import collective, train

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
@@ -17,10 +18,6 @@ from scaledot.compat import jax_nn
 
 MATRIX = (((1,), (0,)), ((), ()))
 ROWS = (((2,), (2,)), ((0,), (0,)))
-
-
-def normal(key, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(key), shape, dtype)
 
 
 def configs(mode, global_scale=None):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax import lax
 from tables import EACH_FORMAT
 
@@ -31,10 +32,6 @@ QTYPES = [
     "mxfp8",
     "mxfp4",
 ]
-
-
-def normal(key, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(key), shape, dtype)
 
 
 def name(qtype):

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal_by_axis
 from jax import lax
 from reference import assert_one_rounding, equations, exact
-from test_dot import CASTS, EACH_CAST, SIDES, normal
+from test_dot import CASTS, EACH_CAST, SIDES
 
 import scaledot as sd
 
@@ -51,7 +52,7 @@ def exact_conv(lhs, rhs, strides, padding, **options):
 def test_windows(cast, window, sides):
     strides, padding, options = WINDOWS[window]
     groups = options.get("feature_group_count", 1)
-    lhs, rhs = normal(0, (2, 6, 7, 32)), normal(1, (3, 2, 32 // groups, 8))
+    lhs, rhs = normal_by_axis(0, (2, 6, 7, 32)), normal_by_axis(1, (3, 2, 32 // groups, 8))
     if SIDES[sides][0]:
         lhs = scaled(lhs, cast, 3)
     if SIDES[sides][1]:
@@ -64,7 +65,7 @@ def test_windows(cast, window, sides):
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("cast", EACH_CAST)
 def test_every_format_on_either_side(cast, sides):
-    lhs, rhs = normal(0, (2, 5, 5, 32), jnp.bfloat16), normal(1, (3, 3, 32, 4), jnp.bfloat16)
+    lhs, rhs = normal_by_axis(0, (2, 5, 5, 32), jnp.bfloat16), normal_by_axis(1, (3, 3, 32, 4), jnp.bfloat16)
     if SIDES[sides][0]:
         lhs = scaled(lhs, cast, 3)
     if SIDES[sides][1]:
@@ -75,8 +76,8 @@ def test_every_format_on_either_side(cast, sides):
 
 
 def test_zero_points_of_an_image_are_no_second_convolution():
-    image = scaled(normal(0, (2, 8, 8, 32)) + 3, "int8 zeros", 3)
-    kernel = scaled(normal(1, (3, 3, 32, 8)), "int8", 2)
+    image = scaled(normal_by_axis(0, (2, 8, 8, 32)) + 3, "int8 zeros", 3)
+    kernel = scaled(normal_by_axis(1, (3, 3, 32, 8)), "int8", 2)
 
     def run(a, b):
         return sd.conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=NHWC)
@@ -100,7 +101,7 @@ def _kernel_first(run):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("cast", ["int8", "mxfp8"])
 def test_plain_operands_have_gradients(cast, dtype):
-    image, kernel = normal(0, (2, 5, 5, 32)), normal(1, (3, 3, 32, 4))
+    image, kernel = normal_by_axis(0, (2, 5, 5, 32)), normal_by_axis(1, (3, 3, 32, 4))
     q = scaled(kernel, cast, 2)
 
     def loss(conv, kernel):
@@ -117,7 +118,7 @@ def test_plain_operands_have_gradients(cast, dtype):
 
 
 def test_batch_groups_and_other_layouts():
-    lhs, rhs = normal(0, (4, 3, 8)), normal(1, (6, 3, 3))
+    lhs, rhs = normal_by_axis(0, (4, 3, 8)), normal_by_axis(1, (6, 3, 3))
     q = sd.quantize(lhs, "int8", block=(0, 0)), sd.quantize(rhs, "int8", block=(0, 0))
     y = sd.conv_general_dilated(*q, (1,), "SAME", batch_group_count=2)
     expected = lax.conv_general_dilated(sd.dequantize(q[0]), sd.dequantize(q[1]), (1,), "SAME", batch_group_count=2)

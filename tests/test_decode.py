@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import needs_interpreter, normal, relative, values
+from data import normal
+from hopper import needs_interpreter, relative, values
 from jax import lax
 
 import scaledot as sd

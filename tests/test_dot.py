@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal_by_axis
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
@@ -54,15 +55,6 @@ CASES = {  # name: (einsum text, sizes); blocks lie along the last summed label
 }
 
 
-def normal(key: int, shape, dtype=jnp.float32):
-    # Rows and columns of different magnitude, so that a scale in the wrong place shows.
-    x = jax.random.normal(jax.random.key(key), shape)
-    for axis in range(len(shape)):
-        steps = np.exp2(np.arange(shape[axis]) % 5 - 2.0).astype(np.float32)
-        x = x * steps.reshape([-1 if a == axis else 1 for a in range(len(shape))])
-    return x.astype(dtype)
-
-
 def operands(text, sizes, cast, sides, dtype=jnp.float32):
     """Operands of an einsum, each scaled along the last summed label where asked."""
     return _operands(text, tuple(sizes.items()), cast, sides, dtype)
@@ -77,7 +69,7 @@ def _operands(text, sizes, cast, sides, dtype):
     along = [c for c in lhs if c not in out][-1]
     made = []
     for key, (labels, scaled) in enumerate(zip(inputs.split(","), sides, strict=True)):
-        x = normal(key, [sizes[c] for c in labels], dtype)
+        x = normal_by_axis(key, [sizes[c] for c in labels], dtype)
         if scaled:
             kept = {**options, "rotation": options.get("rotation") if all(sides) else None}
             axis = labels.index(along)
@@ -131,14 +123,14 @@ def test_operands_of_different_dtypes_promote(cast):
 @pytest.mark.parametrize("block", [(128, 128), (16, 16), (1, 32), (32, 1)])
 @pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "nvfp4", "mxfp4"])
 def test_blocks_may_lie_on_any_axes(format, block):
-    x, w = normal(0, (32, 256)), normal(1, (256, 128))
+    x, w = normal_by_axis(0, (32, 256)), normal_by_axis(1, (256, 128))
     for lhs, rhs in ((sd.quantize(x, format, block=block, pad=True), sd.quantize(w, format, block=block, pad=True)),):
         check_einsum(sd.matmul(lhs, w), "mk,kn->mn", lhs, w)
         check_einsum(sd.matmul(x, rhs), "mk,kn->mn", x, rhs)
 
 
 def test_different_blocks_along_the_sum_are_retiled_where_they_nest():
-    x, w = normal(0, (8, 512)), normal(1, (512, 8))
+    x, w = normal_by_axis(0, (8, 512)), normal_by_axis(1, (512, 8))
     pairs = [
         ("int8", 256, "int8", 128),
         ("int8", 0, "int4", 32),
@@ -153,17 +145,17 @@ def test_different_blocks_along_the_sum_are_retiled_where_they_nest():
 
 
 def test_a_tensor_scale_per_leading_index_is_kept_apart():
-    w = normal(1, (3, 64, 8)) * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
+    w = normal_by_axis(1, (3, 64, 8)) * jnp.array([1e-3, 1.0, 1e3])[:, None, None]
     level = jnp.max(jnp.abs(w), axis=(1, 2)) / 2688
     q = sd.quantize(w, "nvfp4", axis=1, tensor_scale=level)
-    x = normal(0, (3, 5, 64))
+    x = normal_by_axis(0, (3, 5, 64))
     check_einsum(sd.matmul(x, q), "bmk,bkn->bmn", x, q)
     check_einsum(sd.einsum("mbk,bkn->mn", x.swapaxes(0, 1), q), "mbk,bkn->mn", x.swapaxes(0, 1), q)
 
 
 def test_a_rotation_along_a_kept_axis_is_undone():
-    w = sd.quantize(normal(1, (64, 32)), "nvfp4", rotation=sd.Hadamard())
-    x = normal(0, (8, 64))
+    w = sd.quantize(normal_by_axis(1, (64, 32)), "nvfp4", rotation=sd.Hadamard())
+    x = normal_by_axis(0, (8, 64))
     assert "rotated along 'n'" in sd.explain(sd.matmul, x, w)
     check_einsum(sd.matmul(x, w), "mk,kn->mn", x, sd.dequantize(w))
 
@@ -179,7 +171,7 @@ def test_a_rotation_along_a_kept_axis_is_undone():
     ],
 )
 def test_matmul_broadcasts_as_numpy_does(lhs, rhs):
-    x, w = normal(0, lhs), normal(1, rhs)
+    x, w = normal_by_axis(0, lhs), normal_by_axis(1, rhs)
     q = sd.quantize(w, "mxfp8", axis=max(w.ndim - 2, 0))
     y = sd.matmul(x, q)
     assert y.shape == np.matmul(np.zeros(lhs), np.zeros(rhs)).shape
@@ -219,8 +211,8 @@ def test_long_integer_sums_never_wrap(zeros):
 @pytest.mark.parametrize(("left", "right"), [(1e37, 1e-20), (1e-30, 1e28), (1e-14, 1e-15), (1e18, 1e17)])
 def test_large_and_small_scales_meet_without_overflow(cast, left, right):
     format, options = CASTS[cast]
-    lhs = sd.quantize(left * normal(0, (4, 256)) / 64, format, **options)
-    rhs = sd.quantize(right * normal(1, (256, 4)) / 64, format, axis=0, **options)
+    lhs = sd.quantize(left * normal_by_axis(0, (4, 256)) / 64, format, **options)
+    rhs = sd.quantize(right * normal_by_axis(1, (256, 4)) / 64, format, axis=0, **options)
     check_einsum(sd.matmul(lhs, rhs), "mk,kn->mn", lhs, rhs)
 
 
@@ -234,8 +226,8 @@ def test_an_empty_sum_is_zero(cast):
 
 def test_float64_results_have_float64_sums():
     with jax.enable_x64(True):
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)))
-        w = sd.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(64, 8)), jnp.float32), "int8", axis=0)
+        x = jnp.asarray(np.random.default_rng(0).normal_by_axis(size=(4, 64)))
+        w = sd.quantize(jnp.asarray(np.random.default_rng(1).normal_by_axis(size=(64, 8)), jnp.float32), "int8", axis=0)
         expected = np.asarray(x) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
         np.testing.assert_allclose(sd.matmul(x, w), expected, rtol=1e-6, atol=1e-6)
         y = sd.matmul(x.astype(jnp.float32), w, preferred_element_type=jnp.float64)
@@ -249,7 +241,7 @@ LEAN = ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", 
 
 @pytest.mark.parametrize("cast", LEAN)
 def test_vmap_and_scan_are_loops(cast):
-    x = normal(0, (3, 4, 256))
+    x = normal_by_axis(0, (3, 4, 256))
     _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
     loop = jnp.stack([sd.matmul(row, w) for row in x])
     np.testing.assert_allclose(jax.vmap(lambda row: sd.matmul(row, w))(x), loop, rtol=1e-6, atol=1e-5)
@@ -274,7 +266,7 @@ def test_the_plain_operand_has_the_gradient_of_a_constant_times_it(cast, dtype):
         lhs, rhs = operands("mk,kn->mn", {"m": 8, "k": 128, "n": 16}, cast, sides)
         plain, constant = ((lhs, rhs), (rhs, lhs))[wrt]
         plain = plain.astype(dtype)
-        g = normal(2, (8, 16), dtype)
+        g = normal_by_axis(2, (8, 16), dtype)
 
         def product(x, constant=constant, wrt=wrt):
             pair = (x, constant) if wrt == 0 else (constant, x)
@@ -289,8 +281,8 @@ def test_the_plain_operand_has_the_gradient_of_a_constant_times_it(cast, dtype):
 
 
 def test_backward_keeps_codes_not_values():
-    w = sd.quantize(normal(1, (64, 32)), "int8", axis=0)
-    _, pull = jax.vjp(lambda x: sd.matmul(x, w), normal(0, (8, 64)))
+    w = sd.quantize(normal_by_axis(1, (64, 32)), "int8", axis=0)
+    _, pull = jax.vjp(lambda x: sd.matmul(x, w), normal_by_axis(0, (8, 64)))
     kept = [leaf for leaf in jax.tree.leaves(pull) if getattr(leaf, "shape", None) == (64, 32)]
     assert kept
     assert all(leaf.dtype == jnp.int8 for leaf in kept)
@@ -299,7 +291,7 @@ def test_backward_keeps_codes_not_values():
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8", "mxfp8"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_gradient_of_a_scaled_operand_is_refused(name, wrap):
-    x, w = normal(0, (4, 32)), sd.quantize(normal(1, (32, 8)), name, axis=0)
+    x, w = normal_by_axis(0, (4, 32)), sd.quantize(normal_by_axis(1, (32, 8)), name, axis=0)
     with pytest.raises(TypeError, match=r"a ScaledArray is a constant.*\[32,8\]"):
         jax.grad(wrap(lambda w: sd.matmul(x, w).sum()), allow_int=True)(w)
 
@@ -335,7 +327,7 @@ def test_sharded_operands(cast, kind):
 
 def test_inside_shard_map():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    x = normal(0, (8, 256))
+    x = normal_by_axis(0, (8, 256))
     for cast in LEAN:
         _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
         run = jax.jit(jax.shard_map(sd.matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a")))
@@ -418,5 +410,5 @@ def test_integer_sums_of_any_length(calibration):
         return sd.dot_general(x, w, (((0,), (0,)), ((), ())), kernel="xla_integer"), x, w
 
     for k in (1, 2, 3, 5, 6, 7, 33, 44):
-        y, x, w = product(normal(0, (k, 16)), normal(1, (k, 16)))
+        y, x, w = product(normal_by_axis(0, (k, 16)), normal_by_axis(1, (k, 16)))
         check_einsum(y, "km,kn->mn", x, w)

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal_by_axis
 from reference import check_einsum
-from test_dot import EACH_CAST, SIDES, normal, operands
+from test_dot import EACH_CAST, SIDES, operands
 
 import scaledot as sd
 
@@ -21,8 +22,8 @@ def test_every_format_on_either_side(cast, sides):
 
 @pytest.mark.parametrize("name", ["mxfp8", "int8", "nvfp4"])
 def test_more_operands_go_in_pairs_and_are_rounded_once(name):
-    x, w = normal(0, (4, 64), jnp.bfloat16), normal(1, (64, 32), jnp.bfloat16)
-    v = normal(2, (32, 8), jnp.bfloat16)
+    x, w = normal_by_axis(0, (4, 64), jnp.bfloat16), normal_by_axis(1, (64, 32), jnp.bfloat16)
+    v = normal_by_axis(2, (32, 8), jnp.bfloat16)
     qw, qv = sd.quantize(w, name, axis=0), sd.quantize(v, name, axis=0)
     y = jax.jit(lambda *a: sd.einsum("mk,kn,nj->jm", *a))(x, qw, qv)
     assert y.dtype == jnp.bfloat16
@@ -43,7 +44,7 @@ def test_more_operands_go_in_pairs_and_are_rounded_once(name):
     ],
 )
 def test_ellipses_and_implicit_results_follow_numpy(text, shapes):
-    x, w = (normal(key, shape) for key, shape in enumerate(shapes))
+    x, w = (normal_by_axis(key, shape) for key, shape in enumerate(shapes))
     q = sd.quantize(w, "mxfp8", axis=w.shape.index(64))
     expected = np.einsum(text, x, sd.dequantize(q))
     y = sd.einsum(text, x, q)
@@ -55,13 +56,13 @@ def test_ellipses_and_implicit_results_follow_numpy(text, shapes):
     "text", ["ij->ji", "ii->i", "ii->", "ij->i", "ij,k->k", "ij,j->i", "ii,ij->j", "ij,ij->", "ij,ik->ijk"]
 )
 def test_diagonals_and_lonely_labels_are_dequantised(text):
-    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
-    rest = [normal(1, (32,) * len(labels)) for labels in text.split("->")[0].split(",")[1:]]
+    q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
+    rest = [normal_by_axis(1, (32,) * len(labels)) for labels in text.split("->")[0].split(",")[1:]]
     check_einsum(sd.einsum(text, q, *rest), text, q, *rest)
 
 
 def test_axes_of_one_broadcast_as_in_numpy():
-    q = sd.quantize(normal(0, (4, 5)), "int8", axis=0)
+    q = sd.quantize(normal_by_axis(0, (4, 5)), "int8", axis=0)
     np.testing.assert_allclose(
         sd.einsum("ij,jk->ik", jnp.ones((3, 1)), q),
         np.einsum("ij,jk->ik", np.ones((3, 1)), sd.dequantize(q)),
@@ -71,14 +72,14 @@ def test_axes_of_one_broadcast_as_in_numpy():
 
 @pytest.mark.parametrize("text", ["ij->", "ij,jk->k", "ii->i"])
 def test_the_gradient_of_a_scaled_operand_is_refused_here_too(text):
-    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
+    q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
     rest = [jnp.ones((32, 3))] if "," in text else []
     with pytest.raises(TypeError, match="a ScaledArray is a constant"):
         jax.grad(lambda q: jnp.sum(sd.einsum(text, q, *rest)))(q)
 
 
 def test_one_operand_makes_no_product():
-    q = sd.quantize(normal(0, (32, 32)), "mxfp8")
+    q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
     assert sd.explain(sd.einsum, "ij->j", q) == "nothing is multiplied"
     with pytest.raises(ValueError, match="one operand makes no product"):
         sd.einsum("ij->j", q, kernel="xla_codes")
@@ -87,7 +88,7 @@ def test_one_operand_makes_no_product():
 
 
 def test_a_path_of_numpy_is_taken():
-    q = sd.quantize(normal(0, (4, 5)), "int8", axis=0)
+    q = sd.quantize(normal_by_axis(0, (4, 5)), "int8", axis=0)
     path = ["einsum_path", (1, 2), (0, 1)]
     check_einsum(
         sd.einsum("ij,jk,kl->il", jnp.ones((3, 4)), q, jnp.ones((5, 2)), optimize=path),
@@ -105,7 +106,7 @@ def test_a_hidden_broadcast_is_an_error():
 
 
 def test_plain_and_whole_numbers_beside_scaled_ones():
-    q = sd.quantize(normal(0, (8, 3)), "int8", axis=0)
+    q = sd.quantize(normal_by_axis(0, (8, 3)), "int8", axis=0)
     a, b = (jax.random.randint(jax.random.key(key), shape, -5, 6) for key, shape in ((1, (2, 4)), (2, (4, 8))))
     check_einsum(sd.einsum("ij,jk,kl->il", a, b, q), "ij,jk,kl->il", a, b, q)
     np.testing.assert_array_equal(sd.einsum("ij,jk", a, b), np.einsum("ij,jk", a, b))
@@ -119,8 +120,8 @@ def test_each_pair_has_an_explanation():
 
 
 def test_gradients_flow_to_plain_operands():
-    x, v = normal(0, (4, 64)), normal(2, (32, 8))
-    q = sd.quantize(normal(1, (64, 32)), "nvfp4", axis=0)
+    x, v = normal_by_axis(0, (4, 64)), normal_by_axis(2, (32, 8))
+    q = sd.quantize(normal_by_axis(1, (64, 32)), "nvfp4", axis=0)
     with jax.default_matmul_precision("highest"):  # a pair of plain operands follows the caller's default
         ours = jax.grad(lambda x, v: jnp.sum(sd.einsum("mk,kn,nj->mj", x, q, v) ** 2), argnums=(0, 1))(x, v)
     w = sd.dequantize(q)

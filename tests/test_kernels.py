@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal_by_axis
 from reference import equations
-from test_dot import CASES, EACH_CAST, SIDES, normal, numbers_of, operands
+from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 
 import scaledot as sd
 from scaledot.kernels import table
@@ -150,7 +151,7 @@ def test_a_program_for_another_platform_carries_the_block_scaled_product(cast):
 
 
 def test_float32_products_are_full_ones_unless_asked_otherwise():
-    x, w = normal(0, (4, 64)), sd.quantize(normal(1, (64, 4)), "nf4", axis=0)
+    x, w = normal_by_axis(0, (4, 64)), sd.quantize(normal_by_axis(1, (64, 4)), "nf4", axis=0)
 
     def precision(**options):
         jaxpr = jax.make_jaxpr(lambda x: sd.matmul(x, w, **options))(x).jaxpr

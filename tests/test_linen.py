@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from data import normal
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
-from training import SHORT, normal
+from training import SHORT
 
 import scaledot as sd
 from scaledot import train

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hopper import needs_interpreter, normal, relative, values
+from data import normal
+from hopper import needs_interpreter, relative, values
 
 import scaledot as sd
 from scaledot import train

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from data import normal
 from flax import linen, nnx
-from training import SHORT, normal
+from training import SHORT
 
 import scaledot as sd
 from scaledot.nnx import ScalingState

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
@@ -21,7 +22,6 @@ from meshes import (
     step,
 )
 from tables import STATELESS_RECIPES
-from training import normal
 
 import scaledot as sd
 from scaledot import recipes, train

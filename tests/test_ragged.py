@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal_by_axis
 from jax import lax
 from reference import assert_one_rounding, exact
-from test_dot import CASTS, EACH_CAST, SIDES, normal
+from test_dot import CASTS, EACH_CAST, SIDES
 
 import scaledot as sd
 
@@ -43,7 +44,10 @@ def by_group(lhs, rhs, sizes):
 @pytest.mark.parametrize("cast", [each for each in EACH_CAST if "rotated" not in each.values[0]])
 def test_every_format_on_either_side(cast, sides):
     # Experts of very different magnitude: a scale of the wrong group would show.
-    lhs, rhs = normal(0, (24, 128)), normal(1, (4, 128, 6)) * jnp.array([1.0, 1e-3, 1e3, 7.0])[:, None, None]
+    lhs, rhs = (
+        normal_by_axis(0, (24, 128)),
+        normal_by_axis(1, (4, 128, 6)) * jnp.array([1.0, 1e-3, 1e3, 7.0])[:, None, None],
+    )
     if SIDES[sides][0]:
         lhs = scaled(lhs, cast, 1)
     if SIDES[sides][1]:
@@ -65,7 +69,7 @@ def test_scales_of_rows_past_the_groups_do_not_matter():
 
 @pytest.mark.parametrize("cast", ["int8", "int8 tiles", "int8 zeros", "mxfp8", "nvfp4", "nf4"])
 def test_groups_may_be_summed_over(cast):
-    x, g, sizes = normal(0, (24, 8)), normal(1, (24, 6)), [5, 0, 8, 8]
+    x, g, sizes = normal_by_axis(0, (24, 8)), normal_by_axis(1, (24, 6)), [5, 0, 8, 8]
     qx, qg = scaled(x, cast, 0), scaled(g, cast, 0)
     for lhs, rhs in ((qx, qg), (x, qg), (qx, g)):
         y = sd.ragged_dot_general(lhs, rhs, jnp.array(sizes), SUMMED)
@@ -81,8 +85,8 @@ def test_groups_may_be_summed_over(cast):
 def test_batch_axes(numbers, cast):
     if numbers is KEPT and jax.default_backend() == "gpu":
         pytest.skip("jax.lax's own ragged_dot_general of these axes does not compile for CUDA (jax 0.11.2)")
-    lhs = normal(0, (2, 12, 64))
-    rhs = normal(1, (3, 64, 2, 5)) if numbers is KEPT else normal(1, (2, 64, 5))
+    lhs = normal_by_axis(0, (2, 12, 64))
+    rhs = normal_by_axis(1, (3, 64, 2, 5)) if numbers is KEPT else normal_by_axis(1, (2, 64, 5))
     ql, qr = scaled(lhs, cast, 2), scaled(rhs, cast, 1)
     sizes = jnp.array([4, 0, 6]) if numbers is KEPT else jnp.array([1, 1])
     expected = lax.ragged_dot_general(sd.dequantize(ql), sd.dequantize(qr), sizes, numbers, precision="highest")
@@ -94,9 +98,9 @@ def test_batch_axes(numbers, cast):
 @pytest.mark.parametrize("cast", ["int8", "mxfp8", "nvfp4", "nf4"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_plain_operands_have_gradients(cast, dtype):
-    lhs, rhs, sizes = normal(0, (12, 64)), normal(1, (3, 64, 8)), jnp.array([4, 0, 6])
+    lhs, rhs, sizes = normal_by_axis(0, (12, 64)), normal_by_axis(1, (3, 64, 8)), jnp.array([4, 0, 6])
     qr, ql = scaled(rhs, cast, 1), scaled(lhs, cast, 1)
-    g = normal(2, (12, 8))
+    g = normal_by_axis(2, (12, 8))
 
     def loss(dot, a, b):
         return jnp.sum(dot(a, b, sizes, preferred_element_type=jnp.float32) * g)
@@ -113,9 +117,9 @@ def test_plain_operands_have_gradients(cast, dtype):
 
 
 def test_a_grouped_array_and_per_expert_scales_meet():
-    x, sizes = normal(0, (16, 64)), jnp.array([3, 0, 9, 4])
+    x, sizes = normal_by_axis(0, (16, 64)), jnp.array([3, 0, 9, 4])
     q = sd.quantize_grouped(x, sizes, "fp8_e4m3")
-    w = sd.quantize(normal(1, (4, 64, 8)), "fp8_e4m3", block=(0, 0))
+    w = sd.quantize(normal_by_axis(1, (4, 64, 8)), "fp8_e4m3", block=(0, 0))
     y = sd.ragged_dot(q, w, sizes)
     assert_one_rounding(y, *by_group(exact(q), exact(w), [3, 0, 9, 4]), 64)
     assert "TAKEN: bfloat16 products" in sd.explain(sd.ragged_dot, q, w, sizes)

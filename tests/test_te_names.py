@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training import normal
+from data import normal
 
 import scaledot as sd
 from scaledot import recipes, train

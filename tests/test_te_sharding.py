@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax.sharding import AxisType, PartitionSpec
 from meshes import require_reordered
 from te_modes import quantizer, same_leaves
-from training import normal
 
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine import cpp_extensions as tex

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from te_modes import E2M1, E4M3, EACH_MODE, MODES, quantizer, same_leaves
-from training import normal
 
 import scaledot as sd
 from scaledot import train

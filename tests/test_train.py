@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from independent import quantize as reference_quantize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_one_rounding, equations
 from tables import EACH_RECIPE
-from training import KEY, assert_same, dense, dot_general, einsum, kept_by, nearest, normal, vjp_of
+from training import KEY, assert_same, dense, dot_general, einsum, kept_by, nearest, vjp_of
 
 import scaledot as sd
 from scaledot import recipes, train

@@ -4,8 +4,9 @@ import functools
 
 import jax
 import pytest
+from data import normal
 from tables import STATELESS_RECIPES
-from training import assert_same, conv_general_dilated, dense, nearest, normal, vjp_of
+from training import assert_same, conv_general_dilated, dense, nearest, vjp_of
 
 import scaledot as sd
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from tables import STATELESS_RECIPES
-from training import KEY, assert_same, dense, kept_by, nearest, normal, ragged_dot
+from training import KEY, assert_same, dense, kept_by, nearest, ragged_dot
 
 from scaledot import train
 from scaledot.recipes import RECIPES

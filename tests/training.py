@@ -42,11 +42,6 @@ def delayed(**how):
 SHORT = delayed(length=4)
 
 
-def normal(seed, shape, dtype=jnp.float32, spread=1.0):
-    """Drawn by NumPy, which compiles nothing."""
-    return jnp.asarray(spread * np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
-
-
 def assert_same(a, b):
     """Equal up to the order of float32 sums of some hundred products."""
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * float(np.max(np.abs(b), initial=1e-30)))
