@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats moe decode processes test test-all test-gpu-compile lint bench clean
+.PHONY: demo formats moe decode processes test test-all test-mutations test-gpu-compile lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -30,6 +30,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal --all $(TESTS)
+
+# Which tests notice ten named faults and thirty random ones (tests/mutations).
+test-mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations
 
 # Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB, kernels need jax 0.11.
 test-gpu-compile: $(STAMP)
