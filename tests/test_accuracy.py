@@ -14,6 +14,8 @@ import pytest
 
 import scaledot as sd
 
+pytestmark = pytest.mark.optimized  # casts of millions of elements, which unoptimised programs make slow
+
 F = sd.FORMATS
 SR = {"rounding": "stochastic", "key": jax.random.key(1)}
 MINMAX = {"calibration": "minmax"}
