@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot import shaping
+from scaledot import serialization, shaping
 from scaledot.formats import Format
 from scaledot.numerics import blocks
 from scaledot.numerics.hadamard import Hadamard
 
 
+@serialization.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaledArray:
