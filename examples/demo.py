@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
     args = parser.parse_args()
     print(
-        f"A GPT of two blocks on a source of {SOURCE.entropy:.4f} nats per symbol, {args.steps} steps in each precision."
-        f"\nWith {STEPS} steps this takes two to three minutes on two idle cores, half of it compiling.\n\n{HEAD}"
+        f"A GPT of two blocks, {args.steps} steps each, on a source of {SOURCE.entropy:.4f} nats per symbol.\n"
+        f"{STEPS} steps take two to three minutes on two idle cores, half of it compiling.\n\n{HEAD}"
     )
     with tqdm(total=work(args.steps), bar_format=BAR, smoothing=0, leave=False) as bar:
         runs, layers = train_all(args.steps, bar)
