@@ -1,4 +1,4 @@
-"""The page of the demo: a table, loss curves and signal-to-noise ratios, in one HTML file that needs no other."""
+"""The page of the demo: tables, loss curves, signal-to-noise ratios and what to do next, in one HTML file."""
 
 import datetime
 import html
@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import scaledot as sd
+from examples.demo_times import LARGE, Timed
 
 if TYPE_CHECKING:
     from examples.demo import Run
@@ -23,8 +24,8 @@ COLOURS = {
     "mxfp8": "#2ca02c",
     "nvfp4": "#e8710a",
 }
-PRODUCTS = {"y": "forward, y = x w", "dx": "gradient of activations, dx = g wᵀ", "dw": "gradient of weights, dw = xᵀ g"}
-Ratios = dict[str, dict[str, dict[str, float]]]  # dB by recipe, layer and product
+MATMULS = {"y": "forward, y = x w", "dx": "gradient of activations, dx = g wᵀ", "dw": "gradient of weights, dw = xᵀ g"}
+Ratios = dict[str, dict[str, dict[str, float]]]  # dB by recipe, layer and matmul
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2.5rem auto; padding: 0 1rem }
@@ -33,6 +34,7 @@ p { max-width: 46rem } .quiet { color: #666; font-size: .9rem }
 table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .35rem .9rem; text-align: right }
 th { color: #666; font-weight: 500; border-bottom: 1px solid #ccc } td:first-child, th:first-child { text-align: left }
 tr:nth-child(even) td { background: #f7f7f7 } svg { width: 100%; height: auto }
+pre { background: #f7f7f7; padding: .7rem 1rem; overflow-x: auto; font-size: .9rem; line-height: 1.45 }
 .dot { display: inline-block; width: .75em; height: .75em; border-radius: 50%; margin-right: .5em }
 """
 
@@ -41,47 +43,94 @@ PAGE = """<!doctype html>
 <title>Low precision trains</title><style>{style}</style></head><body>
 <h1>Low precision trains</h1>
 <p>One small GPT, trained {runs} times for {steps} steps: the same initial parameters, the same batches, the same
-optimizer. Only the precision of its eight linear layers differs, in all three products, forward and backward.</p>
+optimizer. Only the precision of its eight linear layers differs, in all three matmuls, forward and backward.</p>
 {table}
 <p class="quiet"><b>Excess</b> is the loss on sequences that were not trained on, in nats per symbol above the entropy
-of the source, which is known because the source is a Markov chain: 0 is a perfect model. <b>Kept for backward</b> is
-what the linear layers hold between the two passes: activations, or codes of activations and weights.</p>
+of the source, which is known because the source is a Markov chain: 0 is a perfect model. <b>Saved for backward</b> is
+what the linear layers store between the two passes: activations, or codes of activations and weights.</p>
 <h2>Loss</h2>
 {curves}
-<h2>How exact is each product?</h2>
-<p>Signal-to-noise ratio of the three products of every linear layer, on the trained model's own numbers. Six decibels
-more halve the error. Gradients of <code>nvfp4</code> are rounded by chance: noisier, but nearly right on average.</p>
+<h2>How exact is each matmul?</h2>
+<p>Signal-to-noise ratio of the three matmuls of every linear layer, on the trained model's own tensors. Six decibels
+more halve the error. <code>nvfp4</code> rounds gradients stochastically: noisier, but nearly unbiased.</p>
 {ratios}
-<p class="quiet">scaledot {version}, jax {jax}, {device}, {date}. Made by <code>make demo</code>.</p>
+<h2>How fast is it?</h2>
+{times}
+<h2>What next?</h2>
+<p>Give a recipe to a Flax model of your own. The model does not change:</p>
+<pre>import scaledot as sd
+model = sd.linen.with_recipe(model, "mxfp8")                      # Flax linen
+sd.nnx.with_recipe(model, "fp8_current", rngs=nnx.Rngs(sr_rng=0))  # Flax NNX, in place</pre>
+<p>Or change this demo, in the directory that holds it:</p>
+<pre>python -m examples.demo --steps 1000             # the same comparison, trained for longer
+python -m examples.gpt_nnx --recipe fp8_block    # another recipe, in Flax NNX
+make formats                                     # what each format loses on transformer-like tensors
+make decode                                      # generate text with 4-bit weights
+make moe                                         # a mixture of experts in fp8</pre>
+<p>Read how to <a href="docs/howto/train-in-fp8.md">train in fp8</a>,
+<a href="docs/howto/multiply.md">multiply by a quantised weight</a>,
+<a href="docs/howto/shard-a-model.md">shard a model</a> and <a href="docs/howto/run-on-hopper.md">run on Hopper</a>;
+the <a href="README.md">README</a> has the rest.</p>
+<p class="quiet">scaledot {version}, jax {jax}, {device}, {date}. Written by <code>make demo</code>.</p>
 </body></html>
 """
 
+ON_A_CPU = """<p>On a CPU low precision saves memory, not time, so nothing was timed here. <code>make demo</code> on a
+machine with a GPU times a large layer. On an H200, a linear layer of 4096&nbsp;→&nbsp;14336 trains
+<a href="docs/notes/performance.md">1.7 times as fast</a> in fp8 as in bfloat16.</p>"""
 
-def page(runs: Sequence["Run"], ratios: Ratios, steps: int) -> str:
+ON_A_GPU = """<p>A linear layer of {inputs}&nbsp;→&nbsp;{outputs} on {tokens} tokens, forward and both gradients, on
+this machine's {device}:</p>
+{table}
+<p class="quiet">Median of single steps, dispatch included. Where the tensor cores of a GPU do not multiply a format,
+its matmuls run on dequantised bfloat16 values: that saves memory, not time.</p>"""
+
+
+def page(runs: Sequence["Run"], ratios: Ratios, times: Sequence[Timed], steps: int) -> str:
+    device = html.escape(jax.devices()[0].device_kind)
     return PAGE.format(
         style=STYLE,
         runs=len(runs),
         steps=steps,
-        table=_table(runs),
+        table=_run_table(runs),
         curves=_svg(draw_curves(runs)),
         ratios=_svg(draw_ratios(ratios)),
+        times=times_section(times, device),
         version=sd.__version__,
         jax=jax.__version__,
-        device=html.escape(jax.devices()[0].device_kind),
+        device=device,
         date=datetime.date.today().isoformat(),
     )
 
 
-def _table(runs: Sequence["Run"]) -> str:
+def times_section(times: Sequence[Timed], device: str) -> str:
+    return ON_A_GPU.format(table=_time_table(times), device=device, **LARGE._asdict()) if times else ON_A_CPU
+
+
+def _run_table(runs: Sequence["Run"]) -> str:
     first = runs[0]
-    head = "<tr><th></th><th>excess</th><th>gap to float32</th><th>kept for backward</th><th>of float32</th></tr>"
-    rows = [head]
+    rows = []
     for run in runs:
         gap = "" if run is first else f"{run.excess - first.excess:+.4f}"
-        cells = (f"{run.excess:.4f}", gap, f"{run.kept / 1024:,.0f} KiB", f"{run.kept / first.kept:.0%}")
-        dot = f'<span class="dot" style="background:{COLOURS[run.name]}"></span>'
-        rows.append(f"<tr><td>{dot}{run.name}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    return f"<table>{''.join(rows)}</table>"
+        rows.append((run.name, f"{run.excess:.4f}", gap, f"{run.kept / 1024:,.0f} KiB", f"{run.kept / first.kept:.0%}"))
+    return _table(("", "excess", "gap to float32", "saved for backward", "of float32"), rows)
+
+
+def _time_table(times: Sequence[Timed]) -> str:
+    rows = [
+        (t.name, f"{t.milliseconds:.2f}", f"{t.teraflops:,.0f}", f"{times[0].milliseconds / t.milliseconds:.2f} ×")
+        for t in times
+    ]
+    return _table(("", "ms", "TFLOP/s", "speed over bfloat16"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows begin with the name of a precision."""
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
+    for name, *cells in rows:
+        dot = f'<span class="dot" style="background:{COLOURS[name]}"></span>'
+        lines.append(f"<td>{dot}{name}</td>" + "".join(f"<td>{cell}</td>" for cell in cells))
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def draw_curves(runs: Sequence["Run"]) -> Figure:
@@ -109,12 +158,12 @@ def _smoothed(curve: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def draw_ratios(ratios: Ratios) -> Figure:
-    """A panel for each product, layers from left to right."""
+    """A panel for each matmul, layers from left to right."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(PRODUCTS), sharey=True)
-    for axes, (product, title) in zip(panels, PRODUCTS.items(), strict=True):
+    panels = figure.subplots(1, len(MATMULS), sharey=True)
+    for axes, (matmul, title) in zip(panels, MATMULS.items(), strict=True):
         for i, (recipe, layers) in enumerate(ratios.items()):
-            values = [layer[product] for layer in layers.values()]
+            values = [layer[matmul] for layer in layers.values()]
             width = max(1.2, 3.6 - 1.6 * i)  # what lies under another line is wider
             axes.plot(values, "o-", color=COLOURS[recipe], label=recipe, markersize=2 + width, linewidth=width)
         names = [name.removeprefix("block_").replace("/", " ") for name in next(iter(ratios.values()))]

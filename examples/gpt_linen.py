@@ -3,16 +3,18 @@
 The model knows nothing of recipes; one line gives one to the four linear layers of each block.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import scaledot as sd
-from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, main, optimizer, rotary
+from examples.gpt_training import HELD_OUT, LENGTH, SOURCE, batches, loss_and_excess, main, optimizer, rotary
 
 
 class Block(nn.Module):
@@ -50,8 +52,14 @@ class Gpt(nn.Module):
         return nn.Dense(self.symbols, use_bias=False, name="head")(nn.RMSNorm()(x))
 
 
-def start(model, key: jax.Array, steps: int) -> TrainState:
-    variables = jax.jit(model.init)(key, jnp.zeros((1, LENGTH), int))
+def initial(model, key: jax.Array) -> Any:
+    """Variables before the first step: parameters, and the states of recipes that keep one."""
+    return jax.jit(model.init)(key, jnp.zeros((1, LENGTH), int))
+
+
+def start(model, key: jax.Array, steps: int, variables: Any = None) -> TrainState:
+    """The state before the first step, from `variables` or from new ones."""
+    variables = initial(model, key) if variables is None else variables
     return TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer(steps))
 
 
@@ -64,29 +72,43 @@ def train_step(state: TrainState, tokens, key):
     return state.apply_gradients(grads=grads), excess
 
 
-@jax.jit
-def evaluate(state: TrainState, held_out):
-    def excess(tokens):
-        return loss_and_excess(state.apply_fn(state.params, tokens[:, :-1]), tokens)[1]
-
-    return jnp.mean(jax.lax.map(excess, held_out))
+def evaluate(state: TrainState, held_out, key) -> float:
+    """The mean excess on batches that were not trained on: a step reports it, and its update is dropped."""
+    return float(np.mean([train_step(state, tokens, key)[1] for tokens in held_out]))
 
 
-def fit(model, steps: int, seed: int = 0, label: str | None = None) -> tuple[TrainState, float, list[float]]:
-    """The trained state, its excess loss on fresh sequences, and that of every step; `label` shows progress."""
-    init_key, data_key, held_out_key, rounding_key = jax.random.split(jax.random.key(seed), 4)
-    state, curve = start(model, init_key, steps), []
-    progress = tqdm(batches(data_key, steps), desc=label, unit="step", disable=label is None, leave=False)
-    for step, tokens in enumerate(progress):
+def fit(
+    model,
+    steps: int,
+    seed: int = 0,
+    *,
+    variables: Any = None,
+    report: Callable[[float], object] = lambda excess: None,
+) -> tuple[TrainState, float, list[float]]:
+    """The trained state, its excess loss on fresh sequences, and that of every step, which `report` is told.
+
+    Training starts from `variables`, or from new ones.
+    """
+    init_key, data_key, rounding_key = jax.random.split(jax.random.key(seed), 3)
+    data, curve = batches(data_key, steps + HELD_OUT), []
+    state = start(model, init_key, steps, variables)
+    for step, tokens in enumerate(data[:steps]):
         state, excess = train_step(state, tokens, jax.random.fold_in(rounding_key, step))
         curve.append(float(excess))
-        progress.set_postfix(excess=f"{curve[-1]:.3f}", refresh=False)
-    return state, float(evaluate(state, batches(held_out_key, 200))), curve
+        report(curve[-1])
+    return state, evaluate(state, data[steps:], rounding_key), curve
 
 
 def train(recipe: str | None, steps: int, seed: int = 0) -> tuple[float, list[float]]:
+    """The excess loss on fresh sequences, and that of every step."""
     model = Gpt() if recipe is None else sd.linen.with_recipe(Gpt(), {"block_*": recipe})
-    _, excess, curve = fit(model, steps, seed, label=recipe or "float32")
+    with tqdm(total=steps, desc=recipe or "float32", unit="step", leave=False) as progress:
+
+        def report(excess: float) -> None:
+            progress.set_postfix(excess=f"{excess:.3f}", refresh=False)
+            progress.update()
+
+        _, excess, curve = fit(model, steps, seed, report=report)
     return excess, curve
 
 

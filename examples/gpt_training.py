@@ -12,6 +12,7 @@ from examples.source import Source
 
 SOURCE = Source()
 BATCH, LENGTH = 16, 32
+HELD_OUT = 64  # batches, of about 31 thousand symbols
 
 
 def rotary(x: jax.Array) -> jax.Array:

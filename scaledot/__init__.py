@@ -9,10 +9,11 @@ Names are loaded when first used, so that `scaledot.formats` needs no jax.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, collective, flavours, recipes, sharding, state, train
+    from scaledot import checkpoint_policies, collective, flavours, orbax, recipes, sharding, state, train
     from scaledot.array import ScaledArray
     from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
@@ -36,7 +37,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("checkpoint_policies", "collective", "flavours", "linen", "nnx", "recipes", "sharding", "state", "train")
+_ROOMS = (
+    "checkpoint_policies",
+    "collective",
+    "flavours",
+    "linen",
+    "nnx",
+    "orbax",
+    "recipes",
+    "sharding",
+    "state",
+    "train",
+)
 
 _HOMES = {
     "Cast": "recipes",
@@ -94,6 +106,7 @@ __all__ = [
     "get_scaled_dot_general_config",
     "init_state",
     "matmul",
+    "orbax",
     "quantize",
     "quantize_both",
     "quantize_dbias",
@@ -122,3 +135,8 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
+
+
+if "jax" in sys.modules:  # for jax.export.deserialize in a process that has not used these types yet
+    for _home in ("array", "state"):
+        importlib.import_module(f"scaledot.{_home}")

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot import shaping
+from scaledot import serialization, shaping
 from scaledot.formats import Format
 from scaledot.numerics import blocks
 from scaledot.numerics.hadamard import Hadamard
 
 
+@serialization.register
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaledArray:
@@ -111,12 +112,28 @@ class ScaledArray:
     def __iter__(self):
         return (self[i] for i in range(len(self)))
 
+    def __array__(self, dtype=None, copy=None):
+        """Raises TypeError; without this method NumPy would index element by element into an array of objects."""
+        raise TypeError(_no_conversion(self))
+
+    @property
+    def __jax_array__(self):
+        """Raises TypeError as soon as JAX looks for the method: some of its paths would look and never call."""
+        raise TypeError(_no_conversion(self))
+
     def __repr__(self) -> str:
         shape = ",".join(map(str, getattr(self.data, "shape", "?")))
         rotated = f", rotation={self.rotation.size}" if self.rotation else ""
         return (
             f"ScaledArray({self.format.name}[{shape}], block={self.block}, dtype={np.dtype(self.dtype).name}{rotated})"
         )
+
+
+def _no_conversion(q: ScaledArray) -> str:
+    return (
+        f"{q!r} does not convert to an array implicitly; write scaledot.dequantize(q) for its values, "
+        "scaledot.matmul(x, q) to multiply by it, or q.data for its codes"
+    )
 
 
 def _one_tuple(args: tuple) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -35,6 +36,9 @@ class AmaxHistory(NamedTuple):
 
     history: Any
     factor: Any
+
+
+jax.export.register_namedtuple_serialization(AmaxHistory, serialized_name="scaledot.AmaxHistory")
 
 
 State = dict[str, AmaxHistory]

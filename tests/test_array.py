@@ -341,3 +341,41 @@ def test_empty_arrays_keep_their_verbs():
     assert sd.dequantize(q.reshape(0, 2, 32)).shape == (0, 2, 32)
     assert sd.dequantize(q.T).shape == (64, 0)
     assert sd.dequantize(q[:, :32]).shape == (0, 32)
+
+
+CONVERSIONS = {
+    "np.asarray": np.asarray,
+    "np.array of a list": lambda q: np.array([q, q]),
+    "NumPy operator": lambda q: np.ones(q.shape, np.float32) * q,
+    "jnp.asarray": jnp.asarray,
+    "jnp.array of a list": lambda q: jnp.array([q, q]),
+    "jnp function": lambda q: jnp.add(q, 1),
+    "JAX operator": lambda q: jnp.ones((2, q.shape[0])) @ q,
+    "jax.typeof": jax.typeof,
+    "under jit": jax.jit(lambda q: jnp.sin(q)),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_implicit_conversion_names_dequantize_and_indexes_nothing(convert, monkeypatch):
+    """784 x 512 would otherwise be indexed element by element, for more than ten minutes."""
+    q = make("mxfp8", (32,), (784, 512))
+    monkeypatch.setattr(sd.ScaledArray, "__getitem__", lambda *_: pytest.fail("an element was indexed"))
+    with pytest.raises(TypeError, match=r"\[784,512\].* does not convert to an array .* scaledot.dequantize\(q\)"):
+        convert(q)
+
+
+def test_a_plain_flax_layer_with_a_quantised_kernel_names_dequantize():
+    nn = pytest.importorskip("flax.linen")
+    params = {"kernel": make("mxfp8", (32,), (64, 32)), "bias": np.zeros(32, np.float32)}
+    with pytest.raises(TypeError, match=r"write scaledot\.dequantize\(q\)"):
+        nn.Dense(32).apply({"params": params}, np.ones((2, 64), np.float32))
+
+
+def test_refusing_conversion_leaves_shapes_dtypes_and_trees_alone():
+    q = make("mxfp8", (32,), (4, 32))
+    assert (np.shape(q), jnp.shape(q), np.ndim(q), jnp.result_type(q)) == ((4, 32), (4, 32), 2, np.float32)
+    host = jax.tree.map(np.asarray, jax.device_get(q))
+    assert [type(leaf) for leaf in jax.tree.leaves(host)] == [np.ndarray] * 2
+    same(sd.dequantize(host), sd.dequantize(q))
+    assert len(list(q)) == len(q) == 4

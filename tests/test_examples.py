@@ -1,19 +1,28 @@
 """The examples run and learn, and the source has the entropy that it says."""
 
+import contextlib
+import functools
+import io
+import re
+from pathlib import Path
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 import scaledot as sd
-from examples import demo, demo_layers, gpt_linen, gpt_nnx
+from examples import demo, demo_layers, demo_page, demo_times, gpt_linen, gpt_nnx
 from examples.source import Source
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize("example", [gpt_linen, gpt_nnx])
-def test_a_tiny_gpt_learns_with_delayed_scaling(example):
+def test_a_tiny_gpt_learns_with_delayed_scaling(example, monkeypatch):
+    monkeypatch.setattr(example, "Gpt", functools.partial(example.Gpt, blocks=1))
     excess, curve = example.train("fp8_delayed", steps=40)
     assert np.all(np.isfinite(curve))
     assert excess < np.mean(curve[:5]) - 0.2
@@ -27,17 +36,22 @@ def test_the_source_has_the_entropy_it_says():
 
 
 @pytest.fixture(scope="module")
-def layers():
+def state():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return demo_layers.linear_layers(gpt_linen.start(gpt_linen.Gpt(), jax.random.key(0), steps=1))
+        return gpt_linen.start(gpt_linen.Gpt(), jax.random.key(0), steps=1)
 
 
-def test_the_layers_of_the_demo_are_those_of_the_model(layers):
+@pytest.fixture(scope="module")
+def layers(state):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return demo_layers.linear_layers(state)
+
+
+def test_the_layers_of_the_demo_are_those_of_the_model(state, layers):
     assert list(layers) == [f"block_{i}/{name}" for i in range(2) for name in ("qkv", "out", "up", "down")]
-    state = gpt_linen.start(gpt_linen.Gpt(), jax.random.key(0), steps=1)
     tokens = demo_layers.batches(jax.random.key(1), 1)[0]
     loss = lambda v: demo_layers.loss_and_excess(state.apply_fn(v, tokens[:, :-1]), tokens)[0]  # noqa: E731
-    gradients = jax.grad(loss)(state.params)["params"]
+    gradients = jax.jit(jax.grad(loss))(state.params)["params"]
     for name, (x, _, g) in layers.items():
         block, layer = name.split("/")
         expected = gradients[block][layer]["kernel"]
@@ -63,14 +77,68 @@ def test_ratios_are_those_of_the_formats(layers, recipe, low, high):
     assert all(low < ratio < high for ratio in found.values())
 
 
-def test_the_demo_prints_a_table_and_writes_its_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "RECIPES", ("mxfp8",))
-    monkeypatch.setattr("sys.argv", ["demo", "--steps", "12"])
-    demo.main()
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()[3:6]] == ["float32", "bfloat16", "mxfp8"]
-    page = (tmp_path / "demo.html").read_text()
+class Bar(tqdm):
+    """A progress bar that remembers where it ended."""
+
+    ends: ClassVar[list] = []
+
+    def close(self):
+        self.ends.append((self.n, self.total))
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The demo with one block, in float32 and mxfp8: what it printed and its page, written as if there were a GPU."""
+    directory, printed, steps = tmp_path_factory.mktemp("demo"), io.StringIO(), 4
+    small = {"Gpt": functools.partial(gpt_linen.Gpt, blocks=1), "LAYERS": 4, "PLAIN": ("float32",)}
+    timed = [demo_times.Timed(name, ms, 1e3 / ms) for name, ms in (("bfloat16", 4.0), ("mxfp8", 2.5))]
+    replaced = {**small, "RECIPES": ("mxfp8",), "tqdm": Bar, "on_gpu": lambda: True, "times": lambda recipes: timed}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(directory)
+        patch.setattr("sys.argv", ["demo", "--steps", str(steps)])
+        for name, value in replaced.items():
+            patch.setattr(demo, name, value)
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            demo.main()
+    return printed.getvalue(), (directory / "demo.html").read_text()
+
+
+def test_the_demo_prints_how_long_it_takes_and_a_table(ran):
+    printed, _ = ran
+    assert "two to three minutes on two idle cores" in printed.splitlines()[1]
+    assert [line.split()[0] for line in printed.splitlines()[4:6]] == ["float32", "mxfp8"]
+
+
+def test_the_demo_shows_progress_of_the_whole(ran):
+    (done, total), *_ = Bar.ends
+    assert done == total == demo.COMPILING * 2 + 4 * 2 + demo.LAYER * 4 + demo.TIMING * 2
+
+
+def test_the_page_of_the_demo_has_all_its_parts(ran):
+    _, page = ran
     assert page.count("<svg") == 2
     assert f"scaledot {sd.__version__}" in page
     assert "{" not in page.split("</style>")[1].split("<svg")[0]
+    times = page.split("How fast is it?")[1].split("What next?")[0]
+    assert "4096&nbsp;→&nbsp;14336 on 8192 tokens" in times
+    assert "mxfp8</td><td>2.50</td><td>400</td><td>1.60 ×</td>" in times
+
+
+def test_the_page_of_the_demo_has_a_next_step_that_exists(ran):
+    _, page = ran
+    root, advice = Path(demo.__file__).parents[1], page.split("What next?")[1]
+    assert all((root / link).is_file() for link in re.findall('<a href="(.*?)"', page))
+    assert all((root / "examples" / f"{name}.py").is_file() for name in re.findall(r"-m examples\.(\w+)", advice))
+    assert all(f"\n{target}:" in (root / "Makefile").read_text() for target in re.findall(r"\nmake (\w+)", advice))
+
+
+def test_without_a_gpu_the_page_says_where_times_are():
+    assert "docs/notes/performance.md" in demo_page.times_section([], "cpu")
+
+
+def test_the_demo_times_every_recipe():
+    found = list(demo_times.times(("fp8_delayed",), demo_times.Shape(32, 64, 32), repeats=1))
+    assert [timed.name for timed in found] == ["bfloat16", "fp8_delayed"]
+    for timed in found:
+        assert timed.teraflops * timed.milliseconds == pytest.approx(3 * 2 * 32 * 64 * 32 / 1e9)

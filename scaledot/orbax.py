@@ -1,0 +1,59 @@
+"""Orbax saves a ScaledArray as any pytree, except for codes of a dtype that TensorStore does not have.
+
+Of the dtypes of codes and scales TensorStore lacks only uint4, which holds the codes of `nf4`. They are saved as int4,
+with the same bits:
+
+    checkpointer.save(path, sd.orbax.to_saveable(params))
+    params = sd.orbax.from_saveable(checkpointer.restore(path, jax.eval_shape(sd.orbax.to_saveable, params)))
+
+Both functions change nothing else and may be used for every tree. Nothing here imports Orbax.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scaledot.array import ScaledArray
+
+_SAVED_AS = {np.dtype(jnp.uint4): np.dtype(jnp.int4)}
+
+
+def to_saveable(tree: Any) -> Any:
+    """The tree with the codes of each ScaledArray in a dtype that Orbax saves; also for trees of ShapeDtypeStruct.
+
+    >>> from scaledot.ops.quantize import quantize
+    >>> to_saveable({"w": quantize(jnp.ones((2, 64)), "nf4")})["w"].data.dtype
+    dtype(int4)
+    """
+    return _with_codes(tree, lambda q: _SAVED_AS.get(np.dtype(q.data.dtype), q.data.dtype))
+
+
+def from_saveable(tree: Any) -> Any:
+    """The inverse of `to_saveable`: codes in the dtype of their format.
+
+    >>> from scaledot.ops.quantize import quantize
+    >>> from_saveable(to_saveable({"w": quantize(jnp.ones((2, 64)), "nf4")}))["w"].data.dtype
+    dtype(uint4)
+    """
+    return _with_codes(tree, lambda q: q.format.code_dtype)
+
+
+def _with_codes(tree: Any, dtype_for) -> Any:
+    def convert(node):
+        if not isinstance(node, ScaledArray):
+            return node
+        return dataclasses.replace(node, data=_viewed(node.data, np.dtype(dtype_for(node))))
+
+    return jax.tree.map(convert, tree, is_leaf=lambda node: isinstance(node, ScaledArray))
+
+
+def _viewed(codes: Any, dtype: np.dtype) -> Any:
+    """The same bits under another dtype of the same width."""
+    if codes.dtype == dtype:
+        return codes
+    if isinstance(codes, jax.ShapeDtypeStruct):
+        return codes.update(dtype=dtype)
+    return jax.lax.bitcast_convert_type(codes, dtype)
