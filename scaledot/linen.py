@@ -290,7 +290,7 @@ def _own_product(layer: nn.Module) -> str | None:
 def _obstacle(layer: nn.Module, inputs: Any, recipe: Recipe) -> str | None:
     """Why a layer cannot take a recipe."""
     if isinstance(layer, _WITHOUT_SEAM):
-        return "Flax has no argument for its product"
+        return "Flax has no hook for its contraction"
     if isinstance(layer, nn.Conv):
         groups = layer.feature_group_count
         return groups_reason(recipe, groups, inputs.shape[-1] // groups, layer.features // groups)
@@ -320,7 +320,7 @@ class Run:
     __name__: str
 
     def __call__(self, *args, **kwargs):
-        return self.owner.run(self.__name__, *args, **kwargs)
+        return self.owner._run(self.__name__, *args, **kwargs)
 
 
 class WithRecipe:
@@ -366,7 +366,7 @@ class WithRecipe:
         self.__dict__[name] = Run(self, name)  # kept: jax.jit forgets what it traced of an object that is gone
         return self.__dict__[name]
 
-    def run(self, name: str, *args, **kwargs):
+    def _run(self, name: str, *args, **kwargs):
         """A method of the model, under the rules."""
         rules, specs = self._patterns()
         with _intercepted(rules, specs, *self._how):
@@ -377,8 +377,8 @@ class WithRecipe:
         warn_of_overlooked(rules.layers, stacklevel=3)
         return result
 
-    def explain(self, *args, **kwargs) -> str:
-        """See `scaledot.linen.explain`."""
+    def _explain(self, *args, **kwargs) -> str:
+        """See `explain`."""
         rules, specs = self._patterns()
         with _intercepted(rules, specs, *self._how):
             jax.eval_shape(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
@@ -446,4 +446,4 @@ def explain(model: WithRecipe, *args, **kwargs) -> str:
     layers_1  ConvTranspose  none: no rule gives it one
     layers_2  Dense          mxfp8
     """
-    return model.explain(*args, **kwargs)
+    return model._explain(*args, **kwargs)

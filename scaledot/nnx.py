@@ -248,7 +248,7 @@ _SEAMS = (
     Seam(nnx.Einsum, "einsum_op", jax.numpy.einsum, EinsumOp),
     Seam(nnx.Conv, "conv_general_dilated", jax.lax.conv_general_dilated, ConvGeneralDilated),
 )
-_WITHOUT_SEAM, _NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no argument for its product"
+_WITHOUT_SEAM, _NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for its contraction"
 
 
 def with_recipe(

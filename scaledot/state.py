@@ -196,8 +196,8 @@ def _is_seen_to_be_empty(state: State) -> bool:
 @functools.cache
 def _warn_once(recipe_name: str) -> None:
     warnings.warn(
-        f"a forward pass under {recipe_name} has an empty amax history and casts with multiplier 1. Histories are "
-        "filled by training steps, which differentiate with respect to the state: pass the state that they return. "
+        f"a forward pass under {recipe_name} has an empty amax history and casts with quantisation multiplier 1. "
+        "Training steps, which differentiate with respect to the state, fill the history: pass the state they return. "
         "This warning is given once, and only for a state that is not traced",
         stacklevel=2,
     )

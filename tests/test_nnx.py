@@ -227,7 +227,7 @@ def test_convolutions_take_recipes_and_layers_that_cannot_are_named():
     assert sorted(words) == [
         ["depthwise", "Conv", "none: its conv_general_dilated is plain"],
         ["first", "Conv", "mxfp8"],
-        ["last", "ConvTranspose", "none: Flax has no argument for its product"],
+        ["last", "ConvTranspose", "none: Flax has no hook for its contraction"],
     ]
     assert nnx.eval_shape(lambda model, x: model(x), model, x).shape == (2, 8, 4)
     own = nnx.eval_shape(lambda: sd.nnx.Conv(3, 32, (3,), recipe=SHORT, on_indivisible="gather", rngs=nnx.Rngs(0)))
