@@ -1,12 +1,17 @@
 """Recipes in Flax linen, through its own seams: `dot_general_cls`, and interception for models that have none.
 
     nn.Dense(features, dot_general_cls=sd.linen.make_dot_general_cls("mxfp8"))
-    model = sd.linen.with_recipe(model, "fp8_delayed")        # every Dense, DenseGeneral and Einsum of a model
+    model = sd.linen.with_recipe(model, "fp8_delayed")        # every Dense, DenseGeneral, Einsum and Conv of a model
+    print(sd.linen.explain(model, x))                         # which layers those are, and which stay as they are
 
 Parameters are not touched. Only a recipe with delayed scaling makes variables, in the collection
 `_overwrite_with_gradient`, which Flax's TrainState replaces by its gradient and keeps from the optimizer: float32
 `x_scale` (the factor that x is multiplied by, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and
-`grad`. Stochastic rounding draws keys from the rng stream `sr_rng`.
+`grad`. They must be differentiated together with the parameters, `jax.grad(loss)(variables)`: a gradient with respect
+to `params` alone raises. A forward pass under jit cannot tell a history that was never trained from one that was.
+
+Stochastic rounding draws keys from the rng stream `sr_rng` or, where `apply` is given none, as everywhere in linen from
+its default stream `params`.
 
 On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
 products, as in `scaledot.train.dot_general`.
@@ -17,24 +22,32 @@ A layer that is called twice merges what both calls have seen. Where it is calle
 """
 
 import contextlib
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+
+try:
+    from flax import linen as nn
+except ModuleNotFoundError as error:
+    raise ImportError("scaledot.linen needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.core.scope import Scope
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
 from scaledot.ops.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.rules import Given, Patterns, Rules
-from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
+from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
+from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named, unchecked
+from scaledot.train.convolutions import groups_reason
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
+DEFAULT_STREAM = "params"  # from which linen's make_rng draws where there is no stream of the name
 
 # The states that calls have left, by path. A root scope belongs to one call of apply, or of a lifted transform, so to
 # one trace.
@@ -49,15 +62,21 @@ class Quantized(nn.Module):
     @nn.nowrap
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """The verb of `train`, with this module's state and key."""
-        if self.recipe.stochastic and self.has_rng(KEY_STREAM):
-            kwargs["key"] = self.make_rng(KEY_STREAM)
-        elif self.recipe.stochastic and self.is_initializing():
-            kwargs["key"] = jax.random.key(0)  # nothing is learnt from this pass
+        if self.recipe.stochastic:
+            kwargs["key"] = self._key()
         if not self.recipe.delayed:
             return verb(*args, recipe=self.recipe, **kwargs)
-        y, state = verb(*args, recipe=self.recipe, state=self._stored_state(), **kwargs)
+        with unchecked() if self.is_initializing() else contextlib.nullcontext():  # there is no history yet
+            y, state = verb(*args, recipe=self.recipe, state=self._stored_state(), **kwargs)
         self._leave(state)
         return y
+
+    @nn.nowrap
+    def _key(self) -> jax.Array | None:
+        """A key from the stream of stochastic rounding or linen's default one; None where neither was given."""
+        if self.has_rng(KEY_STREAM) or self.has_rng(DEFAULT_STREAM):
+            return self.make_rng(KEY_STREAM)
+        return jax.random.key(0) if self.is_initializing() else None  # nothing is learnt from an initialising pass
 
     @nn.nowrap
     def _stored_state(self) -> State:
@@ -99,13 +118,15 @@ class OnMesh(Quantized):
 
     specs: train.Specs | None = None
     overlap: str | tuple[str, ...] = ()
+    on_indivisible: str = "raise"
 
     @nn.nowrap
     def lying(self, out_sharding) -> dict[str, Any]:
         """Arguments about the mesh. A model is initialised with few examples, which need not divide by it."""
         if self.is_initializing():
             return {"out_sharding": out_sharding}
-        return {"out_sharding": out_sharding, "specs": self.specs, "overlap": self.overlap}
+        how = {"specs": self.specs, "overlap": self.overlap, "on_indivisible": self.on_indivisible}
+        return {"out_sharding": out_sharding, **how}
 
 
 class DotGeneral(OnMesh):
@@ -124,6 +145,16 @@ class Einsum(OnMesh):
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
         wanted = {"precision": precision, "preferred_element_type": preferred_element_type}
         return self.under_recipe(train.einsum, subscripts, x, w, **wanted, **self.lying(out_sharding))
+
+
+class ConvGeneralDilated(OnMesh):
+    """`jax.lax.conv_general_dilated` under a recipe, as nn.Conv calls it; `overlap` has no effect on it."""
+
+    @nn.compact
+    def __call__(self, x, w, window_strides, padding, *, out_sharding=None, **window):
+        how = self.lying(out_sharding)
+        how.pop("overlap", None)
+        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **how)
 
 
 class GroupedDense(Quantized):
@@ -145,7 +176,11 @@ class GroupedDense(Quantized):
 
 
 def make_dot_general_cls(
-    recipe: str | Recipe, *, specs: train.Specs | None = None, overlap: str | tuple[str, ...] = ()
+    recipe: str | Recipe,
+    *,
+    specs: train.Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
 ) -> type[DotGeneral]:
     """A class for `nn.Dense(..., dot_general_cls=cls)` or `nn.Dense(..., dot_general=cls())`.
 
@@ -153,14 +188,25 @@ def make_dot_general_cls(
     >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
     {'params': {'bias': (8,), 'kernel': (32, 8)}}
     """
-    return _with_default(DotGeneral, recipe, specs=specs, overlap=overlap)
+    return _with_default(DotGeneral, recipe, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
 
 
 def make_einsum_cls(
-    recipe: str | Recipe, *, specs: train.Specs | None = None, overlap: str | tuple[str, ...] = ()
+    recipe: str | Recipe,
+    *,
+    specs: train.Specs | None = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
 ) -> type[Einsum]:
     """A class whose instances are called as `jnp.einsum(subscripts, x, kernel)`, for projections of attention."""
-    return _with_default(Einsum, recipe, specs=specs, overlap=overlap)
+    return _with_default(Einsum, recipe, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+
+
+def make_conv_general_dilated_cls(
+    recipe: str | Recipe, *, specs: train.Specs | None = None, on_indivisible: str = "raise"
+) -> type[ConvGeneralDilated]:
+    """A class for `nn.Conv(..., conv_general_dilated_cls=cls)`."""
+    return _with_default(ConvGeneralDilated, recipe, specs=specs, on_indivisible=on_indivisible)
 
 
 def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
@@ -184,36 +230,71 @@ def _with_default(base, recipe: str | Recipe, **fields):
 
 @contextlib.contextmanager
 def recipes_by_path(
-    rules: Given | Rules, *, specs: train.SpecsByPath | Patterns = None, overlap: str | tuple[str, ...] = ()
+    rules: Given | Rules,
+    *,
+    specs: train.SpecsByPath | Patterns = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
 ):
-    """Inside, every Dense, DenseGeneral and Einsum of any linen model takes the recipe that its path has in the rules.
+    """Inside, every Dense, DenseGeneral, Einsum and Conv of any linen model takes the recipe that its path has.
 
-    Layers that were given a `dot_general` of their own keep it. Flax caches what nn.jit has traced without regard to
-    interception: inside nn.jit give layers a `dot_general_cls` instead. Other arguments as in `with_recipe`.
+    Layers that were given a `dot_general` or `conv_general_dilated` of their own keep it. Layers to which a rule gives
+    a recipe that they cannot take stay as they are, and a warning names them. Flax caches what nn.jit has traced
+    without regard to interception: inside nn.jit give layers a `dot_general_cls` instead. Other arguments as in
+    `with_recipe`.
     """
     chosen = rules if isinstance(rules, Rules) else Rules(rules)
     lying = specs if isinstance(specs, Patterns) else Patterns(specs, "specs")
+    with _intercepted(chosen, lying, overlap, on_indivisible):
+        yield
+    warn_of_overlooked(chosen.layers, stacklevel=3)
+
+
+def _intercepted(chosen: Rules, lying: Patterns, overlap: str | tuple[str, ...], on_indivisible: str):
+    """A context in which layers take the recipes that are chosen for them."""
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
-        layer = context.module
-        if context.method_name != "__call__" or not isinstance(layer, (nn.Dense, nn.DenseGeneral, nn.Einsum)):
+        layer, method = context.module, context.method_name
+        multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
+        if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
             return call(*args, **kwargs)
-        recipe = chosen.recipe_for("/".join(layer.path))
+        path, given = "/".join(layer.path), {**dict(zip(("inputs",), args, strict=False)), **kwargs}
+        obstacle = functools.partial(_obstacle, layer, given.get("inputs"))
+        recipe = chosen.decide(path, type(layer).__name__, _own_product(layer), obstacle)
         if recipe is None:
             return call(*args, **kwargs)
-        on_mesh = {"specs": lying.value_for("/".join(layer.path)), "overlap": overlap}
+        on_mesh = {"specs": lying.value_for(path), "overlap": overlap, "on_indivisible": on_indivisible}
         if isinstance(layer, nn.Einsum):
             return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
-        if layer.dot_general is not None or layer.dot_general_cls is not None:
-            return call(*args, **kwargs)
-        object.__setattr__(layer, "dot_general_cls", make_dot_general_cls(recipe, **on_mesh))
+        seam, product = _SEAMS[isinstance(layer, nn.Conv)]
+        object.__setattr__(layer, f"{seam}_cls", _with_default(product, recipe, **on_mesh))
         try:
             return call(*args, **kwargs)
         finally:
-            object.__setattr__(layer, "dot_general_cls", None)
+            object.__setattr__(layer, f"{seam}_cls", None)
 
-    with nn.intercept_methods(interceptor):
-        yield
+    return nn.intercept_methods(interceptor)
+
+
+_SEAMS = ("dot_general", DotGeneral), ("conv_general_dilated", ConvGeneralDilated)
+_WITHOUT_SEAM = (nn.ConvTranspose, nn.ConvLocal, nn.OptimizedLSTMCell, nn.Embed)  # of nn.Embed the method `attend`
+_MULTIPLIES = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, *_WITHOUT_SEAM[:-1])
+
+
+def _own_product(layer: nn.Module) -> str | None:
+    """The seam of a layer for which it was given a product."""
+    fields = ((seam, f) for seam, _ in _SEAMS for f in (seam, f"{seam}_cls"))
+    return next((seam for seam, field in fields if getattr(layer, field, None) is not None), None)
+
+
+def _obstacle(layer: nn.Module, inputs: Any, recipe: Recipe) -> str | None:
+    """Why a layer cannot take a recipe."""
+    if isinstance(layer, _WITHOUT_SEAM):
+        return "Flax has no hook for its contraction"
+    if isinstance(layer, nn.Conv):
+        groups = layer.feature_group_count
+        return groups_reason(recipe, groups, inputs.shape[-1] // groups, layer.features // groups)
+    return None
 
 
 def _einsum_layer(layer: nn.Einsum, product: Einsum, inputs, einsum_str: str | None = None) -> jax.Array:
@@ -231,53 +312,119 @@ def _einsum_layer(layer: nn.Einsum, product: Einsum, inputs, einsum_str: str | N
     return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A method of a model under its rules. Equal for equal models and rules, so that jax.jit traces it once for all."""
+
+    owner: "WithRecipe"
+    __name__: str
+
+    def __call__(self, *args, **kwargs):
+        return self.owner._run(self.__name__, *args, **kwargs)
+
+
 class WithRecipe:
-    """A model whose `init`, `apply` and relatives run under rules; everything else is the model's own."""
+    """A model whose `init`, `apply` and relatives run under rules; everything else is the model's own.
+
+    Two are equal if their models and rules are.
+    """
 
     _RUNS = ("init", "init_with_output", "lazy_init", "apply", "tabulate")
 
     def __init__(
-        self, model: nn.Module, rules: Given, specs: train.SpecsByPath = None, overlap: str | tuple[str, ...] = ()
+        self,
+        model: nn.Module,
+        rules: Given,
+        specs: train.SpecsByPath = None,
+        overlap: str | tuple[str, ...] = (),
+        on_indivisible: str = "raise",
     ):
-        self.model, self._rules, self._specs, self._overlap = model, rules, specs, overlap
-        Rules(rules)  # a misspelt recipe is found here and not in the middle of a trace
+        self.model, self._rules, self._specs, self._how = model, rules, specs, (overlap, on_indivisible)
+        by_path = (patterns.by_path for patterns in self._patterns())  # a misspelt recipe is found here
+        self._key = _frozen((model, *by_path, self._how))
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, WithRecipe) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self):
+        return WithRecipe, (self.model, self._rules, self._specs, *self._how)
 
     def clone(self, **changes) -> "WithRecipe":
-        return WithRecipe(self.model.clone(**changes), self._rules, self._specs, self._overlap)
+        return WithRecipe(self.model.clone(**changes), self._rules, self._specs, *self._how)
 
     def __getattr__(self, name: str):
         if name.startswith("_") or name == "model":
             raise AttributeError(name)
         if name in ("bind", "unbind", "copy"):
             raise AttributeError(f"{name!r} would lose the rules; use apply, clone, or `with recipes_by_path(rules):`")
-        found = getattr(self.model, name)
         if name not in self._RUNS:
-            return found
+            return getattr(self.model, name)
+        self.__dict__[name] = Run(self, name)  # kept: jax.jit forgets what it traced of an object that is gone
+        return self.__dict__[name]
 
-        def run(*args, **kwargs):
-            rules, specs = Rules(self._rules), Patterns(self._specs, "specs")
-            with recipes_by_path(rules, specs=specs, overlap=self._overlap):
-                result = found(*args, **kwargs)
-            if kwargs.get("method") is None:  # another method may well use a part of the model
-                rules.check_all_matched()
-                specs.check_all_matched()
-            return result
+    def _run(self, name: str, *args, **kwargs):
+        """A method of the model, under the rules."""
+        rules, specs = self._patterns()
+        with _intercepted(rules, specs, *self._how):
+            result = getattr(self.model, name)(*args, **kwargs)
+        if kwargs.get("method") is None:  # another method may well use a part of the model
+            rules.check_all_matched()
+            specs.check_all_matched()
+        warn_of_overlooked(rules.layers, stacklevel=3)
+        return result
 
-        return run
+    def _explain(self, *args, **kwargs) -> str:
+        """See `explain`."""
+        rules, specs = self._patterns()
+        with _intercepted(rules, specs, *self._how):
+            jax.eval_shape(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
+        return table(rules.layers)
+
+    def _patterns(self) -> tuple[Rules, Patterns]:
+        return Rules(self._rules), Patterns(self._specs, "specs")
 
     def __repr__(self) -> str:
         return f"WithRecipe({self.model!r}, {self._rules!r})"
 
 
+def _frozen(value: Any) -> Any:
+    """What can be hashed and is equal for equal models: containers go by their contents, the rest by identity."""
+    if isinstance(value, nn.Module):
+        fields = (field.name for field in dataclasses.fields(value) if field.name != "parent")
+        return type(value), *(_frozen(getattr(value, name)) for name in fields)
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_frozen, value)
+    if isinstance(value, Mapping):
+        return type(value), *((key, _frozen(item)) for key, item in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
 def with_recipe(
-    model: nn.Module, rules: Given, *, specs: train.SpecsByPath = None, overlap: str | tuple[str, ...] = ()
+    model: nn.Module,
+    rules: Given,
+    *,
+    specs: train.SpecsByPath = None,
+    overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
 ) -> WithRecipe:
-    """The model with low-precision products in every Dense, DenseGeneral and Einsum that the rules name.
+    """The model with low-precision products in every Dense, DenseGeneral, Einsum and Conv that the rules name.
+
+    Layers that cannot take the recipe that a rule gives them, such as ConvTranspose, stay as they are, and a warning
+    names them; `explain` lists what each layer takes.
 
     Args:
       rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
       specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
       overlap: mesh axes along which transfers overlap with products.
+      on_indivisible: what to do where devices would have parts of blocks: "raise", or "gather" that axis first.
 
     >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
     >>> model = with_recipe(model, {"layers_0": "mxfp8", "*": None})
@@ -285,4 +432,18 @@ def with_recipe(
     >>> model.apply(variables, jnp.ones((2, 32))).shape
     (2, 8)
     """
-    return WithRecipe(model, rules, specs, overlap)
+    return WithRecipe(model, rules, specs, overlap, on_indivisible)
+
+
+def explain(model: WithRecipe, *args, **kwargs) -> str:
+    """A table of the layers of a model that multiply by a kernel: the recipe that each takes, or why it takes none.
+
+    Nothing is computed. Other arguments are those of `model.init` after the key, arrays or their shapes.
+
+    >>> model = nn.Sequential([nn.Conv(8, (3,)), nn.ConvTranspose(8, (3,)), nn.Dense(8)])
+    >>> print(explain(with_recipe(model, {"layers_1": None, "*": "mxfp8"}), jnp.ones((2, 16, 32))))
+    layers_0  Conv           mxfp8
+    layers_1  ConvTranspose  none: no rule gives it one
+    layers_2  Dense          mxfp8
+    """
+    return model._explain(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Recipes in Flax NNX: products that are modules, layers that take a recipe, and models converted in place.
 
-    model = sd.nnx.with_recipe(model, "fp8_delayed")          # every Linear, LinearGeneral and Einsum of a model
+    model = sd.nnx.with_recipe(model, "fp8_delayed")          # every Linear, LinearGeneral, Einsum and Conv of a model
+    print(sd.nnx.explain(model))                              # which layers those are, and which stay as they are
     layer = sd.nnx.Linear(64, 32, recipe="mxfp8", rngs=rngs)  # or layer by layer
 
 State of delayed scaling lives in Variables of type `ScalingState`, which no optimizer over nnx.Param sees. It is
@@ -9,24 +10,33 @@ differentiated together with the parameters, and its gradient is its next value;
     grads = nnx.grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model, batch)
     sd.nnx.apply_gradients(model, optimizer, grads)
 
-Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, except after
-`model.eval()`.
+`nnx.grad(loss)(model)`, with respect to the parameters alone, raises: histories would stay empty. A forward pass under
+jit cannot tell a history that was never trained from one that was.
+
+Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, or from their default
+stream, except after `model.eval()`.
 
 On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
 products, as in `scaledot.train.dot_general`.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ImportError("scaledot.nnx needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.errors import TraceContextError
 
 from scaledot import train
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.rules import Given, Patterns, Rules
+from scaledot.rules import Given, Layer, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
+from scaledot.train.convolutions import groups_reason
 
 KEY_STREAM = "sr_rng"
 
@@ -86,9 +96,10 @@ class OnMesh(Quantized):
         rngs: nnx.Rngs | None = None,
         specs: train.Specs | None = None,
         overlap: str | tuple[str, ...] = (),
+        on_indivisible: str = "raise",
     ):
         super().__init__(recipe, rngs=rngs)
-        self.lying = nnx.static({"specs": specs, "overlap": overlap})
+        self.lying = nnx.static({"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible})
 
 
 class DotGeneral(OnMesh):
@@ -105,6 +116,15 @@ class EinsumOp(OnMesh):
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
         wanted = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **wanted, **self.lying)
+
+
+class ConvGeneralDilated(OnMesh):
+    """`jax.lax.conv_general_dilated` under a recipe, as nnx.Conv calls it; `overlap` has no effect on it."""
+
+    def __call__(self, x, w, window_strides, padding, *, out_sharding=None, **window):
+        how = {name: value for name, value in self.lying.items() if name != "overlap"}
+        how["out_sharding"] = out_sharding
+        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **how)
 
 
 class GroupedDense(Quantized):
@@ -135,9 +155,18 @@ class Linear(nnx.Linear):
     """
 
     def __init__(
-        self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, specs=None, overlap=(), **options
+        self,
+        in_features,
+        out_features,
+        *,
+        recipe: str | Recipe,
+        rngs: nnx.Rngs,
+        specs=None,
+        overlap=(),
+        on_indivisible="raise",
+        **options,
     ):
-        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap)
+        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
         super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
 
@@ -145,9 +174,18 @@ class LinearGeneral(nnx.LinearGeneral):
     """nnx.LinearGeneral under a recipe."""
 
     def __init__(
-        self, in_features, out_features, *, recipe: str | Recipe, rngs: nnx.Rngs, specs=None, overlap=(), **options
+        self,
+        in_features,
+        out_features,
+        *,
+        recipe: str | Recipe,
+        rngs: nnx.Rngs,
+        specs=None,
+        overlap=(),
+        on_indivisible="raise",
+        **options,
     ):
-        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap)
+        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
         super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
 
@@ -164,10 +202,53 @@ class Einsum(nnx.Einsum):
         rngs: nnx.Rngs,
         specs=None,
         overlap=(),
+        on_indivisible="raise",
         **options,
     ):
-        product = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap)
+        product = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=product, **options)
+
+
+class Conv(nnx.Conv):
+    """nnx.Conv under a recipe."""
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        kernel_size,
+        *,
+        recipe: str | Recipe,
+        rngs: nnx.Rngs,
+        specs=None,
+        on_indivisible="raise",
+        **options,
+    ):
+        product = ConvGeneralDilated(recipe, rngs=rngs, specs=specs, on_indivisible=on_indivisible)
+        super().__init__(in_features, out_features, kernel_size, rngs=rngs, conv_general_dilated=product, **options)
+
+
+class Seam(NamedTuple):
+    """The attribute of a kind of layer that holds its product, what Flax has there, and what is put there instead."""
+
+    kind: type[nnx.Module]
+    attribute: str
+    plain: Any
+    product: type[OnMesh]
+
+    def holds_other(self, layer: nnx.Module) -> bool:
+        """Whether a layer was given a product that is neither Flax's nor ours."""
+        held = getattr(layer, self.attribute)
+        return not isinstance(held, Quantized) and held not in (None, self.plain)
+
+
+_SEAMS = (
+    Seam(nnx.Linear, "dot_general", jax.lax.dot_general, DotGeneral),
+    Seam(nnx.LinearGeneral, "dot_general", jax.lax.dot_general, DotGeneral),
+    Seam(nnx.Einsum, "einsum_op", jax.numpy.einsum, EinsumOp),
+    Seam(nnx.Conv, "conv_general_dilated", jax.lax.conv_general_dilated, ConvGeneralDilated),
+)
+_WITHOUT_SEAM, _NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for its contraction"
 
 
 def with_recipe(
@@ -177,16 +258,20 @@ def with_recipe(
     rngs: nnx.Rngs | None = None,
     specs: train.SpecsByPath = None,
     overlap: str | tuple[str, ...] = (),
+    on_indivisible: str = "raise",
 ) -> nnx.Module:
-    """The model itself, changed: its Linear, LinearGeneral and Einsum layers take the recipes that the rules name.
+    """The model itself, changed: its Linear, LinearGeneral, Einsum and Conv layers take the recipes of their rules.
 
-    Layers that were given a product of their own keep it. Layers that are stacked for nnx.scan have states of their
-    own only if they are made with a recipe, inside nnx.vmap.
+    Layers that were given a product of their own keep it. Layers that cannot take the recipe that a rule gives them,
+    such as ConvTranspose, stay as they are, and a warning names them; `explain` lists what each layer has. Layers that
+    are stacked for nnx.scan have states of their own only if they are made with a recipe, inside nnx.vmap.
 
     Args:
       rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
+      rngs: for recipes with stochastic rounding: where keys come from, of the stream `sr_rng` or the default one.
       specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
       overlap: mesh axes along which transfers overlap with products.
+      on_indivisible: what to do where devices would have parts of blocks: "raise", or "gather" that axis first.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     >>> model = with_recipe(model, {"layers/0": "mxfp8", "*": None})
@@ -194,21 +279,62 @@ def with_recipe(
     (2, 8)
     """
     chosen, lying = Rules(rules), Patterns(specs, "specs")
-    for path, layer in list(nnx.iter_modules(model)):
-        if not isinstance(layer, (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)):
-            continue
-        recipe = chosen.recipe_for("/".join(map(str, path)))
-        if recipe is None:
-            continue
-        made: dict[str, Any] = {"rngs": rngs, "specs": lying.value_for("/".join(map(str, path))), "overlap": overlap}
-        if isinstance(layer, nnx.Einsum):
-            if isinstance(layer.einsum_op, Quantized) or layer.einsum_op is jax.numpy.einsum:
-                layer.einsum_op = nnx.data(EinsumOp(recipe, **made))
-        elif isinstance(layer.dot_general, Quantized) or layer.dot_general in (None, jax.lax.dot_general):
-            layer.dot_general = nnx.data(DotGeneral(recipe, **made))
+    for path, layer in _multiplying(model):
+        seam = _seam_of(layer)
+        own = seam.attribute if seam is not None and seam.holds_other(layer) else None
+        recipe = chosen.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
+        if recipe is not None and seam is not None:
+            on_mesh: dict[str, Any] = {"specs": lying.value_for(path), "overlap": overlap}
+            product = seam.product(recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
+            setattr(layer, seam.attribute, nnx.data(product))
     chosen.check_all_matched()
     lying.check_all_matched()
+    warn_of_overlooked(chosen.layers, stacklevel=2)
     return model
+
+
+def explain(model: nnx.Module) -> str:
+    """A table of the layers of a model that multiply by a kernel, and the recipe that each takes.
+
+    >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
+    >>> print(explain(with_recipe(model, {"layers/0": "mxfp8", "*": None})))
+    layers/0  Linear  mxfp8
+    layers/2  Linear  none: its dot_general is plain
+    """
+    return table({path: _layer(layer) for path, layer in _multiplying(model)})
+
+
+def _multiplying(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """The layers that multiply by a kernel, with their paths."""
+    modules = list(nnx.iter_modules(model))
+    kinds = (*(seam.kind for seam in _SEAMS), *_WITHOUT_SEAM)
+    return [("/".join(map(str, path)), layer) for path, layer in modules if isinstance(layer, kinds)]
+
+
+def _seam_of(layer: nnx.Module) -> Seam | None:
+    return next((seam for seam in _SEAMS if isinstance(layer, seam.kind)), None)
+
+
+def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
+    """Why a layer cannot take a recipe."""
+    if isinstance(layer, _WITHOUT_SEAM):
+        return _NO_SEAM
+    if isinstance(layer, nnx.Conv):
+        groups = layer.feature_group_count
+        return groups_reason(recipe, groups, layer.in_features // groups, layer.out_features // groups)
+    return None
+
+
+def _layer(layer: nnx.Module) -> Layer:
+    """What a layer has now."""
+    kind, seam = type(layer).__name__, _seam_of(layer)
+    if seam is None:
+        return Layer(kind, None, _NO_SEAM)
+    product = getattr(layer, seam.attribute)
+    if isinstance(product, Quantized):
+        return Layer(kind, product.recipe)
+    words = f"it has a {seam.attribute} of its own" if seam.holds_other(layer) else f"its {seam.attribute} is plain"
+    return Layer(kind, None, words)
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: nnx.State) -> None:

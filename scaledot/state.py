@@ -15,9 +15,18 @@ use takes the state that the last one returned. `merge` does the same for states
 Where a sum slipped through all the same (a state used twice instead of handed on), history and factor no longer fit
 together: no factor of a true state is larger than its own history allows. Then the smaller one is used, which saturates
 nothing that a true state would not, and the history is begun afresh.
+
+A state that is not differentiated has no next state: its history stays empty and its multiplier 1, at which small
+gradients underflow to zero. `checked_use` raises where a gradient with respect to w leaves the state out, and warns
+once where a forward pass has an empty state that is not traced. A state that is an argument of a jitted forward pass
+may be that of a trained model or not: nothing can be said there.
 """
 
+import contextlib
+import contextvars
 import functools
+import typing
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +34,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 
 from scaledot.formats import Format
 from scaledot.numerics.bits import LARGEST_FACTOR, divide
@@ -121,6 +132,79 @@ def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
             raise TypeError(
                 f"`{name}` must hold an AmaxHistory at {tensor!r}, not a {found}; make it AmaxHistory(**it)"
             )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _differentiated_with(recipe_name: str, state: State, w: jax.Array) -> State:
+    """The state itself. Differentiating with respect to w and not with respect to any leaf of the state raises.
+
+    w is only looked at. A gradient through x alone is let through: that is what a saliency map of a trained model, or
+    a frozen layer with a trained history, asks for.
+    """
+    return state
+
+
+@functools.partial(_differentiated_with.defjvp, symbolic_zeros=True)
+def _refuse_constant_state(recipe_name: str, primals: tuple[State, jax.Array], tangents: tuple[Any, Any]):
+    state, w = tangents
+    if not is_zero(w) and all(map(is_zero, jax.tree.leaves(state))):
+        raise ValueError(
+            f"{recipe_name} is differentiated with respect to `w` and not with respect to its `state`. The gradient of "
+            "a state is the next state; without it the amax history stays as it is, empty at first, and small "
+            "gradients underflow. Differentiate with respect to both. "
+            "JAX: jax.grad(loss, argnums=(0, 1))(w, state). "
+            "Flax linen: jax.grad(loss)(variables), where `variables` has the collections 'params' and "
+            "'_overwrite_with_gradient'. "
+            "Flax NNX: nnx.grad(loss, argnums=nnx.DiffState(0, scaledot.nnx.TRAINED))(model)"
+        )
+    return primals[0], state
+
+
+def is_zero(tangent: Any) -> bool:
+    """Whether a tangent, as a rule with symbolic zeros gets it, is known to be zero without its value."""
+    return isinstance(tangent, SymbolicZero) or getattr(tangent, "dtype", None) == jax.dtypes.float0
+
+
+_unchecked = contextvars.ContextVar("_unchecked", default=False)
+
+
+@contextlib.contextmanager
+def unchecked():
+    """Inside, `checked_use` checks nothing: for a pass that initialises a model, and for states that are constants."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
+
+
+def checked_use(recipe: Recipe, state: State, w: jax.Array) -> State:
+    """The state, for a product by w: raises if w is differentiated without it, warns if it is seen to be empty."""
+    if _unchecked.get():
+        return state
+    if isinstance(w, Tracer):
+        return typing.cast(State, _differentiated_with(recipe.name, state, w))
+    if not _warn_once.cache_info().currsize and _is_seen_to_be_empty(state):
+        _warn_once(recipe.name)
+    return state
+
+
+def _is_seen_to_be_empty(state: State) -> bool:
+    """Whether the numbers of a state can be read, being neither traced nor on other hosts, and no history has any."""
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        return False
+    return not any(np.asarray(tensor.history).any() for tensor in state.values())
+
+
+@functools.cache
+def _warn_once(recipe_name: str) -> None:
+    warnings.warn(
+        f"a forward pass under {recipe_name} has an empty amax history and casts with quantisation multiplier 1. "
+        "Training steps, which differentiate with respect to the state, fill the history: pass the state they return. "
+        "This warning is given once, and only for a state that is not traced",
+        stacklevel=2,
+    )
 
 
 def _leaves(recipe: Recipe):

@@ -1,6 +1,7 @@
 """Recipes in Flax linen: the same numbers as the verbs, state that Flax carries, models as they are."""
 
 import copy
+import sys
 import warnings
 
 import jax
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 from training import SHORT
 
 import scaledot as sd
+from scaledot import state as scaling
 from scaledot import train
 from scaledot.recipes import RECIPES, Gemm, Recipe
 
@@ -260,3 +262,139 @@ def test_a_model_with_rules_is_copied_with_them():
 def test_every_recipe_makes_a_class():
     for name, recipe in RECIPES.items():
         assert sd.linen.make_dot_general_cls(name)().recipe is recipe
+
+
+def test_parameters_differentiated_without_their_scaling_state_are_refused():
+    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT), normal(0, (2, 32))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def loss(params, state):
+        return model.apply({"params": params, **state}, x).sum()
+
+    state = {OWG: variables[OWG]}
+    with pytest.raises(ValueError, match=rf"Flax linen: jax.grad\(loss\)\(variables\).*{OWG}"):
+        jax.eval_shape(jax.grad(loss), variables["params"], state)
+    jax.eval_shape(jax.grad(loss, argnums=(0, 1)), variables["params"], state)
+
+
+def test_initialising_does_not_warn_of_an_empty_history_and_applying_does():
+    scaling._warn_once.cache_clear()
+    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT), normal(0, (2, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        variables = model.init(jax.random.key(0), x)
+    with pytest.warns(UserWarning, match="empty amax history"):
+        jax.eval_shape(lambda x: model.apply(variables, x), x)
+
+
+class Traced(nn.Module):
+    """A layer that counts how often it is traced; its field cannot be hashed."""
+
+    widths: list
+    times = []  # noqa: RUF012
+
+    @nn.compact
+    def __call__(self, x):
+        self.times.append(1)
+        return nn.Dense(self.widths[0])(x)
+
+
+def test_equal_models_have_equal_methods_that_jit_traces_once():
+    one, same = (sd.linen.with_recipe(Traced([4]), {"*": "mxfp8"}) for _ in range(2))
+    assert one.apply is one.apply
+    assert (one.apply, hash(one.apply)) == (same.apply, hash(same.apply))
+    others = (
+        sd.linen.with_recipe(Traced([8]), {"*": "mxfp8"}),
+        sd.linen.with_recipe(Traced([4]), "fp8_current"),
+        sd.linen.with_recipe(Traced([4]), {"*": "mxfp8"}, overlap="tp"),
+    )
+    assert all(one.apply != other for other in (*(other.apply for other in others), one.init))
+    variables, x = {"params": {"Dense_0": {"kernel": jnp.ones((32, 4)), "bias": jnp.ones(4)}}}, jnp.ones((2, 32))
+    for _ in range(2):
+        for model in (one, same):
+            jax.jit(model.apply).trace(variables, x)
+    assert len(Traced.times) == 1
+    tx = optax.sgd(1.0)
+    states = [TrainState.create(apply_fn=model.apply, params=variables, tx=tx) for model in (one, same)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+def test_a_convolution_is_the_verb():
+    layer, x = nn.Conv(8, (3,), strides=2, use_bias=False), normal(0, (2, 9, 16))
+    kernel = normal(1, (3, 16, 8))
+
+    @jax.jit
+    def both(x, kernel):
+        window = {"window_strides": (2,), "padding": "SAME", "dimension_numbers": ("NWC", "WIO", "NWC")}
+        expected = train.conv_general_dilated(x, kernel, **window, recipe="fp8_current")
+        return sd.linen.with_recipe(layer, "fp8_current").apply({"params": {"kernel": kernel}}, x), expected
+
+    y, expected = both(x, kernel)
+    np.testing.assert_array_equal(y, expected)
+    variables = jax.eval_shape(sd.linen.with_recipe(layer, SHORT).init, jax.random.key(0), x)
+    assert set(variables[OWG]["ConvGeneralDilated_0"]) == NAMES
+
+
+class Convolved(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(32, (3,), name="in")(x)
+        x = nn.Conv(32, (3,), feature_group_count=32, name="depthwise")(x)
+        x = nn.Dense(32, dot_general=jax.lax.dot_general, name="own")(x)
+        return nn.ConvTranspose(4, (3,), name="out")(x)
+
+
+def test_layers_that_cannot_take_a_recipe_are_named():
+    x = jax.ShapeDtypeStruct((2, 8, 3), jnp.float32)
+    model = sd.linen.with_recipe(Convolved(), "mxfp8")
+    with pytest.warns(UserWarning, match=r"depthwise \(Conv: mxfp8.*; out \(ConvTranspose: .*map these paths to None"):
+        jax.eval_shape(model.init, jax.random.key(0), x)
+    words = [line.split(maxsplit=2) for line in sd.linen.explain(model, x).splitlines()]
+    assert [path for path, *_ in words] == ["in", "depthwise", "own", "out"]
+    assert words[0][1:] == ["Conv", "mxfp8"]
+    assert words[2][1:] == ["Dense", "none: it has a dot_general of its own"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        per_tensor = {"depthwise": "fp8_current", "out": None, "*": "mxfp8"}
+        jax.eval_shape(sd.linen.with_recipe(Convolved(), per_tensor).init, jax.random.key(0), x)
+
+
+def test_stochastic_recipes_draw_from_linens_default_stream_too():
+    model, x = sd.linen.with_recipe(nn.Dense(4), "nvfp4"), normal(0, (2, 32))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def traced(stream):
+        rngs = {stream: jax.random.key(1)}
+        return jax.eval_shape(jax.grad(lambda params: model.apply(params, x, rngs=rngs).sum()), params)
+
+    for stream in ("params", "sr_rng"):
+        traced(stream)
+    with pytest.raises(ValueError, match=r"rngs=\{'sr_rng': key\}"):
+        traced("dropout")
+
+
+def test_an_axis_that_does_not_divide_into_blocks_can_be_gathered():
+    """Eight devices have 12 of 96 features each, which are no whole blocks of 32."""
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    P = jax.sharding.PartitionSpec  # noqa: N806
+    params = {"kernel": jnp.ones((96, 16))}
+    for layer, x in (
+        (nn.Dense(16, use_bias=False), jnp.ones((8, 96))),
+        (nn.Conv(16, (), use_bias=False), jnp.ones((8, 96))),
+    ):
+        specs = train.Specs(x=P(None, "tp"), w=P("tp", None), y=P())
+        with jax.set_mesh(mesh):
+            refused = sd.linen.with_recipe(layer, "mxfp8", specs=specs)
+            with pytest.raises(ValueError, match="on_indivisible='gather'"):
+                jax.eval_shape(refused.apply, {"params": params}, x)
+            gathered = sd.linen.with_recipe(layer, "mxfp8", specs=specs, on_indivisible="gather")
+            assert jax.eval_shape(gathered.apply, {"params": params}, x).shape == (8, 16)
+
+
+@pytest.mark.parametrize("room", ["linen", "nnx"])
+def test_without_flax_an_error_says_what_to_install(room, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flax", None)
+    monkeypatch.delitem(sys.modules, f"scaledot.{room}", raising=False)
+    monkeypatch.delitem(vars(sd), room, raising=False)
+    with pytest.raises(ImportError, match=rf"scaledot.{room} needs Flax.*pip install 'scaledot\[flax\]'"):
+        getattr(sd, room)

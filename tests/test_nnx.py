@@ -202,3 +202,39 @@ def test_bad_input_is_explained():
     model.up.dot_general.x_amax_history = ScalingState(jnp.zeros(7))
     with pytest.raises(ValueError, match=r"at 'x/history' it has float32\[7\] and should have float32\[4\]"):
         model(normal(0, (8, 16)))
+
+
+def test_parameters_differentiated_without_their_scaling_state_are_refused():
+    model, x = sd.nnx.with_recipe(nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))), SHORT), jnp.ones((8, 16))
+    with pytest.raises(ValueError, match=r"Flax NNX: nnx.grad\(loss, argnums=nnx.DiffState\(0, scaledot.nnx.TRAINED"):
+        nnx.eval_shape(nnx.grad(lambda model: jnp.mean(model(x) ** 2)), model)
+
+
+class Convolved(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Conv(3, 32, (3,), rngs=rngs)
+        self.depthwise = nnx.Conv(32, 32, (3,), feature_group_count=32, rngs=rngs)
+        self.last = nnx.ConvTranspose(32, 4, (3,), rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.depthwise(self.first(x)))
+
+
+def test_convolutions_take_recipes_and_layers_that_cannot_are_named():
+    model, x = nnx.eval_shape(lambda: Convolved(nnx.Rngs(0))), jax.ShapeDtypeStruct((2, 8, 3), jnp.float32)
+    with pytest.warns(UserWarning, match=r"depthwise \(Conv: mxfp8.*; last \(ConvTranspose: .*map these paths to None"):
+        sd.nnx.with_recipe(model, "mxfp8")
+    words = [line.split(maxsplit=2) for line in sd.nnx.explain(model).splitlines()]
+    assert sorted(words) == [
+        ["depthwise", "Conv", "none: its conv_general_dilated is plain"],
+        ["first", "Conv", "mxfp8"],
+        ["last", "ConvTranspose", "none: Flax has no hook for its contraction"],
+    ]
+    assert nnx.eval_shape(lambda model, x: model(x), model, x).shape == (2, 8, 4)
+    own = nnx.eval_shape(lambda: sd.nnx.Conv(3, 32, (3,), recipe=SHORT, on_indivisible="gather", rngs=nnx.Rngs(0)))
+    assert own.conv_general_dilated.recipe is SHORT
+
+
+def test_stochastic_recipes_draw_from_the_default_stream_too():
+    model = nnx.eval_shape(lambda: sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), "nvfp4", rngs=nnx.Rngs(1)))
+    nnx.eval_shape(lambda model: gradients(model, jnp.ones((8, 16)))[0], model)

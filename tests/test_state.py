@@ -1,6 +1,7 @@
 """Delayed scaling: the stream of factors, and everything that could corrupt it."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from training import SHORT, delayed
 
 import scaledot as sd
+from scaledot import state as state_module
 from scaledot import train
 from scaledot.recipes import FP8_DELAYED, Cast, Delayed, Gemm, Recipe
 from scaledot.state import AmaxHistory, merge
@@ -328,3 +330,71 @@ def test_a_state_of_another_model_is_refused_by_path(state, words):
 def test_impossible_histories_are_explained(make, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make()
+
+
+def _loss(w, state):
+    return train.dense(XS[0], w, recipe=SHORT, state=state)[0].sum()
+
+
+def _scanned(w, state):
+    def body(carry, x):
+        total, state = carry
+        y, state = train.dense(x, w, recipe=SHORT, state=state)
+        return (total + y.sum(), state), None
+
+    return jax.lax.scan(body, (0.0, state), jnp.stack(XS))[0][0]
+
+
+def _stacked(w, state):
+    ws, states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (w, state))
+    return jax.vmap(_loss)(ws, states).sum()
+
+
+THROUGH = {"plain": _loss, "jit": jax.jit(_loss), "remat": jax.checkpoint(_loss), "scan": _scanned, "vmap": _stacked}
+
+
+@pytest.mark.parametrize("loss", THROUGH.values(), ids=THROUGH)
+def test_a_weight_differentiated_without_its_state_is_refused(loss):
+    """The history would stay empty and the multiplier 1, at which a gradient of 1e-9 is zero in e5m2."""
+    state = sd.init_state(SHORT)
+    with pytest.raises(ValueError, match=r"not with respect to its `state`.*argnums=\(0, 1\)"):
+        jax.eval_shape(jax.grad(loss), WS[0], state)
+    jax.eval_shape(jax.grad(loss, argnums=(0, 1)), WS[0], state)
+
+
+def test_a_gradient_through_a_frozen_layer_needs_no_state():
+    def loss(x, w, state):
+        return train.dense(x, w, recipe=SHORT, state=state)[0].sum()
+
+    jax.eval_shape(jax.grad(loss), XS[0], WS[0], sd.init_state(SHORT))
+
+
+def test_the_state_of_grouped_and_convolved_weights_is_differentiated_too():
+    sizes, state = jnp.array([4]), sd.init_state(SHORT)
+
+    def grouped(w):
+        return train.ragged_dot(XS[0], w, sizes, recipe=SHORT, state=state)[0].sum()
+
+    def convolved(w):
+        return train.conv_general_dilated(jnp.ones((1, 1, 4)), w, (1,), "VALID", recipe=SHORT, state=state)[0].sum()
+
+    for loss, shape in ((grouped, (1, 8, 2)), (convolved, (1, 1, 2))):
+        with pytest.raises(ValueError, match="not with respect to its `state`"):
+            jax.eval_shape(jax.grad(loss), jnp.ones(shape))
+
+
+def test_an_empty_history_outside_jit_is_warned_of_once():
+    state_module._warn_once.cache_clear()
+    empty, full = sd.init_state(SHORT), {t: AmaxHistory(jnp.ones(4), jnp.float32(448)) for t in "xwg"}
+
+    def forward(state):  # w and state have values, which is what is looked at; x need not be computed with
+        jax.eval_shape(lambda x: train.dense(x, WS[0], recipe=SHORT, state=state), XS[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward(full)
+    with pytest.warns(UserWarning, match="empty amax history and casts with quantisation multiplier 1"):
+        forward(empty)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward(empty)

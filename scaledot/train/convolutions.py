@@ -49,6 +49,7 @@ def conv_general_dilated(
     key=None,
     out_sharding=None,
     specs: Specs | None = None,
+    on_indivisible: str = "raise",
     kernel: Choice = None,
 ):
     """`jax.lax.conv_general_dilated` of image x and kernel w under a recipe; other arguments as in `dot_general`.
@@ -69,11 +70,12 @@ def conv_general_dilated(
     strides, before, within = (tuple(map(int, given or ones)) for given in (window_strides, lhs_dilation, rhs_dilation))
     window = Window(numbers, x.shape, w.shape, strides, (), before, within, feature_group_count)
     window = dataclasses.replace(window, padding=window.pairs(padding))
-    for _, tensor, cast in recipe.casts():
-        window.check_groups(cast, tensor)
+    reason = groups_reason(recipe, feature_group_count, *window.features_of_a_group)
+    if reason is not None:
+        raise ValueError(reason)
     dtype, kind = result_dtype(preferred_element_type, x, w), Convolution(window)
     rule = Rule(kind, recipe, dtype, precision, out_sharding, kernel)
-    operands, state = Operands(x, w, None, None), checked_state(recipe, state)
+    operands, state = Operands(x, w, None, None), checked_state(recipe, state, w)
     contraction = kind.contraction
     splits = splits_of(contraction, x, w, specs, out_sharding)
     if splits is None:
@@ -84,7 +86,26 @@ def conv_general_dilated(
     sizes = dict(parts.sizes) | window.result_sizes(contraction.out)
     parts = dataclasses.replace(parts, sizes=tuple(sizes.items()))
     rule = dataclasses.replace(rule, out_sharding=None)
-    return returned(recipe, *product_of_parts(rule, parts, operands, state, key))
+    return returned(recipe, *product_of_parts(rule, parts, operands, state, key, on_indivisible))
+
+
+def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str | None:
+    """Why a recipe cannot cast features in groups of so many inputs and outputs; None if it can.
+
+    Blocks and rotations along features must stay within a group.
+    """
+    sizes = {"x": inputs, "g": outputs}
+    for _, tensor, cast in recipe.casts() if groups > 1 else ():
+        if not cast.cuts:
+            continue
+        needed = max(*cast.tile, cast.rotation.size if cast.rotation else 1)
+        for name in sizes if tensor == "w" else (tensor,):
+            if sizes[name] % needed:
+                return (
+                    f"{cast} of {tensor} runs along features, and each of {groups} groups has {sizes[name]}, that "
+                    f"cannot be padded to {needed} within its group; use a recipe with a scale per tensor"
+                )
+    return None
 
 
 def _check_splits(splits: Splits, features_too: bool) -> None:
@@ -152,21 +173,10 @@ class Window:
         sizes = [max((image + sum(pads) - kernel) // step + 1, 0) for image, kernel, pads, step in reaches]
         return {labels[axis]: size for axis, size in zip(self.numbers.out_spec[2:], sizes, strict=True)}
 
-    def check_groups(self, cast: Cast, tensor: str) -> None:
-        """Blocks and rotations along features must stay within a group of features."""
-        if self.groups == 1 or not cast.cuts:
-            return
-        sizes = {
-            "x": self.w_shape[self.numbers.rhs_spec[1]],
-            "g": self.w_shape[self.numbers.rhs_spec[0]] // self.groups,
-        }
-        needed = max(*cast.tile, cast.rotation.size if cast.rotation else 1)
-        for name in sizes if tensor == "w" else (tensor,):
-            if sizes[name] % needed:
-                raise ValueError(
-                    f"{cast} of {tensor} runs along features, and each of {self.groups} groups has {sizes[name]}, that "
-                    f"cannot be padded to {needed} within its group; use a recipe with a scale per tensor"
-                )
+    @property
+    def features_of_a_group(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.w_shape[self.numbers.rhs_spec[1]], self.w_shape[self.numbers.rhs_spec[0]] // self.groups
 
     def fwd(self, x, w, **wanted) -> jax.Array:
         return scaled_conv(

@@ -171,7 +171,7 @@ def contract_under(
         )
     )
     kind = Dot(Contraction(left.flat, right.flat, out.flat))
-    dtype, state = result_dtype(preferred, x, w), checked_state(recipe, state)
+    dtype, state = result_dtype(preferred, x, w), checked_state(recipe, state, w)
     if splits is not None:
         overlap = (overlap,) if isinstance(overlap, str) else tuple(overlap)
         parts = Partitioned.of(kind, contraction, layouts, x, w, splits, recipe.amax_scope, overlap)

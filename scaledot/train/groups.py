@@ -79,7 +79,7 @@ def ragged_dot(
         return Groups(_spacing(recipe.wgrad, groups, kernel, arrays))
 
     rule = Rule(kind_of(count, rows, *w.shape[1:]), recipe, dtype, precision, kernel=kernel)
-    operands, state = Operands(x, w, b, groups), checked_state(recipe, state)
+    operands, state = Operands(x, w, b, groups), checked_state(recipe, state, w)
     if experts is not None:
         return returned(recipe, *product_of_experts(rule, kind_of, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none

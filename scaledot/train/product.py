@@ -304,7 +304,10 @@ def cast_of(recipe: Recipe, product: str, tensor: str) -> Cast | None:
 def _check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
     if stochastic and key is None:
         words = f"{recipe.name} rounds {', '.join(stochastic)} by chance"
-        raise ValueError(f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`)")
+        raise ValueError(
+            f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`: linen takes it in "
+            "apply(..., rngs={'sr_rng': key}), NNX in with_recipe(..., rngs=nnx.Rngs(sr_rng=0)) or for each layer)"
+        )
 
 
 @jax.custom_jvp

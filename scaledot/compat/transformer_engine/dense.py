@@ -1,7 +1,12 @@
 """dense and grouped_dense: differentiated products by a set of quantizers."""
 
+import functools
+import warnings
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOpSet,
@@ -18,7 +23,7 @@ from scaledot.compat.transformer_engine.recipe import UNQUANTISED
 from scaledot.compat.transformer_engine.sharding import Names, constrained, global_mesh_resource
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
-from scaledot.state import State
+from scaledot.state import State, is_zero, unchecked
 from scaledot.train import ragged_dot
 from scaledot.train.dots import contract_under
 from scaledot.train.product import RESIDUAL_NAME
@@ -40,6 +45,7 @@ def dense(
 
     The gradient of a quantizer set with delayed scaling is the set of the next step; `QuantizerSet.merge` makes one of
     those of several micro-batches. A set that is used twice in one step needs `scaledot.train`, which hands states on.
+    A set that is not differentiated with the kernel is a constant, as in theirs; the first one is warned about.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizers = QuantizerFactory.create_set(fp8_recipe="fp8_delayed")
@@ -56,12 +62,13 @@ def dense(
     axes = tuple(axes_of(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
     contraction = from_dimension_numbers((axes, ((), ())), x.ndim, kernel.ndim)
     check_bias(bias, tuple(size for axis, size in enumerate(kernel.shape) if axis not in axes[1]))
-    recipe, state = quantizer_set.core or UNQUANTISED, quantizer_set.state
+    recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
     how = {"precision": None, "out_sharding": None, "residual_name": quantizer_set.checkpoint_name or RESIDUAL_NAME}
     specs = collective_specs(collective_op_set.forward, x, kernel, kernel_axes)
     if specs is not None:
         how |= {"specs": specs, "overlap": global_mesh_resource().tpsp_resource, "on_indivisible": "gather"}
-    y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **how))
+    with unchecked():  # `_state_of` has seen to it
+        y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **how))
     return constrained(y, output_axes)
 
 
@@ -98,15 +105,46 @@ def grouped_dense(
         raise ValueError(f"`contracting_dims` {contracting_dims} must be ((1,), (1,)) or ((1,), (2,))")
     kernel = kernel if kernel_axes == (1,) else jnp.swapaxes(kernel, 1, 2)
     groups = summing_groups(group_sizes, x.shape[0])
-    recipe, state = quantizer_set.core or UNQUANTISED, quantizer_set.state
+    recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
     dtype = x.dtype if preferred_element_type is None else preferred_element_type
     how = {"recipe": recipe, "state": state, "key": quantizer_set.key}
-    return _result(ragged_dot(x, kernel, groups, bias, precision, dtype, **how))
+    with unchecked():
+        return _result(ragged_dot(x, kernel, groups, bias, precision, dtype, **how))
 
 
 def _check_set(quantizer_set: QuantizerSet) -> None:
     if not isinstance(quantizer_set, QuantizerSet):
         raise TypeError(f"`quantizer_set` must be of QuantizerFactory.create_set, not {quantizer_set!r}")
+
+
+def _state_of(quantizer_set: QuantizerSet, kernel: jax.Array) -> State | None:
+    """The state of a set. `scaledot.train` raises where w is differentiated and the state is not; theirs does not."""
+    state = quantizer_set.state
+    return cast(State, _constant_allowed(state, kernel)) if state and isinstance(kernel, Tracer) else state
+
+
+@jax.custom_jvp
+def _constant_allowed(state: State, kernel: jax.Array) -> State:
+    """The state itself. Differentiating with respect to the kernel and not with respect to the state warns."""
+    return state
+
+
+@functools.partial(_constant_allowed.defjvp, symbolic_zeros=True)
+def _note_constant(primals: tuple[State, jax.Array], tangents: tuple[Any, Any]):
+    state, kernel = tangents
+    if not is_zero(kernel) and all(map(is_zero, jax.tree.leaves(state))):
+        _warn_of_constant_set()
+    return primals[0], state
+
+
+@functools.cache
+def _warn_of_constant_set() -> None:
+    warnings.warn(
+        "a kernel is differentiated without its `quantizer_set`, whose amax histories and scales therefore stay as "
+        "they are. The gradient of a set is the next one: jax.grad(loss, argnums=(0, 1))(kernel, quantizer_set). "
+        "This warning is given once",
+        stacklevel=2,
+    )
 
 
 def _result(returned: jax.Array | tuple[jax.Array, State]) -> jax.Array:
