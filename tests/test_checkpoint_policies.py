@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from data import normal
 from reference import equations
+from tables import table_of
 
 import scaledot as sd
 from scaledot import train
@@ -20,7 +21,7 @@ POLICIES = sd.checkpoint_policies
 
 # One recipe for each way of multiplying; the others repeat them.
 FEW = ("fp8_current", "fp8_delayed", "fp8_block", "nvfp4")
-EACH_RECIPE = [pytest.param(r, marks=[] if r in FEW else [pytest.mark.exhaustive]) for r in RECIPES]
+EACH_RECIPE = table_of(RECIPES, [name for name in RECIPES if name not in FEW])
 X, WS = normal(0, (64, 256), spread=0.1), [normal(1, (256, 128), spread=0.1), normal(2, (128, 256), spread=0.1)]
 
 
@@ -75,7 +76,7 @@ def test_what_is_kept_under_a_policy_is_codes():
     assert {r.dtype.name for r in kept} == {"uint8"}
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+@pytest.mark.parametrize("recipe", table_of(["fp8_current", "nvfp4"], ["nvfp4"]))
 def test_gradients_do_not_depend_on_what_is_kept(recipe):
     """jax.checkpoint rounds floats that it saves, in a way that would turn the largest float8 into NaN."""
     f = functools.partial(block, recipe)

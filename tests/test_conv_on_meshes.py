@@ -24,6 +24,8 @@ LAYOUTS = {
     "row": train.Specs(P("dp", None, None, "tp"), P(None, None, "tp"), P("dp")),
     "fsdp": train.Specs(P(("dp", "tp")), P(None, None, None, "tp"), P(("dp", "tp"))),
 }
+pytestmark = pytest.mark.optimized  # XLA's unoptimised convolutions of integers take minutes
+
 REPRESENTATIVE = {
     ("fp8_current", "column", "explicit"),
     ("nvfp4", "row", "specs"),
