@@ -56,10 +56,10 @@ def kept_bytes(precision: str, layer: Linear) -> int:
         return layer.x.size * jnp.dtype(precision).itemsize
     state = sd.init_state(precision)
 
-    def residuals(x: jax.Array, w: jax.Array) -> Any:
-        return jax.vjp(lambda x, w: _product(precision, x, w, state)[0], x, w)[1]
+    def residuals(*args: Any) -> Any:
+        return jax.vjp(lambda x, w, state: _product(precision, x, w, state)[0], *args)[1]
 
-    leaves = jax.tree.leaves(jax.eval_shape(residuals, layer.x, layer.w))
+    leaves = jax.tree.leaves(jax.eval_shape(residuals, layer.x, layer.w, state))
     kept = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     histories = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     return sum(math.ceil(leaf.size * _bits(leaf.dtype) / 8) for leaf in kept) - histories
