@@ -112,7 +112,7 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
 
     proven = {"name": {"another"}}
     for kernel, fields in PROOFS:
-        row, block = KERNELS[kernel]
+        _, block = KERNELS[kernel]
         for field, value in {"block": block, **fields}.items():
             proven.setdefault(field, set()).add(value)
     for view in (view for case in cast.CASES for view in case.views):
@@ -120,9 +120,8 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
             proven.setdefault(field, set()).add(getattr(view.format, field))
         proven["block"] |= {None if view.tile == (0, 0) else tuple(b for b in view.tile if b > 1)}
     for fields in COMPUTED.values():
-        assert not [
-            (field, value) for field, values in fields.items() for value in values if value not in proven[field]
-        ]
+        computed = {(field, value) for field, values in fields.items() for value in values}
+        assert not {(field, value) for field, value in computed if value not in proven[field]}
 
 
 @needs_interpreter
@@ -132,4 +131,4 @@ def test_a_value_that_a_cast_kernel_accepts_has_the_bits_of_the_reference(hopper
 
     row, block = KERNELS[kernel]
     made = views(dataclasses.replace(row, **fields), fields.get("block", block))
-    cast.check(cast.Case(row.name, jnp.bfloat16, made), (104, 128))
+    cast.check(cast.Case(row.name, jnp.bfloat16, made if "block" in fields else made[:1]), (104, 128))

@@ -582,12 +582,7 @@ def test_mx_blocks_may_be_square(monkeypatch):
     cast = Cast(dataclasses.replace(sd.FORMATS["mxfp8"], block=(32, 32)))
     recipe = recipes.of_tensors("mx_square", cast, cast, cast)
     monkeypatch.setitem(EXPECTED, recipe.name, per_tensor(square("mxfp8", 32), square("mxfp8", 32)))
-    x, w, b, g = (
-        normal(0, (35, 70)),
-        normal(1, (70, 44), spread=0.1),
-        normal(2, (44,)),
-        normal(3, (35, 44), spread=1e-3),
-    )
+    x, w, b, g = (normal(seed, shape) for seed, shape in enumerate([(35, 70), (70, 44), (44,), (35, 44)]))
     run = jax.jit(functools.partial(step, recipe)).trace(x, w, b, g)
     quantised = [e.invars[0].aval.shape for e in equations(run.jaxpr.jaxpr) if e.params.get("name") == "quantize_parts"]
     assert [quantised.count(a.shape) for a in (x, w, g)] == [1, 1, 1]

@@ -18,6 +18,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
 from scaledot.kernels.mosaic import casts
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, room, spaced, whole_groups
 from scaledot.numerics.scale import Levels, levels_of
@@ -222,8 +223,8 @@ class Groups:
         return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        count = groups.shape[0]
-        return jax.ops.segment_sum(g.astype(jnp.float32), _group_of(groups, g.shape[0]), count + 1)[:count]
+        count, wide = groups.shape[0], g.astype(sum_dtype(g.dtype))
+        return jax.ops.segment_sum(wide, _group_of(groups, g.shape[0]), count + 1)[:count]
 
 
 def _view(product: str, laid: LaidRows) -> casts.View:
