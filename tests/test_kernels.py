@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from reference import equations
 from test_dot import CASES, EACH_CAST, SIDES, normal, numbers_of, operands
 
 import scaledot as sd
 from scaledot.kernels import table
-from scaledot.kernels.spec import Problem
+from scaledot.kernels.forms import codes_form
+from scaledot.kernels.mosaic import dot as mosaic_dot
+from scaledot.kernels.spec import Contraction, Problem, operand_of
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.operands import make_problem, solve
 
@@ -160,3 +163,20 @@ def test_float32_products_are_full_ones_unless_asked_otherwise():
     assert precision(preferred_element_type=jnp.bfloat16) == (highest, highest)
     with jax.default_matmul_precision("default"):
         assert precision() != (highest, highest)
+
+
+PRECISIONS = [None, "default", "fastest", "bfloat16", "high", "highest", lax.Precision.DEFAULT, lax.Precision.HIGHEST]
+PAIRS = [("default", "default"), ["default", "bfloat16"], ("default", "highest")]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS + PAIRS)
+def test_all_kernels_read_a_precision_as_jax_does(precision):
+    x = jnp.ones((8, 8))
+    (dot,) = jax.make_jaxpr(lambda x: lax.dot(x, x, precision=precision))(x).eqns
+    is_default = dot.params["precision"] in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
+    q = operand_of(sd.quantize(x, "fp8_e4m3"), "mk"), operand_of(sd.quantize(x, "fp8_e4m3"), "kn")
+    problem = Problem("dot", Contraction("mk", "kn", "mn"), *q, precision=precision)
+    form = codes_form(problem)
+    assert not isinstance(form, str)
+    assert form.float8_on_cuda == is_default
+    assert mosaic_dot.FLOAT8.promotes(problem) != is_default

@@ -25,6 +25,20 @@ def sum_dtype(dtype) -> np.dtype:
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
+# What jax.lax takes for the default precision of an operand.
+_DEFAULT_PRECISION = (None, "default", "fastest", "bfloat16", lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Whether the argument `precision`, for both operands or a pair, leaves the precision of sums to the hardware.
+
+    >>> is_default_precision("bfloat16"), is_default_precision(("default", "highest"))
+    (True, False)
+    """
+    of_operands = precision if isinstance(precision, (tuple, list)) else (precision,)
+    return all(each in _DEFAULT_PRECISION for each in of_operands)
+
+
 @dataclasses.dataclass(frozen=True)
 class Contraction:
     """Three label strings; a label that both operands have and the result does not is summed over.
