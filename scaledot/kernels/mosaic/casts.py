@@ -136,8 +136,9 @@ class Fused(NamedTuple):
     sums: jax.Array | None
 
 
-def supports(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str | None:
-    return views_reason(shape, dtype, views) or support.device_reason()
+def supports(x: jax.Array, views: tuple[View, ...]) -> str | None:
+    reason = views_reason(x.shape, x.dtype, views) or support.device_reason()
+    return reason or support.partition_reason(support.devices_of(x))
 
 
 def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str | None:
@@ -319,14 +320,14 @@ def _tile_casts(
     return Fused(tuple(map(array, views)), largest, vary_as(jnp.sum(made.sums, axis=0)[:k], x) if sums else None)
 
 
-def rows_reason(shape: tuple[int, int], dtype, groups: int, view: View) -> str | None:
-    """Why no kernel makes this cast of rows in groups."""
+def rows_reason(shape: tuple[int, int], dtype, groups: int, view: View, devices: int = 1) -> str | None:
+    """Why no kernel makes this cast of rows in groups, which XLA partitions over so many devices."""
     if not view.summed:
         shape = room(shape[0], groups, LINE), shape[1]
     reason = views_reason(shape, dtype, (view,))
     if reason is None and _tiles(view) not in ("tensor", "lines"):
         reason = f"rows in groups are cast to 8-bit codes with one float32 scale, or one for {LINE} elements"
-    return reason or support.device_reason()
+    return reason or support.device_reason() or support.partition_reason(devices)
 
 
 def run_rows(

@@ -35,7 +35,7 @@ class Product:
         return self.kind == "values"
 
     def supports(self, problem: Problem) -> str | None:
-        return self.problem_reason(problem) or support.device_reason()
+        return self.problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
     def problem_reason(self, problem: Problem) -> str | None:
         """Why the kernel cannot compute it, whatever the device."""

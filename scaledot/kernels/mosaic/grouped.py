@@ -17,7 +17,7 @@ from scaledot.numerics.grouped import spaced
 
 
 def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason()
+    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
 
 def problem_reason(problem: Problem) -> str | None:

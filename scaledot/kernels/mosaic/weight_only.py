@@ -31,7 +31,7 @@ BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale
 
 
 def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason()
+    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
 
 def problem_reason(problem: Problem) -> str | None:
