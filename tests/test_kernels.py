@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal_by_axis
+from jax import lax
 from reference import equations
 from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 
 import scaledot as sd
 from scaledot.kernels import table
-from scaledot.kernels.spec import Contraction, Problem
+from scaledot.kernels.forms import codes_form
+from scaledot.kernels.mosaic import dot as mosaic_dot
+from scaledot.kernels.spec import Contraction, Problem, operand_of
 from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.operands import contract, make_problem, solve
 
@@ -172,3 +175,20 @@ def test_a_bias_is_added_before_the_one_rounding():
     y = contract(Contraction("mk", "kn", "mn"), x, w, bias=jnp.ones(2), preferred_element_type=jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
     assert y.tolist() == [[258, 258]]
+
+
+PRECISIONS = [None, "default", "fastest", "bfloat16", "high", "highest", lax.Precision.DEFAULT, lax.Precision.HIGHEST]
+PAIRS = [("default", "default"), ["default", "bfloat16"], ("default", "highest")]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS + PAIRS)
+def test_all_kernels_read_a_precision_as_jax_does(precision):
+    x = jnp.ones((8, 8))
+    (dot,) = jax.make_jaxpr(lambda x: lax.dot(x, x, precision=precision))(x).eqns
+    is_default = dot.params["precision"] in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
+    q = operand_of(sd.quantize(x, "fp8_e4m3"), "mk"), operand_of(sd.quantize(x, "fp8_e4m3"), "kn")
+    problem = Problem("dot", Contraction("mk", "kn", "mn"), *q, precision=precision)
+    form = codes_form(problem)
+    assert not isinstance(form, str)
+    assert form.float8_on_cuda == is_default
+    assert mosaic_dot.FLOAT8.promotes(problem) != is_default

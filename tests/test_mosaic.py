@@ -338,8 +338,8 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
     with jax.default_device(jax.devices("cpu")[0]):
         assert "jax.default_device is" in str(support.device_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert "there are 2 devices" in str(support.device_reason())
+    assert support.device_reason() is None
+    assert "over 2 devices" in str(support.partition_reason(2))
     with jax.enable_x64(True):
         assert "jax_enable_x64" in str(support.device_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
@@ -495,3 +495,42 @@ def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
 def test_there_is_nothing_to_tune_without_a_gpu(capsys):
     assert main(["tune"]) == 1
     assert "there is nothing to tune here: needs" in capsys.readouterr().err
+
+
+def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch):
+    """Types name the mesh of an array inside jit, with and without a mesh in the context."""
+    monkeypatch.setattr(support, "machine_reason", lambda: None)
+    monkeypatch.setattr(support, "multiprocessors", lambda: 2)
+    several, one = (
+        jax.make_mesh((n,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:n]) for n in (8, 1)
+    )
+    x = jnp.ones((128, 128))
+    rows = jax.device_put(x, jax.NamedSharding(several, jax.P("d")))
+
+    def kernels_of(*arrays, within=lambda f: f) -> set[str]:
+        """What the forward matmul takes, and whether its casts are kernels."""
+        found = set()
+
+        def f(x, w):
+            q = [sd.quantize(a, "fp8_e4m3") for a in (x, w)]
+            found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
+            views = (casts.View(sd.FORMATS["fp8_e4m3"], (0, 0), 1),)
+            found.update("cast" for a in (x, w) if casts.supports(a, views) is None)
+            return x
+
+        jax.eval_shape(jax.jit(within(f)), *arrays)
+        return found
+
+    kernels = {"mosaic_float8", "cast"}
+    assert jax.device_count() == 8
+    assert kernels_of(x, jax.device_put(x, jax.devices()[1])) == kernels
+    assert kernels_of(rows, rows) == {"xla_codes"}
+    assert kernels_of(x, rows) == {"xla_codes", "cast"}
+    with jax.set_mesh(several):
+        assert kernels_of(x, x) == {"xla_codes"}
+        whole = jax.P()
+        assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
+    with jax.set_mesh(one):
+        assert kernels_of(x, x) == kernels
+    assert support.devices_of(rows) == 8
+    assert support.devices_of(x) == 1

@@ -485,6 +485,7 @@ def test_sharded_arrays_give_the_same_bits(format, spec, axis_type):
 
 
 X = np.ones((4, 100), np.float32)
+KEYS = jax.random.split(jax.random.key(0), 3)
 BAD = [
     ("mxfp9", X, {}, ValueError, "did you mean 'mxfp8'"),
     ("mxfp8", X, {}, ValueError, r"cannot cut axis -1 of 100 into blocks of 32; pass pad=True \(counts as 128\)"),
@@ -497,12 +498,14 @@ BAD = [
     ("fp8_e4m3", X, {"block": -1}, ValueError, "`block` -1 must hold sizes of at least 1"),
     ("fp8_e4m3", X, {"block": 0.5}, ValueError, "`block` 0.5 must hold sizes"),
     ("fp8_e4m3", X.astype(np.int32), {}, TypeError, "`x` must be a float array of at least 16 bits, not int32"),
-    ("fp8_e4m3", X.astype(np.float64), {}, TypeError, "`x` is float64"),
+    ("int8", X.astype(np.float64) * 1e60, {}, ValueError, r"`x` holds .*e\+60, and casts compute in float32"),
+    ("fp8_e4m3", X.astype(">f4"), {}, TypeError, r"`x` is float32 with its bytes in the order '>f4'.*np.float32"),
     ("fp8_e4m3", X > 0, {}, TypeError, "not bool"),
     ("fp8_e4m3", X + 1j, {}, TypeError, "not complex"),
     ("fp8_e4m3", jnp.ones(4, jnp.float8_e4m3fn), {}, TypeError, "not float8_e4m3fn"),
     ("fp8_e4m3", X, {"rounding": "stochastic"}, ValueError, "`rounding` 'stochastic' needs a `key`"),
     ("fp8_e4m3", X, {"rounding": "up"}, ValueError, "`rounding` 'up' is not known"),
+    ("int8", X, {"rounding": "stochastic", "key": KEYS}, ValueError, r"one key, not an array of keys of shape \(3,\)"),
     ("fp8_e4m3", X, {"rule": "ceil"}, ValueError, "`rule` 'ceil' does not make float32 scales"),
     ("mxfp8", X, {"rule": "ciel", "block": 25}, ValueError, "takes one of ceil, floor, even, even1, ceil_log2"),
     ("fp8_e4m3", X, {"calibration": "max"}, ValueError, "`calibration` 'max' is not known; use one of absmax"),

@@ -11,10 +11,9 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from scaledot.formats import Format
-from scaledot.kernels.spec import Operand, Problem
+from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
 # Below this many products per tile the partial sums cost more than one float32 product of everything.
 MIN_TILE = 128
@@ -83,7 +82,7 @@ def codes_form(problem: Problem) -> Form | str:
         return reason
     carrier = carrier_of(problem)
     tiles = tiles_of(problem, (False, False))
-    native = carrier == BFLOAT16 and _multiplies_float8(problem) and _is_fast(problem.precision)
+    native = carrier == BFLOAT16 and _multiplies_float8(problem) and is_default_precision(problem.precision)
     reason = _tiling_reason(problem, tiles, carrier)
     return reason or Form(carrier, accumulator_of(carrier), tiles=tiles, float8_on_cuda=native)
 
@@ -92,11 +91,6 @@ def _multiplies_float8(problem: Problem) -> bool:
     """Whether both sides are 8-bit floats; tensor cores have no e5m2 x e5m2."""
     elements = {o.dtype.name if o.format is None else o.format.element for o in problem.operands}
     return problem.op == "dot" and elements in ({"float8_e4m3fn"}, {"float8_e4m3fn", "float8_e5m2"})
-
-
-def _is_fast(precision) -> bool:
-    """Whether the caller leaves the precision of sums to the hardware."""
-    return precision is None or precision in ("default", "fastest", lax.Precision.DEFAULT)
 
 
 def integer_form(problem: Problem) -> Form | str:

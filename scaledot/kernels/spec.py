@@ -16,6 +16,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
+from scaledot.kernels.mosaic import support
 from scaledot.numerics import blocks
 from scaledot.numerics.hadamard import Hadamard
 
@@ -23,6 +24,20 @@ from scaledot.numerics.hadamard import Hadamard
 def sum_dtype(dtype) -> np.dtype:
     """What sums are kept in before they are rounded to dtype once: float32, or float64 for results of that."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+# What jax.lax takes for the default precision of an operand.
+_DEFAULT_PRECISION = (None, "default", "fastest", "bfloat16", lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def is_default_precision(precision: Any) -> bool:
+    """Whether the argument `precision`, for both operands or a pair, leaves the precision of sums to the hardware.
+
+    >>> is_default_precision("bfloat16"), is_default_precision(("default", "highest"))
+    (True, False)
+    """
+    of_operands = precision if isinstance(precision, (tuple, list)) else (precision,)
+    return all(each in _DEFAULT_PRECISION for each in of_operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +102,7 @@ class Operand:
     """What is known of an operand before data; `format` is None for a plain array.
 
     block: one entry per axis. level_axes: how many leading axes the tensor scale has entries for.
-    sharded: labels that are split over explicit mesh axes.
+    sharded: labels that are split over explicit mesh axes. devices: those that its type says XLA partitions it over.
     """
 
     labels: str
@@ -99,6 +114,7 @@ class Operand:
     level_axes: int = 0
     rotation: Hadamard | None = None
     sharded: str = ""
+    devices: int = 1
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -142,7 +158,8 @@ class Operand:
 
 def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
     if not isinstance(x, ScaledArray):
-        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=_sharded(x, labels))
+        sharded, devices = _sharded(x, labels), support.devices_of(x)
+        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=sharded, devices=devices)
     return Operand(
         labels,
         x.shape,
@@ -153,6 +170,7 @@ def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
         0 if x.tensor_scale is None else x.tensor_scale.ndim,
         x.rotation,
         _sharded(x.data, labels),
+        support.devices_of(x.data),
     )
 
 
@@ -191,6 +209,11 @@ class Problem:
     @property
     def named(self) -> tuple[tuple[str, Operand], ...]:
         return ("lhs", self.lhs), ("rhs", self.rhs)
+
+    @property
+    def devices(self) -> int:
+        """Those that XLA partitions the operands over."""
+        return max(operand.devices for operand in self.operands)
 
     @property
     def is_plain(self) -> bool:

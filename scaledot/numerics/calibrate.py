@@ -97,13 +97,22 @@ def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
     In two stages where the last axis is long: XLA's CPU fuses a reduction over up to 32 elements with what made
     them and writes a longer one to memory first. The second stage is in floats, so that XLA cannot merge them.
     """
-    parts, inside = blocks.split(finite_magnitude(x), block)
+    parts, inside = blocks.split(finite_magnitude(x) | _zero_at_run_time(), block)
     last = parts.ndim - 1
     if last in inside and parts.shape[last]:
         step = max(d for d in range(1, 33) if parts.shape[last] % d == 0)
         parts = jnp.max(parts.reshape(*parts.shape[:last], parts.shape[last] // step, step), axis=-1)
     largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=inside, initial=0)
     return largest.reshape(blocks.grid(x.shape, block))
+
+
+def _zero_at_run_time() -> jax.Array:
+    """int32 0 that XLA does not know while it folds constants.
+
+    It keeps XLA from reducing a constant array at compile time, in its interpreter: the gradient of `y.sum()` is such
+    an array, and its amax took 17 s for 2048 x 2048 elements. Being a scalar, it does not end a fusion.
+    """
+    return lax.optimization_barrier(jnp.zeros((), jnp.int32))
 
 
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:

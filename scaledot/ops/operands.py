@@ -15,7 +15,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.kernels.spec import Contraction, Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
-from scaledot.ops.plan import check_whole
+from scaledot.ops.plan import check_byte_order, check_whole
 
 Array = jax.Array | ScaledArray
 Choice = str | Callable[[Problem], str | None] | None  # a kernel's name, or a function that gives one
@@ -26,6 +26,7 @@ def as_operand(x, name: str) -> Array:
     if isinstance(x, ScaledArray):
         check_whole(x, name)
         return x
+    check_byte_order(name, x)
     try:
         x = jnp.asarray(x)
     except (TypeError, ValueError) as error:

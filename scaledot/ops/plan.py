@@ -14,6 +14,7 @@ from jax.core import Tracer
 from scaledot.array import ScaledArray
 from scaledot.formats import Format, find_format, rules_of
 from scaledot.numerics import blocks, calibrate
+from scaledot.numerics.bits import FLOAT32_MAX
 from scaledot.numerics.cast import Plan
 from scaledot.numerics.hadamard import Hadamard
 
@@ -52,13 +53,24 @@ def checked_amax_axes(plan: Plan, axes) -> tuple[str, ...]:
 def float_array(x) -> jax.Array:
     if isinstance(x, ScaledArray):
         raise TypeError(f"`x` is already quantised ({x}); use requantize")
-    given = getattr(x, "dtype", None)
+    check_range(x)
     x = _array("x", x)
-    if given == np.float64 and x.dtype != np.float64:
-        raise TypeError("`x` is float64, which jax holds only with jax_enable_x64; pass x.astype(np.float32)")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
         raise TypeError(f"`x` must be a float array of at least 16 bits, not {x.dtype}; convert it with astype first")
     return x
+
+
+def check_range(x) -> None:
+    """Raise where a concrete float64 array holds finite numbers that float32, in which casts compute, does not."""
+    if getattr(x, "dtype", None) != np.float64 or isinstance(x, Tracer):
+        return
+    module: Any = jnp if isinstance(x, jax.Array) else np
+    largest = float(module.max(module.abs(x), initial=0, where=module.isfinite(x)))
+    if largest > float(FLOAT32_MAX):
+        raise ValueError(
+            f"`x` holds {largest:g}, and casts compute in float32, whose largest number is {FLOAT32_MAX:g}; "
+            "divide `x` by a power of two first"
+        )
 
 
 def float_dtype(dtype) -> np.dtype:
@@ -97,10 +109,21 @@ def check_whole(q: ScaledArray, name: str = "q") -> None:
 
 def _array(name: str, value) -> jax.Array:
     """What a person gave as an array, or an error that names it."""
+    check_byte_order(name, value)
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"`{name}` must be an array of numbers, not {type(value).__name__}") from error
+
+
+def check_byte_order(name: str, value) -> None:
+    """Raise where a NumPy array has its bytes in the order of another machine, which jax does not hold."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        raise TypeError(
+            f"`{name}` is {dtype.name} with its bytes in the order {dtype.str!r}, and jax holds arrays of this "
+            f"machine's order; pass {name}.astype(np.{dtype.name})"
+        )
 
 
 def _checked_format(format: Format, rule: str | None) -> Format:
@@ -192,6 +215,9 @@ def key_for(rounding: str, key) -> jax.Array | None:
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise TypeError(f"`key` must be a key such as jax.random.key(0) gives, not {key!r}")
+    words = 0 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else 1  # axes of one key
+    if len(key.shape) != words:
+        raise ValueError(f"`key` must be one key, not an array of keys of shape {key.shape[: len(key.shape) - words]}")
     return key
 
 

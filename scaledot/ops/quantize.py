@@ -13,6 +13,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format, find_format
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import Parts, Plan, dequantize_values, quantize_parts
@@ -65,8 +66,9 @@ def quantize(
     Rounding has no gradient: what flows through a cast is 0, as through jnp.round.
 
     Args:
-      x: float array of at least 16 bits. Non-finite elements never influence a scale; they saturate, and
-        NaN stays NaN in 8-bit floats and becomes 0 elsewhere.
+      x: float array of at least 16 bits, which is cast from float32. Non-finite elements never influence a scale;
+        they saturate, and NaN stays NaN in 8-bit floats and becomes 0 elsewhere. A float64 number beyond float32's
+        range is an error outside jit, and counts as an infinity inside.
       format: a Format or its name.
       axis: where the block ends; with a tuple, the axis of each entry of `block`.
       block: elements that share a scale, e.g. (128,), (128, 128), or (0,) for one scale per channel.
@@ -155,7 +157,7 @@ def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options
 
 
 def quantize_dbias(x, format: str | Format, **options) -> tuple[ScaledArray, jax.Array]:
-    """`quantize`, and the float32 sum of the unquantised x over all axes but the last.
+    """`quantize`, and the sum of the unquantised x over all axes but the last, in float32, or float64 where x is.
 
     >>> q, dbias = quantize_dbias(jnp.ones((3, 32)), "mxfp8")
     >>> dbias.shape, float(dbias[0])
@@ -250,7 +252,7 @@ def _dequantize(q: ScaledArray, dtype: np.dtype) -> jax.Array:
 
 @jax.jit
 def _column_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1)))
+    return jnp.sum(x.astype(sum_dtype(x.dtype)), axis=tuple(range(x.ndim - 1)))
 
 
 def _wrap(plan: Plan, parts: Parts) -> ScaledArray:

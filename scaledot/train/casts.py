@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.scale import multipliers
@@ -131,7 +132,7 @@ class Arrays:
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         elsewhere = tuple(a for a, c in enumerate(self.out) if c not in self.features)
         kept = [c for c in self.out if c in self.features]
-        return jnp.sum(g.astype(jnp.float32), axis=elsewhere).transpose([kept.index(c) for c in self.features])
+        return jnp.sum(g.astype(sum_dtype(g.dtype)), axis=elsewhere).transpose([kept.index(c) for c in self.features])
 
 
 def padded(x: jax.Array, axis: int | None, cast: Cast) -> jax.Array:

@@ -158,7 +158,9 @@ def contract_under(
     """A contraction of checked operands under a recipe."""
     recipe = find_recipe(recipe)
     splits = splits_of(contraction, x, w, specs, wanted["out_sharding"])
-    reason = support.device_reason() if splits is None else support.machine_reason()  # parts meet in a shard_map
+    reason = support.machine_reason()
+    if splits is None:  # otherwise parts meet in a shard_map
+        reason = support.device_reason() or support.partition_reason(support.devices_of(x, w))
     to_matrices = reason is None or any(cast.cuts for _, _, cast in recipe.casts())
     rows, summed, columns = flattened(contraction, to_matrices)
     left, right, out, bias = layouts = tuple(
@@ -170,7 +172,7 @@ def contract_under(
             (contraction.rhs_free, columns),
         )
     )
-    kind = Dot(Contraction(left.flat, right.flat, out.flat))
+    kind = Dot(Contraction(left.flat, right.flat, out.flat), takes_kernels=reason is None)
     dtype, state = result_dtype(preferred, x, w), checked_state(recipe, state, w)
     if splits is not None:
         overlap = (overlap,) if isinstance(overlap, str) else tuple(overlap)
@@ -188,9 +190,13 @@ def contract_under(
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Arrays):
-    """A contraction in which x has kept and summed axes, w summed and kept ones, and both may have batch axes."""
+    """A contraction in which x has kept and summed axes, w summed and kept ones, and both may have batch axes.
+
+    takes_kernels: whether XLA leaves its operands on one device, so that casts may be kernels.
+    """
 
     contraction: Contraction
+    takes_kernels: bool = True
 
     @property
     def out(self) -> str:
@@ -218,12 +224,12 @@ class Dot(Arrays):
     def fused(
         self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool, amax_axes=()
     ):
-        if x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
+        if not self.takes_kernels or x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
             return None
         if len({each.cast.delayed for each in laid.values()}) > 1:
             return None  # one pass has one factor
         views = tuple(self._view(p, tensor, each, p == later) for p, each in laid.items())
-        if casts.supports(x.shape, x.dtype, views) is not None:
+        if casts.supports(x, views) is not None:
             return None
         sums = sums and self.out.endswith(self.features)
         made = casts.run(x, views, [keys[p] for p in laid], factor, amax, sums, amax_axes)

@@ -18,6 +18,8 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
 from scaledot.kernels.mosaic import casts
+from scaledot.kernels.mosaic.support import devices_of
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, room, spaced, whole_groups
 from scaledot.numerics.scale import Levels, levels_of
@@ -99,7 +101,7 @@ def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, A
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
         view = _view("wgrad", LaidRows(cast, cast.tile, 1, casts.LINE))
-        if casts.rows_reason(x.shape, x.dtype, groups, view) is not None:
+        if casts.rows_reason(x.shape, x.dtype, groups, view, devices_of(x)) is not None:
             return needed
     return casts.LINE
 
@@ -176,7 +178,8 @@ class Groups:
         views = {p: _view(p, each) for p, each in laid.items()}
         if any(laid[p].together != (1 if view.summed else casts.LINE) for p, view in views.items()):
             return None
-        if any(casts.rows_reason(x.shape, x.dtype, groups.size, view) is not None for view in views.values()):
+        what = x.shape, x.dtype, groups.size
+        if any(casts.rows_reason(*what, view, devices_of(x)) is not None for view in views.values()):
             return None
         first = next(iter(views))  # the one that looks for the largest magnitude
         made = {
@@ -222,8 +225,8 @@ class Groups:
         return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        count = groups.shape[0]
-        return jax.ops.segment_sum(g.astype(jnp.float32), _group_of(groups, g.shape[0]), count + 1)[:count]
+        count, wide = groups.shape[0], g.astype(sum_dtype(g.dtype))
+        return jax.ops.segment_sum(wide, _group_of(groups, g.shape[0]), count + 1)[:count]
 
 
 def _view(product: str, laid: LaidRows) -> casts.View:

@@ -74,7 +74,7 @@ class Kind(Protocol):
         ...
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        """float32 sums of g over everything that shares a bias."""
+        """Sums of g over everything that shares a bias, in float32, or float64 where g is."""
         ...
 
 
@@ -251,7 +251,7 @@ class Casts:
         return self.rule.kind.amax(tensor, x, self.groups) if made.amax is None else made.amax
 
     def sums(self, g: jax.Array, made: Made) -> jax.Array:
-        """float32 sums of a gradient over everything that shares a bias."""
+        """Sums of a gradient over everything that shares a bias, as `Kind.bias_gradient` has them."""
         return self.rule.kind.bias_gradient(g, self.groups) if made.sums is None else made.sums
 
     def inside(self, product: str, tensor: str, x: jax.Array, q) -> jax.Array | None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
-from scaledot.formats import FORMATS, Format, Quirks
+from scaledot.formats import E8M0_RULES, FLOAT_RULES, FORMATS, Format
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
 from scaledot.kernels.operands import block_values, filled_up
@@ -32,14 +32,28 @@ INPUTS = ("bfloat16", "float16", "float32")
 LINE = 128  # elements of a line with a float32 scale
 MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows
 MOST_ROTATED = 16  # elements of a group, which a thread has in registers
+BLOCKS = {  # (element, scale): the length of a 1-d block, and of each side of a square one, that `cast_blocks` casts
+    ("float8_e4m3fn", "float8_e8m0fnu"): 32,
+    ("float8_e5m2", "float8_e8m0fnu"): 32,
+    ("float4_e2m1fn", "float8_e4m3fn"): 16,
+}
+# By the dtype of the scale: a format that the kernels cast to, and the values of its fields that they compute beside
+# that format's own. Name and block are free: a view has its own tile.
+COMPUTED: dict[str, tuple[Format, dict[str, tuple]]] = {
+    "float32": (
+        FORMATS["fp8_e4m3"],
+        {"element": TILE_ELEMENTS, "rule": FLOAT_RULES, "pow2": (False, True), "bound": ("full", "half")},
+    ),
+    "float8_e8m0fnu": (FORMATS["mxfp8"], {"element": FLOAT8_ELEMENTS, "rule": E8M0_RULES}),
+    "float8_e4m3fn": (FORMATS["nvfp4"], {}),
+}
 # Values that tensor cores multiply exactly, under one scale.
 VALUES = Format("values", element="bfloat16")
 
 
 def block_of(format: Format) -> int:
-    """Elements of a line that share a scale, by the format's own block; 0 for a whole axis."""
-    (size,) = format.block or (0,)
-    return size
+    """The length of the blocks that `cast_blocks` casts to a format; 0 if it does not cast to it."""
+    return BLOCKS.get((format.element, format.scale), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +72,7 @@ class View:
 
     @property
     def shape(self) -> str:
-        """How its blocks lie, if they are as long as the format says; "" otherwise."""
+        """Along rows, down columns or square, if blocks are of a length that is computed; "" otherwise."""
         size = block_of(self.format)
         lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
         return lines.get(self.tile, "") if self.tile[self.summed] > 1 else ""
@@ -122,8 +136,9 @@ class Fused(NamedTuple):
     sums: jax.Array | None
 
 
-def supports(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str | None:
-    return views_reason(shape, dtype, views) or support.device_reason()
+def supports(x: jax.Array, views: tuple[View, ...]) -> str | None:
+    reason = views_reason(x.shape, x.dtype, views) or support.device_reason()
+    return reason or support.partition_reason(support.devices_of(x))
 
 
 def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str | None:
@@ -139,14 +154,33 @@ def views_reason(shape: tuple[int, ...], dtype, views: tuple[View, ...]) -> str 
     if all(map(_tiles, views)):
         if len({(_tiles(view), view.stochastic) for view in views}) > 1:
             return "the two products want different kinds of scales, or one of them rounds by chance"
-        return next(filter(None, (_rotation_reason(shape, view) for view in views)), None)
-    return next(filter(None, (_block_reason(shape, view) for view in views)), None)
+        reasons = (_rotation_reason(shape, view) for view in views)
+    else:
+        reasons = (_block_reason(shape, view) for view in views)
+    return next(filter(None, reasons), None) or _field_reason(views[0].format)
+
+
+def _field_reason(format: Format) -> str | None:
+    """The first field with a value that the kernels are not known to compute, whatever the field means."""
+    row, computed = COMPUTED[format.scale]
+    known = _fields(row)
+    for field, value in _fields(format).items():
+        if value != known[field] and value not in computed.get(field, ()):
+            return f"`{field}` of {format.name} is {value!r}; the kernel computes casts where it is {known[field]!r}"
+    return None
+
+
+def _fields(format: Format) -> dict[str, Any]:
+    """The fields of a format that say how it is cast, and those of its quirks."""
+    own = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
+    quirks = {f"quirks.{field.name}": getattr(format.quirks, field.name) for field in dataclasses.fields(format.quirks)}
+    return {name: own[name] for name in own if name not in ("name", "block", "quirks")} | quirks
 
 
 def _tiles(view: View) -> str:
     """How 8-bit codes have their float32 scales, if in a way that `cast_tiles` knows; "" otherwise."""
     format = view.format
-    if format.quirks != Quirks() or format.element not in TILE_ELEMENTS or format.scale != "float32":
+    if format.element not in TILE_ELEMENTS or format.scale != "float32":
         return ""
     line: blocks.Block = (1, LINE) if view.summed else (LINE, 1)
     ways: dict[blocks.Block, str] = {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}
@@ -167,8 +201,7 @@ def _rotation_reason(shape: tuple[int, ...], view: View) -> str | None:
 
 def _block_reason(shape: tuple[int, ...], view: View) -> str | None:
     format = view.format
-    known = (format.element in FLOAT8_ELEMENTS and format.scale == "float8_e8m0fnu") or format == FORMATS["nvfp4"]
-    if not known or not view.shape:
+    if not view.shape:
         scales = f"float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements)"
         known = f"an 8-bit float or integer with {scales}, MXFP8 or NVFP4"
         return f"{format.name} in tiles of {view.tile} is not {known}"
@@ -287,14 +320,14 @@ def _tile_casts(
     return Fused(tuple(map(array, views)), largest, vary_as(jnp.sum(made.sums, axis=0)[:k], x) if sums else None)
 
 
-def rows_reason(shape: tuple[int, int], dtype, groups: int, view: View) -> str | None:
-    """Why no kernel makes this cast of rows in groups."""
+def rows_reason(shape: tuple[int, int], dtype, groups: int, view: View, devices: int = 1) -> str | None:
+    """Why no kernel makes this cast of rows in groups, which XLA partitions over so many devices."""
     if not view.summed:
         shape = room(shape[0], groups, LINE), shape[1]
     reason = views_reason(shape, dtype, (view,))
     if reason is None and _tiles(view) not in ("tensor", "lines"):
         reason = f"rows in groups are cast to 8-bit codes with one float32 scale, or one for {LINE} elements"
-    return reason or support.device_reason()
+    return reason or support.device_reason() or support.partition_reason(devices)
 
 
 def run_rows(

@@ -21,7 +21,7 @@ from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
 from scaledot.kernels.mosaic.casts import LINE
 from scaledot.kernels.operands import filled_up
-from scaledot.kernels.spec import Operand, Problem
+from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Product:
         return self.kind == "values"
 
     def supports(self, problem: Problem) -> str | None:
-        return self.problem_reason(problem) or support.device_reason()
+        return self.problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
     def problem_reason(self, problem: Problem) -> str | None:
         """Why the kernel cannot compute it, whatever the device."""
@@ -55,7 +55,7 @@ class Product:
 
     def promotes(self, problem: Problem) -> bool:
         """Whether partial sums of floats are moved into float32: where more than the default precision is asked for."""
-        return self.kind == "float8" and is_precise(problem)
+        return self.kind == "float8" and not is_default_precision(problem.precision)
 
     def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
         from scaledot.kernels.mosaic.matmul import matmul
@@ -148,13 +148,6 @@ def _operand_values_reason(name: str, operand: Operand, summed: str) -> str | No
 
 def _is_values(format: Any) -> bool:
     return format.element == "bfloat16"
-
-
-def is_precise(problem: Problem) -> bool:
-    """Whether the caller asks for more than the default precision."""
-    asked = problem.precision if isinstance(problem.precision, tuple) else (problem.precision,)
-    fast = (None, "default", "fastest", "bfloat16", jax.lax.Precision.DEFAULT)
-    return any(precision not in fast for precision in asked)
 
 
 def _filled_bias(bias: jax.Array, whole: int) -> jax.Array:

@@ -11,14 +11,13 @@ from scaledot.kernels import operands
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
 from scaledot.kernels.mosaic.casts import LINE
-from scaledot.kernels.mosaic.dot import is_precise
 from scaledot.kernels.operands import Factor, filled_up
-from scaledot.kernels.spec import Contraction, Problem
+from scaledot.kernels.spec import Contraction, Problem, is_default_precision
 from scaledot.numerics.grouped import spaced
 
 
 def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason()
+    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
 
 def problem_reason(problem: Problem) -> str | None:
@@ -65,7 +64,7 @@ def how(problem: Problem) -> str:
 
 
 def _promotes(problem: Problem) -> bool:
-    return _kind_of(problem) == "float8" and is_precise(problem)
+    return _kind_of(problem) == "float8" and not is_default_precision(problem.precision)
 
 
 def _is_whole(problem: Problem) -> bool:

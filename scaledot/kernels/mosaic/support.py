@@ -1,14 +1,18 @@
 """Where the Mosaic kernels run, without loading them."""
 
+import math
+from typing import Any
+
 import jax
+from jax.core import Tracer
 
 OLDEST_JAX = (0, 11)
 MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
 
 
 def device_reason() -> str | None:
-    """Why this process cannot use them here."""
-    return machine_reason() or _sharding_reason()
+    """Why this process cannot use them here, whatever the arrays."""
+    return machine_reason() or partition_reason(devices_of())
 
 
 def machine_reason() -> str | None:
@@ -30,14 +34,33 @@ def machine_reason() -> str | None:
     return None
 
 
-def _sharding_reason() -> str | None:
-    """A program for several devices is partitioned by XLA, which cannot look into a kernel."""
-    if jax.device_count() == 1:
+def partition_reason(devices: int) -> str | None:
+    """Why kernels are not taken in a program that XLA partitions over so many devices: it cannot look into them."""
+    if devices == 1:
         return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and all(kind == jax.sharding.AxisType.Manual for kind in mesh.axis_types):
-        return None
-    return f"there are {jax.device_count()} devices; kernels run on one, or inside a shard_map over all mesh axes"
+    return f"XLA partitions this over {devices} devices; kernels run on one, or inside a shard_map over all mesh axes"
+
+
+def devices_of(*arrays: jax.Array) -> int:
+    """The devices that XLA may partition a program of these arrays over.
+
+    They are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
+    NamedSharding inside jit, too, along automatic axes as along explicit ones. Axes of a surrounding shard_map do not
+    count. What types do not say is not seen: `in_shardings` of jit for arrays that are not placed so yet, and a mesh
+    that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and not _partitioned(context):
+        return 1
+    meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
+    concrete = [array for array in arrays if isinstance(array, jax.Array) and not isinstance(array, Tracer)]
+    return max([math.prod(_partitioned(mesh)) for mesh in meshes] + [a.sharding.num_devices for a in concrete])
+
+
+def _partitioned(mesh: Any) -> list[int]:
+    """The sizes of the axes along which XLA partitions."""
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [size for size, kind in kinds if kind != jax.sharding.AxisType.Manual]
 
 
 def multiprocessors() -> int:

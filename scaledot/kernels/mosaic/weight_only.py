@@ -17,10 +17,9 @@ from scaledot.formats import Format
 from scaledot.kernels import operands
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
-from scaledot.kernels.mosaic.dot import is_precise
 from scaledot.kernels.mosaic.sides import result_reason
 from scaledot.kernels.operands import filled_up
-from scaledot.kernels.spec import Operand, Problem
+from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
 MOST_ROWS = 64
 STEP = 64  # a group of terms is a multiple of this
@@ -32,7 +31,7 @@ BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale
 
 
 def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason()
+    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
 
 def problem_reason(problem: Problem) -> str | None:
@@ -103,7 +102,7 @@ def how(problem: Problem) -> str:
 
 def _parts(problem: Problem) -> int:
     """Of an entry of a codebook, each about eight bits: one more than the significant bits of the result fill."""
-    bits = 24 if is_precise(problem) else jnp.finfo(problem.out_dtype).nmant + 1
+    bits = jnp.finfo(problem.out_dtype).nmant + 1 if is_default_precision(problem.precision) else 24
     return -(-bits // 8) + 1
 
 
