@@ -191,6 +191,35 @@ def test_casts_have_the_bytes_of_the_reference(hopper, case):
 
 
 @needs_interpreter
+def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, monkeypatch):
+    """8-bit floats have NaN codes instead; see the cases above, all of which hold NaN and an infinity."""
+    from benchmarks.gpu import cast
+    from scaledot.kernels.mosaic import cast_tiles
+
+    monkeypatch.setattr(cast_tiles, "SEARCHERS", 2)
+    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (casts.View(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
+
+
+SCALED = [  # format, blocks of x and w, and the kernel that applies their scales
+    ("fp8_e4m3", (1, 128), (128, 128), "mosaic_float8"),
+    ("int8", (1, 0), (0, 1), "mosaic_int8"),
+    ("mxfp8", (1, 32), (32, 1), "mosaic_values"),
+]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("format", "x_block", "w_block", "kernel"), SCALED)
+def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
+    """Whatever the codes are: zeros here, as in integers whose scale is NaN."""
+    x = sd.quantize(normal(0, (16, 256)).at[3].set(0), format, axis=(0, 1), block=x_block)
+    w = sd.quantize(normal(1, (256, 16)), format, axis=(0, 1), block=w_block, pad=True)
+    x = dataclasses.replace(x, scale=x.scale.at[3, -1].set(np.array(np.nan, x.scale.dtype)))
+    found = np.asarray(sd.matmul(x, w, kernel=kernel))
+    assert np.isnan(found[3]).all()
+    assert np.isfinite(np.delete(found, 3, axis=0)).all()
+
+
+@needs_interpreter
 def test_sums_of_columns_come_with_the_cast(hopper):
     x = normal(0, (300, 260), jnp.bfloat16)
     views = tuple(casts.View(sd.FORMATS["fp8_e5m2"], (0, 0), summed) for summed in (1, 0))

@@ -80,7 +80,6 @@ def test_json_of_another_version_is_refused(tree):
 
 
 def test_an_exported_function_takes_and_returns_scaled_arrays(tree):
-    pytest.importorskip("flatbuffers")
     states = sd.init_state("fp8_delayed")
     exported = jax.export.export(jax.jit(lambda tree, states: (tree, states)))(tree, states)
     restored = jax.export.deserialize(exported.serialize())
@@ -89,7 +88,6 @@ def test_an_exported_function_takes_and_returns_scaled_arrays(tree):
 
 
 def test_another_process_knows_the_types_of_an_export_by_the_import_alone(tree, tmp_path):
-    pytest.importorskip("flatbuffers")
     exported = jax.export.export(jax.jit(lambda q, states: q))(tree["nf4"], sd.init_state("fp8_delayed"))
     (tmp_path / "exported").write_bytes(exported.serialize())
     code = """

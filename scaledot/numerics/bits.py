@@ -60,6 +60,16 @@ def amax_of_rank(rank: jax.Array) -> jax.Array:
     return float_of(jnp.where(magnitude < MIN_NORMAL, np.uint32(0), magnitude))
 
 
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """uint32 bits of |x|; they order as magnitudes do, with infinities and NaN above all else."""
+    return bits_of(x) & MAGNITUDE
+
+
+def amax_of_bits(largest: jax.Array) -> jax.Array:
+    """The float32 magnitude of the largest bits: infinite where anything is not finite, 0 where it is subnormal."""
+    return float_of(jnp.where(largest < MIN_NORMAL, np.uint32(0), jnp.minimum(largest, INFINITY)))
+
+
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """2^exponent for int32 exponents in [-126, 127]."""
     return float_of((exponent + 127).astype(jnp.uint32) << 23)

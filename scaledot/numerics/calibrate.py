@@ -13,7 +13,17 @@ import numpy as np
 from jax import lax
 
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import FLOAT32_MAX, INFINITY, MAGNITUDE, bits_of, finite_magnitude, float_of, flush
+from scaledot.numerics.bits import (
+    FLOAT32_MAX,
+    INFINITY,
+    MAGNITUDE,
+    amax_of_bits,
+    bits_of,
+    finite_magnitude,
+    float_of,
+    flush,
+    magnitude_bits,
+)
 
 _METHODS = {  # how many numbers may follow the word
     "absmax": (0, 1),
@@ -92,18 +102,28 @@ def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tup
 
 
 def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """Largest finite magnitude of each block; the integer order of float bits is the order of magnitudes.
+    """Largest finite magnitude of each block."""
+    return _block_max(finite_magnitude(x), block)
+
+
+def block_amax_or_inf(x: jax.Array, block: blocks.Block) -> jax.Array:
+    """Largest magnitude of each block, infinite for a block that holds NaN or infinities."""
+    return _block_max(bits_of(amax_of_bits(magnitude_bits(x))).astype(jnp.int32), block)
+
+
+def _block_max(bits: jax.Array, block: blocks.Block) -> jax.Array:
+    """The largest of float32 magnitudes in each block, given as int32 bits, which order as the magnitudes do.
 
     In two stages where the last axis is long: XLA's CPU fuses a reduction over up to 32 elements with what made
     them and writes a longer one to memory first. The second stage is in floats, so that XLA cannot merge them.
     """
-    parts, inside = blocks.split(finite_magnitude(x) | _zero_at_run_time(), block)
+    parts, inside = blocks.split(bits | _zero_at_run_time(), block)
     last = parts.ndim - 1
     if last in inside and parts.shape[last]:
         step = max(d for d in range(1, 33) if parts.shape[last] % d == 0)
         parts = jnp.max(parts.reshape(*parts.shape[:last], parts.shape[last] // step, step), axis=-1)
     largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=inside, initial=0)
-    return largest.reshape(blocks.grid(x.shape, block))
+    return largest.reshape(blocks.grid(bits.shape, block))
 
 
 def _zero_at_run_time() -> jax.Array:

@@ -19,7 +19,15 @@ from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
 from scaledot.numerics.rounding import round_to, uniform_of
-from scaledot.numerics.scale import Levels, levels_from_factor, levels_from_scale, levels_of, multipliers, zero_point
+from scaledot.numerics.scale import (
+    Levels,
+    levels_from_factor,
+    levels_from_scale,
+    levels_of,
+    multipliers,
+    with_nan,
+    zero_point,
+)
 
 # Clipping factors that `mse` tries, largest first so that a tie clips least.
 _MSE_GRID = np.linspace(1.0, 0.2, 41, dtype=np.float32)
@@ -28,7 +36,13 @@ _FOUR_OVER_SIX = np.array([1.0, 1.5], np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cast, before data. amax_axes: those of a surrounding shard_map over which a whole axis or tensor is split."""
+    """A cast, before data.
+
+    amax_axes: those of a surrounding shard_map over which a whole axis or tensor is split.
+    nonfinite: how NaN and infinities are stored; a scale that is finite follows from finite elements alone.
+    "saturate": infinities as the largest code, NaN as NaN in 8-bit floats and as 0 in every other element.
+    "nan_codes": both as NaN, which takes an 8-bit float. "nan_scales": by a NaN scale of the block that holds them.
+    """
 
     format: Format
     block: blocks.Block
@@ -37,6 +51,7 @@ class Plan:
     calibration: Calibration
     rotation: Hadamard | None = None
     amax_axes: tuple[str, ...] = ()
+    nonfinite: str = "saturate"
 
 
 class Parts(NamedTuple):
@@ -52,27 +67,29 @@ def quantize_parts(
     plan: Plan, x: jax.Array, scale=None, tensor_scale=None, zero=None, factor=None, uniform=None, key=None
 ) -> Parts:
     """Codes and scales of x; scales that are given are used as they are."""
-    x = prepare(x, plan.rotation)
+    x = prepare(plan, x)
     if key is not None:
         uniform = uniform_of(key, x.shape)
     if plan.calibration.is_range:
         low, high = calibrate.extremes(x, plan.calibration, plan.block)
-        return _cast_affine(plan, x, *zero_point(low, high, plan.format, plan.input_dtype), uniform)
+        levels, zero = zero_point(low, high, plan.format, plan.input_dtype)
+        return _cast_affine(plan, x, _marked(plan, x, levels), zero, uniform)
     if scale is not None:
-        levels = levels_from_scale(scale, plan.format, tensor_scale)
+        levels = _marked(plan, x, levels_from_scale(scale, plan.format, tensor_scale))
         if zero is not None:
             return _cast_affine(plan, x, levels, zero.astype(jnp.float32), uniform)
     elif factor is not None:
-        levels = levels_from_factor(factor)
+        levels = _marked(plan, x, levels_from_factor(factor))
     else:
         levels = calibrated_levels(plan, x, tensor_scale)
     return cast(plan, x, levels, uniform)
 
 
-def prepare(x: jax.Array, rotation: Hadamard | None) -> jax.Array:
-    """float32, rotated, without subnormals."""
+def prepare(plan: Plan, x: jax.Array) -> jax.Array:
+    """float32, rotated, without subnormals, and without infinities where they become NaN codes."""
     x = flush(x.astype(jnp.float32))
-    return x if rotation is None else rotate(x, rotation)
+    x = x if plan.rotation is None else rotate(x, plan.rotation)
+    return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if plan.nonfinite == "nan_codes" else x
 
 
 def cast(plan: Plan, x: jax.Array, levels: Levels, uniform: jax.Array | None) -> Parts:
@@ -105,9 +122,7 @@ def anywhere(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def calibrated_levels(plan: Plan, x: jax.Array, tensor_scale=None, largest=_largest) -> Levels:
     """Scales of a prepared array; `largest` gives the tensor's magnitude from those of blocks."""
-    amax = calibrate.magnitude(x, plan.calibration, plan.block)
-    if 0 in plan.block:
-        amax = anywhere(amax, plan.amax_axes)
+    amax, spoilt = _magnitudes(plan, x)
     tensor_amax = None
     if plan.format.two_level and tensor_scale is None:
         tensor_amax = anywhere(largest(amax), plan.amax_axes)
@@ -119,7 +134,38 @@ def calibrated_levels(plan: Plan, x: jax.Array, tensor_scale=None, largest=_larg
         amax = _search(plan, x, amax, levels, _MSE_GRID)
     if plan.format.search == "four_over_six":
         amax = _search(plan, x, amax, levels, _FOUR_OVER_SIX)
-    return levels(amax)
+    return levels(amax) if spoilt is None else with_nan(levels(amax), spoilt)
+
+
+def _magnitudes(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The magnitude that each block's codes must reach, and which blocks get a NaN scale; None for none of them.
+
+    One reduction gives both where the magnitude is the largest one: that of a block with a NaN scale does not matter,
+    unless the scale of the tensor follows from it.
+    """
+    if plan.nonfinite != "nan_scales":
+        return _shared(plan, calibrate.magnitude(x, plan.calibration, plan.block)), None
+    largest = _largest_or_inf(plan, x)
+    if plan.calibration == Calibration("absmax") and not plan.format.two_level:
+        return largest, largest == np.float32(np.inf)
+    amax = _shared(plan, calibrate.magnitude(x, plan.calibration, plan.block))
+    return amax, largest == np.float32(np.inf)
+
+
+def _marked(plan: Plan, x: jax.Array, levels: Levels) -> Levels:
+    """Levels that do not follow from the magnitudes of x, with a NaN scale for the blocks that get one."""
+    if plan.nonfinite != "nan_scales":
+        return levels
+    return with_nan(levels, _largest_or_inf(plan, x) == np.float32(np.inf))
+
+
+def _largest_or_inf(plan: Plan, x: jax.Array) -> jax.Array:
+    return _shared(plan, calibrate.block_amax_or_inf(x, plan.block))
+
+
+def _shared(plan: Plan, amax: jax.Array) -> jax.Array:
+    """Magnitudes of blocks, of all devices where a block is a whole axis that is split over them."""
+    return anywhere(amax, plan.amax_axes) if 0 in plan.block else amax
 
 
 def _search(plan: Plan, x, amax, levels, candidates: np.ndarray) -> jax.Array:

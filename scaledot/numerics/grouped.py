@@ -13,7 +13,7 @@ import numpy as np
 from scaledot.numerics import calibrate
 from scaledot.numerics.cast import Parts, Plan, anywhere, calibrated_levels, cast, prepare
 from scaledot.numerics.rounding import uniform_of
-from scaledot.numerics.scale import levels_of
+from scaledot.numerics.scale import levels_of, levels_or_nan
 
 
 def quantize_grouped_parts(
@@ -22,7 +22,7 @@ def quantize_grouped_parts(
     """A matrix whose rows come in groups; `plan.block` is that of one row, scales are stored per row."""
     group, segment, count = group_rows(group_sizes, x.shape[0], row_block)
     inside = (group < group_sizes.shape[0])[:, None]
-    x = jnp.where(inside, prepare(x, plan.rotation), np.float32(0))
+    x = jnp.where(inside, prepare(plan, x), np.float32(0))
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:
@@ -30,16 +30,20 @@ def quantize_grouped_parts(
 
     if row_block == 1:
         return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
-    row_amax = calibrate.block_amax(x, plan.block)
-    amax = _segment_amax(row_amax, segment, count)
+    row_amax, levels = calibrate.block_amax, levels_of
+    if plan.nonfinite == "nan_scales":
+        row_amax, levels = calibrate.block_amax_or_inf, levels_or_nan
+    amax = _segment_amax(row_amax(x, plan.block), segment, count)
     amax = anywhere(amax, plan.amax_axes) if 0 in plan.block else amax
-    tensor_amax = anywhere(largest(row_amax), plan.amax_axes) if plan.format.two_level else None
-    return cast(plan, x, levels_of(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
+    tensor_amax = None
+    if plan.format.two_level:
+        tensor_amax = anywhere(largest(calibrate.block_amax(x, plan.block)), plan.amax_axes)
+    return cast(plan, x, levels(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
 
 
 def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
     """An array (tiles, rows, features) whose tiles belong to groups; the tensor scale has one entry per tile."""
-    x = prepare(x, plan.rotation)
+    x = prepare(plan, x)
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:

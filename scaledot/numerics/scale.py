@@ -48,6 +48,32 @@ def levels_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_
     return _float_levels(amax, format, dtype)
 
 
+def levels_or_nan(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Levels:
+    """`levels_of`, with a NaN scale where `amax` is infinite, as it is for a block that holds NaN or infinities."""
+    return with_nan(levels_of(amax, format, dtype, tensor_scale, tensor_amax), amax == np.float32(np.inf))
+
+
+def with_nan(levels: Levels, where: jax.Array) -> Levels:
+    """The levels with NaN for some blocks: for what is stored, and for what the cast applies to their elements.
+
+    So codes there are NaN in 8-bit floats and 0 in every other element, whatever the data.
+    """
+    nan = np.float32(np.nan)
+    return levels._replace(
+        scale=_nan_where(where, levels.scale),
+        factors=tuple(jnp.where(where, nan, factor) for factor in levels.factors),
+        divisor=None if levels.divisor is None else jnp.where(where, nan, levels.divisor),
+    )
+
+
+def _nan_where(where: jax.Array, scale: jax.Array) -> jax.Array:
+    nan = np.array(np.nan, scale.dtype)
+    if scale.dtype.itemsize > 1:
+        return jnp.where(where, nan[()], scale)
+    stored = lax.bitcast_convert_type(scale, jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(where, nan.view(np.uint8)[()], stored), scale.dtype)
+
+
 def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Levels:
     """The same for scales that the caller brings."""
     if format.scale == "float8_e8m0fnu":
@@ -137,7 +163,7 @@ def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
 
 
 def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
-    """int32 code (exponent + 127) of the power-of-two scale, by the format's rule."""
+    """int32 code (exponent + 127) of the power-of-two scale, by the format's rule; 255, which is NaN, of infinity."""
     pattern = bits.bits_of(amax).astype(jnp.int32)
     mantissa = pattern & bits.MANTISSA.astype(np.int32)
     if format.rule == "ceil":
@@ -149,7 +175,7 @@ def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
     else:
         kept = 1 if format.rule == "even1" else format.mantissa_bits
         field = (pattern + (1 << (22 - kept))) >> 23
-    return jnp.clip(field - format.emax, 0, 254)
+    return jnp.where(pattern == bits.INFINITY.astype(np.int32), 255, jnp.clip(field - format.emax, 0, 254))
 
 
 def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:

@@ -43,6 +43,17 @@ def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -
     )
 
 
+def propagating(plan: Plan, ndim: int) -> Plan:
+    """The same cast of an array of `ndim` axes, in which NaN and infinities make the matmuls that they enter NaN.
+
+    A block that holds one gets a NaN scale. Where one scale covers the whole array and codes can be NaN, the codes of
+    those elements are, so that other rows of the results stay finite.
+    """
+    has_one_scale = not any(blocks.expand(plan.block, ndim))
+    codes_hold_nan = plan.format.is_float and plan.format.bits == 8
+    return dataclasses.replace(plan, nonfinite="nan_codes" if has_one_scale and codes_hold_nan else "nan_scales")
+
+
 def checked_amax_axes(plan: Plan, axes) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if axes and plan.calibration.method != "absmax":

@@ -97,9 +97,24 @@ def quantize(
     x = float_array(x)
     plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
     plan = dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
+    check_nan(x, nan)
+    return quantize_planned(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor)
+
+
+def quantize_planned(
+    plan: Plan,
+    x: jax.Array,
+    rounding: str = "nearest",
+    key=None,
+    uniform=None,
+    scale=None,
+    tensor_scale=None,
+    zero=None,
+    factor=None,
+) -> ScaledArray:
+    """Codes and scales of x under a Plan; what a Plan does not hold is as in `quantize`."""
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
-    check_nan(x, nan)
     scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
     factor = given_factor(plan, x, scale, factor)
     zero = given_zero(plan, x, scale, zero)
@@ -201,6 +216,12 @@ def quantize_grouped(
     if x.ndim != 2:
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
+    plan = plan_of_groups(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
+    return quantize_groups_planned(plan, x, group_sizes, rounding, key, uniform)
+
+
+def plan_of_groups(x: jax.Array, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> Plan:
+    """The cast of rows in groups, as arguments of `quantize_grouped` specify it; its block has rows and columns."""
     plan = make_plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
     row_block, inner = blocks.expand(plan.block, 2)
     if plan.format.search is not None and row_block != 1:
@@ -211,8 +232,15 @@ def quantize_grouped(
         blocks.check_divides(x.shape[1:], (inner,))
     if plan.rotation is not None and plan.rotation.axis != -1:
         raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
-    axes = checked_amax_axes(plan, amax_axes)
-    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)), amax_axes=axes)
+    return dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
+
+
+def quantize_groups_planned(
+    plan: Plan, x: jax.Array, group_sizes: jax.Array, rounding: str = "nearest", key=None, uniform=None
+) -> ScaledArray:
+    """Codes and scales of rows in groups under a Plan from `plan_of_groups`."""
+    row_block, inner = blocks.expand(plan.block, 2)
+    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)))
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
     return _wrap(plan, _quantize_grouped(plan, x, group_sizes, row_block, key, uniform))

@@ -1,7 +1,8 @@
 """Casts of a recipe laid on arrays.
 
 A Cast speaks of a kept and a summed axis; an array has labels. `Sides` says which labels of a tensor a product keeps
-and which it sums over, and from there on a cast is a call of `quantize`.
+and which it sums over, and from there on a cast is a Plan, as in `quantize`. `quantize` saturates infinities and drops
+NaN; casts of training propagate both into every matmul (`ops.plan.propagating`), so that overflow guards see them.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.scale import multipliers
-from scaledot.ops.quantize import amax, quantize
+from scaledot.ops.plan import checked_amax_axes, make_plan, propagating
+from scaledot.ops.quantize import amax, quantize_planned
 from scaledot.recipes import Cast
 
 
@@ -70,36 +72,26 @@ class Laid:
         uniform: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
     ) -> ScaledArray:
-        cast = self.cast
-        return quantize(
-            padded(x, self.rotated_axis, cast),
-            cast.format,
-            axis=self.axes,
-            block=tuple(self.tile[a] for a in self.axes),
-            calibration=cast.calibration,
-            rounding=cast.rounding,
-            key=key if cast.rounding == "stochastic" else None,
-            uniform=uniform,
-            rotation=cast.rotation,
-            factor=factor,
-            tensor_scale=tensor_scale,
-            pad=True,
-            amax_axes=amax_axes,
-        )
+        cast, x = self.cast, padded(x, self.rotated_axis, self.cast)
+        block = tuple(self.tile[a] for a in self.axes)
+        plan = make_plan(x, cast.format, self.axes, block, cast.calibration, None, cast.rotation, None, pad=True)
+        plan = dataclasses.replace(propagating(plan, x.ndim), amax_axes=checked_amax_axes(plan, amax_axes))
+        key = key if cast.rounding == "stochastic" else None
+        return quantize_planned(plan, x, cast.rounding, key, uniform, tensor_scale=tensor_scale, factor=factor)
 
     def inside(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
-        """Where the cast did not clip x; None if it never clips."""
+        """Where the cast did not clip x; None if it never clips. A block with a NaN scale counts as not clipped."""
         if not self.cast.clips:
             return None
         parsed, block = calibrate.parse(self.cast.calibration), self.tile
         x = flush(x.astype(jnp.float32))
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)
-            return (x >= blocks.spread(low, x.shape, block)) & (x <= blocks.spread(high, x.shape, block))
+            return ~((x < blocks.spread(low, x.shape, block)) | (x > blocks.spread(high, x.shape, block)))
         # What the codes reach; the calibrated magnitude is an ulp or two from it.
         reach = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
         limit = math.prod(multipliers(q.scale, q.tensor_scale, q.format), start=reach)
-        return jnp.abs(x) <= blocks.spread(limit, x.shape, block)
+        return ~(jnp.abs(x) > blocks.spread(limit, x.shape, block))
 
 
 class Arrays:

@@ -20,12 +20,13 @@ from scaledot.formats import Format
 from scaledot.kernels.mosaic import casts
 from scaledot.kernels.mosaic.support import devices_of
 from scaledot.kernels.spec import sum_dtype
-from scaledot.numerics import blocks
+from scaledot.numerics import blocks, calibrate
+from scaledot.numerics.bits import flush
 from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, room, spaced, whole_groups
-from scaledot.numerics.scale import Levels, levels_of
+from scaledot.numerics.scale import Levels, levels_or_nan
 from scaledot.ops.operands import Choice, float_operand
-from scaledot.ops.plan import checked_groups, make_plan
-from scaledot.ops.quantize import amax, quantize, quantize_grouped
+from scaledot.ops.plan import checked_groups, make_plan, propagating
+from scaledot.ops.quantize import amax, plan_of_groups, quantize_groups_planned
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
@@ -162,7 +163,7 @@ class Groups:
             return _each_matrix(laid, x, factor, **how)
         x, groups = spaced(x, groups, laid.together), whole_groups(groups, laid.together)
         if factor is not None:
-            return quantize(_members(x, groups), laid.cast.format, factor=factor, rounding=laid.cast.rounding, **how)
+            return Laid(laid.cast, laid.tile, None).quantize(_members(x, groups), factor, **how)
         if laid.tile[0] == 0:
             return _per_group(laid, padded(x, 1, laid.cast), groups, **how)
         if laid.axis == 1:
@@ -247,9 +248,10 @@ def cast_rows(laid: LaidRows, view: casts.View, x: jax.Array, groups, key, facto
 def _levels_of_groups(x: jax.Array, groups: jax.Array, format: Format) -> Levels:
     """Scales of whole groups, and one more for rows of none, which count as zeros."""
     count = groups.shape[0]
-    of_rows = amax(x, axis=(0, 1), block=(1, 0))[:, 0]
+    row_amax = calibrate.block_amax if format.is_float else calibrate.block_amax_or_inf  # floats have NaN codes
+    of_rows = row_amax(flush(x.astype(jnp.float32)), (1, 0))[:, 0]
     largest = jax.ops.segment_max(of_rows, _group_of(groups, x.shape[0]), count + 1, indices_are_sorted=True)
-    return levels_of(jnp.maximum(largest, 0).at[count].set(0), format, x.dtype)
+    return levels_or_nan(jnp.maximum(largest, 0).at[count].set(0), format, x.dtype)
 
 
 def _of_rows(levels: Levels, groups: jax.Array, rows: int, together: int) -> jax.Array:
@@ -267,13 +269,14 @@ def _each_matrix(laid: Laid, w: jax.Array, factor, key, uniform, amax_axes) -> S
 def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, **how) -> PerGroup:
     """One scale, or one per feature, for all rows of a group."""
     q = _along_features(laid, x, groups, **how)
-    return PerGroup(_unscaled(q), q.scale[_first_rows(groups, x.shape[0])])
+    scale = q.scale[_first_rows(groups, x.shape[0])]  # a group without rows has found that of another, which may be NaN
+    return PerGroup(_unscaled(q), jnp.where((groups > 0)[:, None], scale, jnp.ones_like(scale)))
 
 
-def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, **how) -> ScaledArray:
+def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform, amax_axes) -> ScaledArray:
     cast = laid.cast
-    how |= {"rounding": cast.rounding, "rotation": cast.rotation}
-    return quantize_grouped(x, groups, cast.format, axis=(0, 1), block=laid.tile, pad=True, **how)
+    plan = plan_of_groups(x, cast.format, (0, 1), laid.tile, None, cast.rotation, None, True, amax_axes)
+    return quantize_groups_planned(propagating(plan, 2), x, groups, cast.rounding, key, uniform)
 
 
 def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform, amax_axes) -> PerGroup | ScaledArray:
@@ -283,7 +286,7 @@ def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform
     plan = make_plan(
         tiles, laid.cast.format, (0, 2, 1), (1, features, rows), "absmax", None, laid.cast.rotation, None, pad=True
     )
-    plan = dataclasses.replace(plan, amax_axes=amax_axes)
+    plan = dataclasses.replace(propagating(plan, tiles.ndim), amax_axes=amax_axes)
     group = _group_of(groups // laid.together, tiles.shape[0])
     uniform = None if uniform is None else uniform.reshape(tiles.shape)
     parts = _quantize_tiles(plan, tiles, group, groups.shape[0] + 1, key, uniform)

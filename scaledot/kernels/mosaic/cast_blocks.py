@@ -7,8 +7,8 @@ One loop over the rows casts those and looks for the largest magnitudes down the
 What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
 view may ask for those instead. Codes of 4 bits are stored two to a byte, those of an odd row above the even row's.
 
-Codes and scales have the reference's bits. Values below 2^-126 are kept where the reference makes them zeros, and so
-are sums of a rotation: neither shows in a product.
+Codes and scales have the reference's bits, and the scale of a block that holds NaN or infinities is NaN. Values below
+2^-126 are kept where the reference makes them zeros, and so are sums of a rotation: neither shows in a product.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scaledot.formats import Format
 from scaledot.kernels.mosaic.casts import block_of
 from scaledot.kernels.mosaic.memory import THREADS, flushed, load, rotated, side_by_side, to_float8
-from scaledot.numerics.bits import amax_of_rank, magnitude_rank, power_of_two
+from scaledot.numerics.bits import amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
@@ -260,8 +260,9 @@ class Cast(NamedTuple):
     outs: tuple[Out, ...]
     uniform: Any
 
-    def scale_of(self, rank: jax.Array) -> "Scale":
-        return _scale_of(self.view.format, amax_of_rank(rank), self.level)
+    def scale_of(self, largest: jax.Array) -> "Scale":
+        """From the largest bits of magnitudes in each block."""
+        return _scale_of(self.view.format, amax_of_bits(largest), self.level)
 
     def write(self, rows: Rows, numbered: list[tuple[Any, jax.Array]], scales: "list[Scale]") -> None:
         uniforms = [None if self.uniform is None else self.uniform(rows, i) for i, _ in numbered]
@@ -289,7 +290,7 @@ def _make(made: list[Cast], rows: Rows) -> None:
     def first(numbered, largest):
         for cast in along:
             _along(cast, rows, numbered)
-        return functools.reduce(jnp.maximum, (magnitude_rank(row) for _, row in numbered), largest) if down else largest
+        return functools.reduce(jnp.maximum, (magnitude_bits(row) for _, row in numbered), largest) if down else largest
 
     nothing = plgpu.layout_cast(jnp.zeros(rows.shape, jnp.uint32), rows.layout)
     largest = rows.in_steps(first, nothing) if along or down else nothing
@@ -303,14 +304,14 @@ def _make(made: list[Cast], rows: Rows) -> None:
 def _along(cast: Cast, rows: Rows, numbered: list[tuple[Any, jax.Array]]) -> None:
     scales = []
     for i, row in numbered:
-        scales.append(cast.scale_of(jnp.max(magnitude_rank(row), axis=1)))
+        scales.append(cast.scale_of(jnp.max(magnitude_bits(row), axis=1)))
         cast.write_scale(rows, rows.first + i, scales[-1])
     cast.write(rows, numbered, scales)
 
 
 def _down_rotated(cast: Cast, rotation: Hadamard, rows: Rows) -> None:
     turned = rotated([rows.load(i) for i in range(rows.size)], rotation)
-    scale = cast.scale_of(functools.reduce(jnp.maximum, map(magnitude_rank, turned)))
+    scale = cast.scale_of(functools.reduce(jnp.maximum, map(magnitude_bits, turned)))
     cast.write_scale(rows, lax.div(rows.first, rows.size), scale)
     cast.write(rows, list(enumerate(turned)), [scale] * rows.size)
 
@@ -327,11 +328,15 @@ def _down(cast: Cast, rows: Rows, largest: jax.Array) -> None:
 
 
 def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
+    """The scale of blocks with these magnitudes; NaN, and so is every value, where one is infinite."""
+    nan = np.float32(np.nan)
     if format.scale == "float8_e8m0fnu":
         code = e8m0_code(amax, format)
-        return Scale(code.astype(jnp.uint8), power_of_two(127 - code), (SHARE, power_of_two(code - 119)))
+        factor = jnp.where(code == 255, nan, power_of_two(127 - code))
+        return Scale(code.astype(jnp.uint8), factor, (SHARE, power_of_two(code - 119)))
     up, down = level
     relative = jnp.minimum(amax * (up * np.float32(1 / format.max)), E4M3_MAX)
+    relative = jnp.where(amax == np.float32(np.inf), nan, relative)
     stored = relative.astype(jnp.float8_e4m3fn)
     value = stored.astype(jnp.float32)
     factor = jnp.minimum(np.float32(1) / (value * down), np.finfo(np.float32).max)

@@ -11,6 +11,9 @@ transposed matrix of words is the transposed matrix of codes.
 Rows may also come in strips that a table names, each from any row on and no longer than a tile. Shared memory then has
 them in rows of 128 bytes, swizzled, because copies in tiles of eight rows begin at every eighth row only.
 
+Codes of NaN and infinities are NaN where one scale is for a whole matrix of 8-bit floats. Elsewhere the scale of what
+holds one is NaN.
+
 The last rows come first: the cache may still have them from who looked for the largest magnitude, and then has the
 first codes for who multiplies.
 """
@@ -36,16 +39,17 @@ from scaledot.kernels.mosaic.memory import (
     flushed,
     load,
     rotated,
+    scaled_or_nan,
     side_by_side,
     tiled,
     to_float8,
     to_int8,
 )
-from scaledot.numerics.bits import amax_of_rank, magnitude_rank
+from scaledot.numerics.bits import amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank
 from scaledot.numerics.encode import rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
-from scaledot.numerics.scale import levels_of
+from scaledot.numerics.scale import levels_or_nan
 
 PAIRS = LINE // 2  # pairs of rows in a tile
 PART = 64  # columns that are in registers at a time
@@ -67,7 +71,7 @@ class Given(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Largest magnitudes, as `amax` gives them; the format makes one scale of them."""
+    """Largest magnitudes, as `amax` gives them; the format makes one scale of them, NaN where one is infinite."""
 
     maxima: jax.Array
 
@@ -111,8 +115,12 @@ class Result(NamedTuple):
     column_scale: Any
 
 
-def amax(x: jax.Array) -> jax.Array:
-    """Largest finite magnitudes of x, whose rows and columns are multiples of 128: one of each program."""
+def amax(x: jax.Array, finite: bool) -> jax.Array:
+    """Largest magnitudes of x, whose rows and columns are multiples of 128: one of each program.
+
+    finite: of its finite elements; otherwise infinite where a program has found NaN or infinities.
+    """
+    ordered, amax_of = (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
     vector = 16 // x.dtype.itemsize
     layout = side_by_side(LANES, vector)
     read = THREADS * vector // LANES, LANES
@@ -124,11 +132,11 @@ def amax(x: jax.Array) -> jax.Array:
         def larger(step, most):
             first = (program + step * SEARCHERS) * READS
             parts = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(READS)]
-            return functools.reduce(jnp.maximum, [magnitude_rank(part.astype(jnp.float32)) for part in parts], most)
+            return functools.reduce(jnp.maximum, [ordered(part.astype(jnp.float32)) for part in parts], most)
 
         nothing = plgpu.layout_cast(jnp.zeros(read, jnp.uint32), layout)
         most = lax.fori_loop(0, lax.div(chunks - program + SEARCHERS - 1, SEARCHERS), larger, nothing)
-        out_gmem[program] = _amax_of(most)
+        out_gmem[program] = amax_of(_largest(most))
 
     run = plgpu.kernel(
         kernel,
@@ -217,7 +225,8 @@ def cast(
             if transposed in turns:
                 values = _turned_values(turned_of[transposed], part, transposed)
             for parity, value in enumerate(values):
-                up = flushed(value) * factor_of(part, parity, transposed)
+                by = factor_of(part, parity, transposed)
+                up = flushed(value) * by if isinstance(scaling, OfBlocks) else scaled_or_nan(value, by)
                 place = row * LINE + parity, (column * parts + part) * PART
                 uniform = None if seeds is None else _uniform(seeds_gmem.at[transposed], place, width)
                 made.append(_code(up, format, uniform))
@@ -244,7 +253,7 @@ def cast(
                     even &= np.uint16(0xFF)
                 words_smem.at[part].T[...] = even | (odd << 8)
         if wanted.amax:
-            amax_gmem[row, column] = _amax_of(largest)
+            amax_gmem[row, column] = amax_of_rank(_largest(largest))
         plgpu.commit_smem()
         for part in range(parts):
             if wanted.rows:
@@ -333,21 +342,21 @@ class Tile(NamedTuple):
         return jnp.where(2 * pair + parity < self.count, value, np.float32(0))
 
 
-def _amax_of(rank: jax.Array) -> jax.Array:
-    return amax_of_rank(jnp.max(jnp.max(rank, axis=1), axis=0))
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.max(x, axis=1), axis=0)
 
 
 def _scale_tensor(seen_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
     """The factor that a format makes of the largest magnitude; the first program writes the scale."""
     seen = load(seen_gmem, plgpu.Layout.WG_STRIDED((SEARCHERS,), vec_size=1))
-    levels = levels_of(jnp.max(seen), format, _FLOAT32)
+    levels = levels_or_nan(jnp.max(seen), format, _FLOAT32)
     pl.when(is_first)(lambda: scale_gmem.__setitem__(0, levels.scale))
     return levels.factors[0]
 
 
 def _scale_square(tile: Tile, format: Format, scale_gmem, row, column) -> jax.Array:
-    ranks = [magnitude_rank(value) for part in tile.parts for value in tile.values(part)]
-    levels = levels_of(_amax_of(functools.reduce(jnp.maximum, ranks)), format, _FLOAT32)
+    sizes = [magnitude_bits(value) for part in tile.parts for value in tile.values(part)]
+    levels = levels_or_nan(amax_of_bits(_largest(functools.reduce(jnp.maximum, sizes))), format, _FLOAT32)
     scale_gmem[row, column] = levels.scale
     return levels.factors[0]
 
@@ -356,14 +365,14 @@ def _longest_lines(tile: Tile, lines_smem, sides: list[int]) -> None:
     """Leaves the largest magnitudes of the rows (0), even ones first, and of the columns (1) in shared memory."""
     longest: list[Any] = [None, None]
     for part in tile.parts if sides else ():
-        ranks = [magnitude_rank(value) for value in tile.values(part)]
+        sizes = [magnitude_bits(value) for value in tile.values(part)]
         if 1 in sides:
-            lines_smem[1, pl.ds(part * PART, PART)] = amax_of_rank(jnp.max(jnp.maximum(*ranks), axis=0))
+            lines_smem[1, pl.ds(part * PART, PART)] = amax_of_bits(jnp.max(jnp.maximum(*sizes), axis=0))
         if 0 in sides:
-            ends = [jnp.max(rank, axis=1) for rank in ranks]
+            ends = [jnp.max(size, axis=1) for size in sizes]
             longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
     for parity in range(2 if 0 in sides else 0):
-        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of_rank(longest[parity])
+        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of_bits(longest[parity])
 
 
 def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any) -> None:
@@ -384,10 +393,10 @@ def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any) -> No
         values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
         for strip, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
-        return functools.reduce(jnp.maximum, map(magnitude_rank, values), most)
+        return functools.reduce(jnp.maximum, map(magnitude_bits, values), most)
 
     nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
-    lines_smem[pl.ds(side, 1)] = amax_of_rank(lax.fori_loop(0, LINE // size, group, nothing))
+    lines_smem[pl.ds(side, 1)] = amax_of_bits(lax.fori_loop(0, LINE // size, group, nothing))
 
 
 def _block(turned_smem, part: int, parity: int, side: int) -> Any:
@@ -404,7 +413,7 @@ def _turned_values(turned_smem, part: int, side: int) -> list[jax.Array]:
 def _scale_lines(format: Format, lines_smem, row_scale, column_scale, row, column) -> None:
     """Makes factors of the largest magnitudes that were found, in their place."""
     for side, scale_gmem, at in ((0, row_scale, (column, row)), (1, column_scale, (row, column))):
-        levels = levels_of(load(lines_smem.at[side], EACH), format, _FLOAT32)
+        levels = levels_or_nan(load(lines_smem.at[side], EACH), format, _FLOAT32)
         if scale_gmem is not None:
             scale_gmem[at] = levels.scale
         lines_smem[side] = levels.factors[0]

@@ -298,7 +298,9 @@ def _tile_casts(
 
     format, (m, k), way = views[0].format, x.shape, _tiles(views[0])
     filled = filled_up(x, LINE, LINE)
-    seen = _anywhere(cast_tiles.amax(filled), x, amax_axes) if way == "tensor" and factor is None else None
+    seen = None
+    if way == "tensor" and factor is None:
+        seen = _anywhere(cast_tiles.amax(filled, finite=format.is_float), x, amax_axes)
     if seen is not None:
         scaling = cast_tiles.Seen(seen)
     else:

@@ -44,6 +44,16 @@ def flushed(x: jax.Array) -> jax.Array:
     return x * jnp.where(jnp.abs(x) < LEAST, np.float32(0), np.float32(1))
 
 
+def scaled_or_nan(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """float32 times a factor; subnormals become zeros of the same sign, and infinities NaN.
+
+    One selection does both, because zero times an infinity is NaN.
+    """
+    magnitude = jnp.abs(x)
+    is_normal = (magnitude >= LEAST) & (magnitude < np.float32(np.inf))
+    return x * jnp.where(is_normal, factor, np.float32(0))
+
+
 def to_float8(x: jax.Array, dtype) -> jax.Array:
     """float32 to nearest, saturated. A GPU's conversion does both; that of the interpreter overflows to NaN."""
     limit = float(jnp.finfo(dtype).max)
