@@ -27,17 +27,23 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--all"):
-        return
-    kept = selected(items)
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    if not config.getoption("--all"):
+        kept = selected(items)
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
+    # Stable: by module, with those last for which programs are compiled anew.
+    modules = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (modules[item.path], _is_optimized(item)))
+
+
+def _is_optimized(item) -> bool:
+    return item.get_closest_marker("optimized") is not None
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
 def pytest_runtest_setup(item):
     """Most of the suite's time is XLA's optimisations: only tests of compiled programs and of exact bits get them."""
-    disable = item.get_closest_marker("optimized") is None
+    disable = not _is_optimized(item)
     if jax.config.read("jax_disable_most_optimizations") != disable:
         jax.clear_caches()  # a cache does not know how its programs were compiled
         jax.config.update("jax_disable_most_optimizations", disable)
