@@ -110,7 +110,7 @@ PROOFS = [
 def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
     from benchmarks.gpu import cast
 
-    proven = {"name": {"another"}}
+    proven: dict[str, set] = {"name": {"another"}}
     for kernel, fields in PROOFS:
         _, block = KERNELS[kernel]
         for field, value in {"block": block, **fields}.items():
