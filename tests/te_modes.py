@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import table_of
 
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
@@ -19,7 +20,12 @@ MODES = {
     ScalingMode.FP8_1D_BLOCK_SCALING: E4M3,
     ScalingMode.FP8_2D_BLOCK_SCALING: E4M3,
 }
-EACH_MODE = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+# Current scaling casts as delayed scaling does, 2-D blocks as 1-D ones.
+RELATED = ("CURRENT_TENSOR_SCALING", "NVFP4_1D_SCALING", "FP8_2D_BLOCK_SCALING")
+EACH_MODE = pytest.mark.parametrize("mode", table_of(MODES, RELATED, lambda mode: mode.name))
+STATELESS_MODE = pytest.mark.parametrize(
+    "mode", table_of([m for m in MODES if not m.row.delayed], RELATED[1:], lambda mode: mode.name)
+)
 
 
 def quantizer(mode, layout=QuantizeLayout.ROWWISE_COLWISE, **options):

@@ -28,10 +28,8 @@ pytestmark = pytest.mark.optimized  # XLA's unoptimised convolutions of integers
 
 REPRESENTATIVE = {
     ("fp8_current", "column", "explicit"),
-    ("nvfp4", "row", "specs"),
     ("int8", "row", "shard_map"),
     ("fp8_delayed", "images", "explicit"),
-    ("fp8_block", "column", "shard_map"),
     ("mxfp8", "fsdp", "specs"),
 }
 

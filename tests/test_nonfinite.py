@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from training import EACH_RECIPE, KEY, SHORT, conv_general_dilated, dense, einsum, normal, ragged_dot, vjp_of
+from tables import EACH_RECIPE
+from training import KEY, SHORT, conv_general_dilated, dense, einsum, ragged_dot, vjp_of
 
 import scaledot as sd
 from scaledot.formats import FORMATS, Format

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, MODES, quantizer, same_leaves
+from tables import table_of
+from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, quantizer, same_leaves
 
 import scaledot as sd
 from benchmarks import te_tutorial
@@ -29,7 +30,7 @@ def test_quantize_dbias_sums_what_is_not_quantised():
     assert tex.quantize_dbias(x, q, is_dbias=False)[1] is None
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if not m.row.delayed], ids=lambda m: m.name)
+@STATELESS_MODE
 def test_groups_are_quantised_as_if_each_were_alone(mode):
     x, sizes = normal(0, (64, 256)), jnp.array([16, 0, 48])
     tensor = tex.grouped_quantize(x, quantizer(mode, n_groups=3), sizes)
@@ -44,7 +45,7 @@ def test_groups_are_quantised_as_if_each_were_alone(mode):
     same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if not m.row.delayed], ids=lambda m: m.name)
+@STATELESS_MODE
 def test_one_matrix_per_group(mode):
     w = normal(0, (2, 64, 256))
     tensor = tex.grouped_quantize(w, quantizer(mode, n_groups=2))
@@ -190,7 +191,7 @@ def test_an_unquantised_dense_is_the_plain_product():
         te.dense.dense(x, w, transpose_batch_sequence=True)
 
 
-@pytest.mark.parametrize("recipe", [None, "mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", table_of([None, "mxfp8", "nvfp4", "fp8_delayed"], ["nvfp4"]))
 def test_grouped_dense_is_the_ragged_product_of_training(recipe):
     x, w, b, sizes = normal(0, (12, 64)), normal(1, (3, 64, 32)), normal(2, (3, 32)), jnp.array([5, 0, 7])
     quantizers = (
