@@ -10,6 +10,8 @@ import scaledot as sd
 from scaledot.formats import E8M0_RULES, FLOAT_RULES, NF4_CODEBOOK, TWO_LEVEL_RULES, Format, Quirks
 from scaledot.kernels.mosaic import casts
 
+pytestmark = pytest.mark.jax_versions
+
 # Values of every field. A new field needs values here, and a decision in `COMPUTED` of the cast kernels.
 VALUES = {
     "name": ("another",),

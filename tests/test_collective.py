@@ -18,6 +18,8 @@ from scaledot import collective, train
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 
+pytestmark = pytest.mark.jax_versions
+
 IN_RINGS = ("sequence to column", "row to sequence", "fsdp", "all")
 
 

@@ -19,7 +19,7 @@ KERNEL = "mosaic_weight_only"
 BF16 = jnp.bfloat16
 MULTIPROCESSORS = 4  # for programs that share a sum
 
-pytestmark = needs_interpreter
+pytestmark = [pytest.mark.jax_versions, needs_interpreter]
 
 
 WEIGHTS = [  # format, block along the sum

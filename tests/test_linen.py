@@ -20,7 +20,7 @@ from scaledot import state as scaling
 from scaledot import train
 from scaledot.recipes import RECIPES, Gemm, Recipe
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax and optax need it
+pytestmark = [pytest.mark.jax_versions, pytest.mark.usefixtures("standard_promotion")]  # Flax and optax need it
 
 OWG = "_overwrite_with_gradient"
 NAMES = {"x_scale", "x_amax_history", "kernel_scale", "kernel_amax_history", "grad_scale", "grad_amax_history"}

@@ -16,6 +16,8 @@ from scaledot import train
 from scaledot.__main__ import main
 from scaledot.kernels.mosaic import casts, support, tune, tuning
 
+pytestmark = pytest.mark.jax_versions
+
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 DIMENSIONS = (((1,), (0,)), ((), ()))
 

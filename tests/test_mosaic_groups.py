@@ -15,6 +15,8 @@ from scaledot import train
 from scaledot.kernels.mosaic import casts, support
 from scaledot.train.groups import Groups
 
+pytestmark = pytest.mark.jax_versions
+
 SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 # Rows, and how they fall into groups: empty ones, ones that start and end inside a tile, all in one, rows left over.
 SIZES = {

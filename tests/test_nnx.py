@@ -14,7 +14,7 @@ from training import SHORT
 import scaledot as sd
 from scaledot.nnx import ScalingState
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Flax and optax need it
+pytestmark = [pytest.mark.jax_versions, pytest.mark.usefixtures("standard_promotion")]  # Flax and optax need it
 
 
 class Mlp(nnx.Module):

@@ -13,6 +13,8 @@ from meshes import reordered
 import scaledot as sd
 from scaledot import sharding
 
+pytestmark = pytest.mark.jax_versions
+
 KINDS = [AxisType.Explicit, AxisType.Auto]
 FAMILIES = {  # format, and options for x (rows, k) and w (k, columns)
     "channels": ("int8", {"axis": 1}, {"axis": 0}),

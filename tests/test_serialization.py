@@ -15,6 +15,8 @@ import pytest
 import scaledot as sd
 from scaledot import serialization
 
+pytestmark = pytest.mark.jax_versions
+
 HADAMARD = sd.Hadamard(mask=0xBEEF)
 WITH_QUIRKS = dataclasses.replace(
     sd.FORMATS["int8"], name="mine", quirks=sd.Quirks(least_scale=1e-12, empty_scale="eps")

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import scaledot as sd
 from scaledot import sharding
 
+pytestmark = pytest.mark.jax_versions
+
 MESH = AbstractMesh((2, 4), ("dp", "tp"))
 W = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 

@@ -18,6 +18,8 @@ from scaledot import train
 from scaledot.recipes import FP8_DELAYED, Cast, Delayed, Gemm, Recipe
 from scaledot.state import AmaxHistory, merge
 
+pytestmark = pytest.mark.jax_versions
+
 TINY = np.float32(2.0**-10)
 
 

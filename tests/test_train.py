@@ -20,6 +20,8 @@ from scaledot import recipes, train
 from scaledot.numerics.rounding import uniform_of
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
 
+pytestmark = pytest.mark.jax_versions
+
 HADAMARD = (16, 0xD7E8)
 
 # What each recipe quantises, written out: the arguments of the reference cast of (tensor, product); axis 0 or 1 is

@@ -11,6 +11,8 @@ from training import assert_same, conv_general_dilated, dense, nearest, vjp_of
 import scaledot as sd
 from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
 
+pytestmark = pytest.mark.jax_versions
+
 CONVOLUTIONS = {
     "strided": ((3, 9, 8, 32), (3, 2, 32, 16), {"window_strides": (2, 1), "padding": "SAME"}),
     "dilated": (

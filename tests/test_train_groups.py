@@ -13,6 +13,8 @@ from training import KEY, assert_same, dense, kept_by, nearest, ragged_dot
 from scaledot import train
 from scaledot.recipes import RECIPES
 
+pytestmark = pytest.mark.jax_versions
+
 
 @pytest.mark.parametrize("recipe", STATELESS_RECIPES)
 def test_groups_of_rows_are_products_one_by_one(recipe):
