@@ -58,9 +58,7 @@ LAYOUTS = {
 REPRESENTATIVE = {  # every way to say how arrays lie, with casts of each kind
     ("fp8_block", "experts", "explicit"),
     ("fp8_block", "column", "specs"),
-    ("int8", "column", "shard_map"),
     ("nvfp4", "row", "explicit"),
-    ("fp8_delayed", "row", "specs"),
     ("nvfp4", "data", "shard_map"),
     ("int8", "data", "explicit"),
     ("fp8_block", "fsdp", "specs"),

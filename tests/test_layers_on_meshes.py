@@ -131,7 +131,7 @@ def nnx_gradients(model, x, lying=(None, None)):
     return y, nnx.to_pure_dict(grads)
 
 
-@pytest.mark.parametrize("recipe", table_of(RECIPES, ("fp8_block", "fp8_delayed")))
+@pytest.mark.parametrize("recipe", table_of(RECIPES, ("nvfp4", "fp8_delayed")))
 def test_an_nnx_model_follows_types_and_specs(recipe, standard_promotion):
     x = normal(0, (4, 512, WIDTH), jnp.bfloat16)
     one_device = jax.make_mesh((1, 1), ("dp", "tp"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2)

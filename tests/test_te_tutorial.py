@@ -12,11 +12,12 @@ from benchmarks import te_tutorial
 from scaledot.compat import transformer_engine as te
 
 # On meshes the recipes take the paths of tests/test_partitioned.py; two show that TransformerEngine's names lead there.
-ONE_DEVICE_TELLS = ("Float8CurrentScaling", "Float8BlockScaling", "NVFP4BlockScaling")
+RELATED = ("Float8CurrentScaling", "Float8BlockScaling")  # to delayed scaling and MXFP8
+ONE_DEVICE_TELLS = (*RELATED, "NVFP4BlockScaling")
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("recipe", te_tutorial.RECIPES, ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("recipe", table_of(te_tutorial.RECIPES, RELATED, name=lambda r: type(r).__name__))
 def test_the_tutorial_passes_its_own_accuracy_test(recipe):
     layer = te_tutorial.Layer(recipe, te_tutorial.CPU)
     layer.compare()

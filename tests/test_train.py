@@ -12,7 +12,7 @@ from independent import quantize as reference_quantize
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_one_rounding, equations
-from tables import EACH_RECIPE
+from tables import EACH_RECIPE, RELATED_RECIPES, table_of
 from training import KEY, assert_same, dense, dot_general, einsum, kept_by, nearest, vjp_of
 
 import scaledot as sd
@@ -207,7 +207,7 @@ def packed_bytes(r):
     return r.size // 2 if four else r.nbytes
 
 
-@pytest.mark.parametrize("recipe", EACH_RECIPE)
+@pytest.mark.parametrize("recipe", table_of(RECIPES, (*RELATED_RECIPES, "fp8_current", "mxfp8")))
 def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
     x, w1, w2 = normal(0, (128, 256)), normal(1, (256, 512)), normal(2, (512, 128))
     state = sd.init_state(recipe)
@@ -282,7 +282,9 @@ def test_einsum_sums_what_only_one_operand_has():
     np.testing.assert_array_equal(y, dense(x.sum(1), w, recipe="mxfp8"))
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "int8", "w4a16_qat"])
+@pytest.mark.parametrize(
+    "recipe", table_of(["fp8_current", "fp8_block", "mxfp8", "int8", "w4a16_qat"], ["mxfp8", "w4a16_qat"])
+)
 def test_batch_axes_are_products_side_by_side(recipe):
     """Per-tensor scales span the batch, so those are compared where every matrix has the same largest magnitude."""
     x, w = normal(0, (3, 16, 64)), normal(1, (3, 64, 32))
@@ -295,7 +297,7 @@ def test_batch_axes_are_products_side_by_side(recipe):
         assert_same(a[0], b)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "nvfp4", "w4a16_qat"])
+@pytest.mark.parametrize("recipe", table_of(["fp8_block", "nvfp4", "w4a16_qat"], ["w4a16_qat"]))
 def test_vmap_is_a_loop(recipe):
     x, w, g = normal(0, (3, 20, 64)), normal(1, (64, 32)), normal(2, (3, 20, 32))
 
@@ -309,7 +311,7 @@ def test_vmap_is_a_loop(recipe):
             assert_same(a[i], b)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+@pytest.mark.parametrize("recipe", table_of(["fp8_current", "nvfp4"], ["nvfp4"]))
 def test_scan_over_layers_is_a_loop(recipe):
     x, stack = normal(0, (20, 64)), normal(1, (3, 64, 64), spread=0.1)
     keys = jax.random.split(KEY, 3)
@@ -330,7 +332,7 @@ def test_scan_over_layers_is_a_loop(recipe):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", table_of(["fp8_current", "mxfp8", "nvfp4"], ["mxfp8"]))
 def test_data_parallel_shards_in_shard_map(recipe):
     """Typed by check_vma: the gradient of a replicated weight is summed over shards."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -354,9 +356,9 @@ def test_data_parallel_shards_in_shard_map(recipe):
     ("recipe", "kind"),
     [
         ("fp8_current", AxisType.Auto),
-        ("mxfp8", AxisType.Auto),
-        ("nvfp4", AxisType.Auto),
-        ("fp8_current", AxisType.Explicit),
+        pytest.param("mxfp8", AxisType.Auto, marks=pytest.mark.exhaustive),
+        pytest.param("nvfp4", AxisType.Auto, marks=pytest.mark.exhaustive),
+        pytest.param("fp8_current", AxisType.Explicit, marks=pytest.mark.exhaustive),
         ("mxfp8", AxisType.Explicit),
     ],
 )
