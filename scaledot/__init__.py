@@ -137,6 +137,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_ROOMS})
 
 
-if "jax" in sys.modules:  # for jax.export.deserialize in a process that has not used these types yet
+if sys.modules.get("jax") is not None:  # for jax.export.deserialize in a process that has not used these types yet
     for _home in ("array", "state"):
         importlib.import_module(f"scaledot.{_home}")

@@ -85,15 +85,19 @@ class Arrays(NamedTuple):
         return Arrays(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(self, specs, strict=True)))
 
 
-@functools.cache
 def arrays() -> Arrays:
     """Rows and columns of very different magnitudes, so that a scale of a part is not one of the whole."""
+    return Arrays(*map(jnp.asarray, _drawn()))
+
+
+@functools.cache
+def _drawn() -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     x = np.exp(rng.standard_normal((BATCH, SEQUENCE, 1))) * rng.standard_normal((BATCH, SEQUENCE, INPUTS))
     w = rng.standard_normal((INPUTS, OUTPUTS)) / math.sqrt(INPUTS)
     bias, g = rng.standard_normal(OUTPUTS), rng.standard_normal((BATCH, SEQUENCE, OUTPUTS))
     x, w, bias, g = (a.astype(np.float32) for a in (x, w, bias, g))
-    return Arrays(*map(jnp.asarray, (x.astype(jnp.bfloat16), w, bias, g.astype(jnp.bfloat16))))
+    return x.astype(jnp.bfloat16), w, bias, g.astype(jnp.bfloat16)
 
 
 def step(recipe: Recipe, **how):

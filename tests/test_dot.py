@@ -226,8 +226,8 @@ def test_an_empty_sum_is_zero(cast):
 
 def test_float64_results_have_float64_sums():
     with jax.enable_x64(True):
-        x = jnp.asarray(np.random.default_rng(0).normal_by_axis(size=(4, 64)))
-        w = sd.quantize(jnp.asarray(np.random.default_rng(1).normal_by_axis(size=(64, 8)), jnp.float32), "int8", axis=0)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)))
+        w = sd.quantize(jnp.asarray(np.random.default_rng(1).normal(size=(64, 8)), jnp.float32), "int8", axis=0)
         expected = np.asarray(x) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
         np.testing.assert_allclose(sd.matmul(x, w), expected, rtol=1e-6, atol=1e-6)
         y = sd.matmul(x.astype(jnp.float32), w, preferred_element_type=jnp.float64)

@@ -462,5 +462,5 @@ def test_a_set_that_is_not_differentiated_is_a_constant_and_warned_of():
     x, w = normal(0, (8, 32)), normal(1, (32, 16))
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_history_len=4))
     with pytest.warns(UserWarning, match="differentiated without its `quantizer_set`"):
-        jax.eval_shape(jax.grad(lambda w: te.dense(x, w, quantizer_set=quantizers).sum()), w)
+        jax.eval_shape(jax.grad(lambda w: te.dense.dense(x, w, quantizer_set=quantizers).sum()), w)
     jax.eval_shape(jax.grad(lambda w: te.grouped_dense(x, w, jnp.array([8]), quantizer_set=quantizers).sum()), w[None])
