@@ -212,12 +212,12 @@ def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
     x, w1, w2 = normal(0, (128, 256)), normal(1, (256, 512)), normal(2, (512, 128))
     state = sd.init_state(recipe)
 
-    def layer(x, w):
+    def layer(x, w, state):
         if state:
             return dense(x, w, recipe=recipe, state=state)[0]
         return dense(x, w, recipe=recipe, key=KEY)
 
-    kept = kept_by(lambda x, w1, w2: layer(layer(x, w1), w2), x, w1, w2)
+    kept = kept_by(lambda x, w1, w2, state: layer(layer(x, w1, state), w2, state), x, w1, w2, state)
     through = "dgrad" not in EXPECTED[recipe]
     expected = 0
     for rows, w in (((128, 256), w1), ((128, 512), w2)):
