@@ -48,6 +48,7 @@ def even(kept):
     return exponent
 
 
+@pytest.mark.whole_product
 @pytest.mark.parametrize("name", MX)
 @pytest.mark.parametrize("rule", ["ceil", "floor", "even", "even1", "ceil_log2"])
 def test_e8m0_rules_over_every_bfloat16(name, rule):
