@@ -236,12 +236,11 @@ def test_float64_results_have_float64_sums():
 
 # ------------------------------------------------------------------------------------------------ transformations
 
-LEAN = table_of(
-    ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", "nf4"], ["fp8_e4m3", "int8 tiles", "nf4"]
-)
+LEAN = ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", "nf4"]
+EACH_LEAN = table_of(LEAN, ["fp8_e4m3", "int8 tiles", "nf4"])
 
 
-@pytest.mark.parametrize("cast", LEAN)
+@pytest.mark.parametrize("cast", EACH_LEAN)
 def test_vmap_and_scan_are_loops(cast):
     x = normal_by_axis(0, (3, 4, 256))
     _, w = operands("mk,kn->mn", {"m": 1, "k": 256, "n": 8}, cast, (False, True))
@@ -318,7 +317,7 @@ def spread_over(mesh, x, spec):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("cast", LEAN)
+@pytest.mark.parametrize("cast", EACH_LEAN)
 def test_sharded_operands(cast, kind):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     layouts = [

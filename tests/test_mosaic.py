@@ -151,8 +151,8 @@ def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
     x, w = 300 * normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16))  # beyond what a first factor of 1 holds
 
     def result(kernel):
-        state = sd.init_state(recipe)
-        return jax.vjp(lambda w: train.dense(x, w, recipe=recipe, state=state, kernel=kernel)[0], w)[0]
+        how = {"recipe": recipe, "kernel": kernel}
+        return jax.vjp(lambda w, state: train.dense(x, w, state=state, **how)[0], w, sd.init_state(recipe))[0]
 
     assert relative(result(None), result("xla_codes")) < 2.0**-8
 
