@@ -1,7 +1,7 @@
 """Orbax saves a ScaledArray as any pytree, except for codes of a dtype that TensorStore does not have.
 
-Of the dtypes of codes and scales TensorStore lacks only uint4, which holds the codes of `nf4`. They are saved as int4,
-with the same bits:
+TensorStore stores every dtype of codes and scales except uint4, the codes of `nf4`, which are saved as int4 with the
+same bits:
 
     checkpointer.save(path, sd.orbax.to_saveable(params))
     params = sd.orbax.from_saveable(checkpointer.restore(path, jax.eval_shape(sd.orbax.to_saveable, params)))

@@ -64,7 +64,7 @@ TABLE = [  # what, format, options, then dB on N(0, 1), Laplace, Student-t3
     ("int4 block32 rotated", F["int4"], {"block": 32, **ROTATED}, 20.27, 20.38, 20.76),
     ("nf4 rotated", F["nf4"], ROTATED, 20.73, 20.70, 20.51),
 ]
-# Rows that combine what others have: an element, a rule, a block, a rounding.
+# Formats whose element type, scale rule, block shape and rounding mode are each covered by another row.
 RELATED = (
     *("fp8 e4m3 pow2", "fp8 e4m3 scale 1", "fp8 e4m3 per row", "fp8 e4m3 1x128 pow2", "fp8 e5m2", "mxfp8 e5m2"),
     *("mxfp6 e3m2", "mxfp4 floor", "mxfp4 ceil", "nvfp4 one level", "nvfp4 four over six 16x16", "nvfp4 stochastic"),

@@ -118,7 +118,11 @@ def _check_set(quantizer_set: QuantizerSet) -> None:
 
 
 def _state_of(quantizer_set: QuantizerSet, kernel: jax.Array) -> State | None:
-    """The state of a set. `scaledot.train` raises where w is differentiated and the state is not; theirs does not."""
+    """Returns the delayed-scaling state of a quantizer set.
+
+    `scaledot.train` raises if the kernel is differentiated and the state is not. TransformerEngine allows that, so here
+    it only warns.
+    """
     state = quantizer_set.state
     return cast(State, _constant_allowed(state, kernel)) if state and isinstance(kernel, Tracer) else state
 
