@@ -146,7 +146,27 @@ class GroupedDense(Quantized):
         )
 
 
-class Linear(nnx.Linear):
+class _WithDotGeneral:
+    """The constructor of layers whose matmul is a `DotGeneral`."""
+
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        *,
+        recipe: str | Recipe,
+        rngs: nnx.Rngs,
+        specs=None,
+        overlap=(),
+        on_indivisible="raise",
+        **options,
+    ):
+        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+        layer: Any = super()  # nnx.Linear or nnx.LinearGeneral
+        layer.__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
+
+
+class Linear(_WithDotGeneral, nnx.Linear):
     """nnx.Linear under a recipe.
 
     >>> layer = Linear(64, 32, recipe="mxfp8", rngs=nnx.Rngs(0))
@@ -154,39 +174,9 @@ class Linear(nnx.Linear):
     (2, 32)
     """
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        *,
-        recipe: str | Recipe,
-        rngs: nnx.Rngs,
-        specs=None,
-        overlap=(),
-        on_indivisible="raise",
-        **options,
-    ):
-        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
-        super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
-
-class LinearGeneral(nnx.LinearGeneral):
+class LinearGeneral(_WithDotGeneral, nnx.LinearGeneral):
     """nnx.LinearGeneral under a recipe."""
-
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        *,
-        recipe: str | Recipe,
-        rngs: nnx.Rngs,
-        specs=None,
-        overlap=(),
-        on_indivisible="raise",
-        **options,
-    ):
-        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
-        super().__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
 
 class Einsum(nnx.Einsum):
