@@ -24,12 +24,17 @@ decode: $(STAMP)
 processes: $(STAMP)
 	$(BIN)/python -m examples.processes
 
-# Covering arrays of the tables of cases (tests/selection.py); test-all runs every row of them.
+# Covering arrays of the tables of cases (tests/selection.py); test-all runs every row of them. Two runs, because XLA's
+# flags for quick compilation hold for a whole process, and tests of compiled programs and of bits need the defaults.
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+	$(PYTEST) --compilation cheap
+	$(PYTEST) --compilation optimized
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist worksteal --all $(TESTS)
+	$(PYTEST) --all --compilation cheap
+	$(PYTEST) --all --compilation optimized
 
 # Which tests notice ten named faults and thirty random ones (tests/mutations).
 test-mutations: $(STAMP)

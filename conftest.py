@@ -1,5 +1,7 @@
 """Settings of every test and example: strict promotion, eight CPU devices, warnings as errors, cheap compilation."""
 
+import ctypes
+import gc
 import os
 import resource
 
@@ -13,24 +15,47 @@ from tests.selection import selected
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no source lines in programs, which nobody reads here
 
 # Compilation makes first examples slow; derandomised so that a run can be repeated.
 hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("scaledot")
 
+# Halve the time of compilation without optimisations: LLVM IR from XLA's older emitters, one LLVM module per program.
+CHEAP_CODE = " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+LIBC = ctypes.CDLL(None)
 # Compiled programs stay in JAX's caches; a worker drops them between modules once it holds this much memory.
-CACHES_UP_TO = 1536 * 2**20
+CACHES_UP_TO = 1792 * 2**20
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="every row of every table; see tests/selection.py")
+    parser.addoption(
+        "--compilation",
+        choices=("cheap", "optimized"),
+        help="cheap: only tests not marked `optimized`, with XLA flags for quick compilation, which hold for a whole "
+        "process; optimized: only the others. Without it all tests run in one process, and more slowly",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--compilation") == "cheap":
+        os.environ["XLA_FLAGS"] += CHEAP_CODE  # read when the first program is compiled
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
+
+
+def pytest_collection_finish():
+    """Modules and jaxprs are many objects that live long: the collector looks at them less often."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--all"):
-        kept = selected(items)
-        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-        items[:] = kept
+    kept = items if config.getoption("--all") else selected(items)
+    if compilation := config.getoption("--compilation"):
+        kept = [item for item in kept if _is_optimized(item) == (compilation == "optimized")]
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
     # Stable: by module, with those last for which programs are compiled anew.
     modules = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (modules[item.path], _is_optimized(item)))
@@ -54,6 +79,9 @@ def memory():
     yield
     if _resident_bytes() > CACHES_UP_TO:
         jax.clear_caches()
+        gc.collect()
+        if hasattr(LIBC, "malloc_trim"):  # glibc keeps what is free unless it is told
+            LIBC.malloc_trim(0)
 
 
 def _resident_bytes() -> int:

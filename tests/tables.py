@@ -24,4 +24,5 @@ def table_of(values, related, name=lambda value: value):
 
 EACH_FORMAT = table_of(sd.FORMATS, RELATED_FORMATS)
 EACH_RECIPE = table_of(RECIPES, RELATED_RECIPES)
-STATELESS_RECIPES = table_of([name for name in RECIPES if not RECIPES[name].delayed], RELATED_RECIPES)
+STATELESS = [name for name in RECIPES if not RECIPES[name].delayed]
+STATELESS_RECIPES = table_of(STATELESS, RELATED_RECIPES)

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot.numerics.encode import decode, encode, narrow
+from scaledot.numerics import encode as elements
 from scaledot.numerics.rounding import uniform_of
 
 pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
 
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 EVERY = [*FLOATS, "int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
+encode = jax.jit(elements.encode, static_argnums=1)
+decode = jax.jit(elements.decode, static_argnums=1)
 BF16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 
 
@@ -22,8 +24,8 @@ def all_codes(format):
     if format.is_integer:
         signed = raw - 2 ** (format.bits - 1)
         low, high = format.integer_range
-        return narrow(jnp.asarray(signed[(signed >= low) & (signed <= high)], jnp.int8), format.code_dtype)
-    return narrow(jnp.asarray(raw, jnp.uint8), format.code_dtype)
+        return elements.narrow(jnp.asarray(signed[(signed >= low) & (signed <= high)], jnp.int8), format.code_dtype)
+    return elements.narrow(jnp.asarray(raw, jnp.uint8), format.code_dtype)
 
 
 def grid_values(format):

@@ -56,12 +56,9 @@ LAYOUTS = {
     "repeated": Layout({"dp": 2, "ep": 4}, P("dp"), P(("dp", "ep")), P()),
 }
 REPRESENTATIVE = {  # every way to say how arrays lie, with casts of each kind
-    ("fp8_block", "experts", "explicit"),
-    ("fp8_block", "column", "specs"),
-    ("nvfp4", "row", "explicit"),
-    ("nvfp4", "data", "shard_map"),
-    ("int8", "data", "explicit"),
-    ("fp8_block", "fsdp", "specs"),
+    ("fp8_block", "row", "explicit"),
+    ("int8", "data", "shard_map"),
+    ("fp8_current", "fsdp", "specs"),
     ("fp8_delayed", "repeated", "shard_map"),
 }
 

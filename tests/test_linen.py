@@ -68,7 +68,7 @@ def states_in(tree):
     return {t: (leaves[f"{n}_amax_history"], leaves[f"{n}_scale"][0]) for t, n in spelt.items()}
 
 
-@pytest.mark.parametrize("case", ["plain", "remat, mutable"])
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat, mutable"])
 def test_a_layer_called_twice_has_seen_the_larger(case):
     wrap = nn.remat if "remat" in case else (lambda layer: layer)
     model, x = Twice(SHORT, wrap), normal(0, (8, 16))
@@ -170,10 +170,13 @@ def test_grouped_dense_owns_its_state():
     assert grads[OWG]["x_amax_history"][-1] == jnp.max(jnp.abs(x))
 
 
+SMALL = sd.linen.with_recipe(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), SHORT)
+ADAM = optax.adam(1e-2)  # one for all states, so that they share a compiled step
+
+
 def make_train_state(seed=1):
-    model = sd.linen.with_recipe(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), SHORT)
-    variables = model.init(jax.random.key(seed), normal(0, (8, 16)))
-    return TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adam(1e-2))
+    variables = SMALL.init(jax.random.key(seed), normal(0, (8, 16)))
+    return TrainState.create(apply_fn=SMALL.apply, params=variables, tx=ADAM)
 
 
 @jax.jit

@@ -39,7 +39,7 @@ def gradients(model, x):
     return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "short"])
+@pytest.mark.parametrize("recipe", [pytest.param("fp8_block", marks=pytest.mark.exhaustive), "short"])
 def test_linen_and_nnx_give_the_same_numbers(recipe):
     """Over three steps, state included."""
     recipe = SHORT if recipe == "short" else recipe
@@ -75,7 +75,7 @@ def test_linen_and_nnx_give_the_same_numbers(recipe):
                 np.testing.assert_allclose(ours, theirs[leaf], rtol=1e-6, err_msg=leaf)
 
 
-@pytest.mark.parametrize("wrap", ["plain", "remat"])
+@pytest.mark.parametrize("wrap", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat"])
 def test_a_layer_called_twice_has_seen_the_larger(wrap):
     layer = sd.nnx.Linear(16, 16, recipe=SHORT, use_bias=False, rngs=nnx.Rngs(0))
     x = normal(0, (8, 16))
@@ -133,15 +133,15 @@ def test_a_model_is_converted_in_place_by_path():
     run = nnx.jit(lambda model, x: model(x))
     exact = run(Everything(nnx.Rngs(0)), x)
     model = Everything(nnx.Rngs(0))
-    converted = sd.nnx.with_recipe(model, {"attention/*": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
+    converted = sd.nnx.with_recipe(model, {"attention/query": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
     assert converted is model
     assert model.own.dot_general is jax.lax.dot
     assert model.head.dot_general is jax.lax.dot_general
     assert model.attention.query.dot_general.recipe.name == "nvfp4"
     assert model.split.einsum_op.recipe is SHORT
     y = run(model, x)
-    # Four products of attention of 16 % each (nvfp4 by nvfp4 in squares) add up to 32 % if errors are independent.
-    assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.4
+    # One product of 16 % (nvfp4 by nvfp4 in squares) and five of 3.8 % (e4m3) add up to 18 % if errors are independent.
+    assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.3
     model.eval()
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), y, rtol=1e-5, atol=1e-5)
     model.train()
@@ -158,11 +158,11 @@ def test_layers_take_recipes():
 
 
 def test_an_optimizer_never_sees_the_scaling_and_training_resumes_to_the_bit(tmp_path):
-    x = normal(0, (8, 16))
+    x, adam = normal(0, (8, 16)), optax.adam(1e-2)
 
     def make(seed):
         model = sd.nnx.with_recipe(Mlp(nnx.Rngs(seed)), SHORT)
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, adam, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer):

@@ -22,7 +22,7 @@ from meshes import (
     require_same,
     step,
 )
-from tables import STATELESS_RECIPES
+from tables import STATELESS_RECIPES, table_of
 
 import scaledot as sd
 from scaledot import recipes, train
@@ -68,7 +68,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device(name, layout, way):
         assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, specs[of]), value.ndim), of
 
 
-LEFT_TO_XLA = [("fp8_current", "row to sequence"), ("fp8_block", "fsdp"), ("nvfp4", "all")]
+LEFT_TO_XLA = [("fp8_current", "row to sequence"), ("fp8_block", "fsdp")]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,6 @@ def casts_of(recipe, kind):
     return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STATELESS_RECIPES)
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
@@ -140,29 +139,41 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 
 
-def collectives_of(lay, recipe, kind: str):
+def collectives_of(layout: str, recipe, kind: str):
     """Of that kind in the compiled step."""
+    return [one for one in collectives(compiled_step(layout, recipe), LAYOUTS[layout].axes) if one.kind == kind]
+
+
+@functools.cache
+def compiled_step(layout: str, recipe) -> str:
+    lay = LAYOUTS[layout]
     mesh = lay.mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
         given = arrays().on(lay, mesh), first_state(recipe)
-        text = jax.jit(step(recipe, out_sharding=lay.y)).lower(*given).compile().as_text()
-    return [one for one in collectives(text, lay.axes) if one.kind == kind]
+        return jax.jit(step(recipe, out_sharding=lay.y)).lower(*given).compile().as_text()
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("layout", ["column", "row", "sequence to column", "fsdp", "all"])
-@pytest.mark.parametrize("name", ["fp8_current", "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", table_of(["fp8_current", "fp8_block", "mxfp8", "nvfp4"], ["fp8_current", "mxfp8"]))
 def test_no_operand_is_gathered_in_high_precision(name, layout):
-    gathered = collectives_of(LAYOUTS[layout], RECIPES[name], "all-gather")
+    gathered = collectives_of(layout, RECIPES[name], "all-gather")
     large = [one for one in gathered if one.dtype != "u8" and one.bytes > 2**15]
     assert not large, large
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("name", "most"), [("fp8_current", 0.52), ("fp8_block", 0.52), ("nvfp4", 0.3)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        pytest.param("fp8_current", 0.52, marks=pytest.mark.exhaustive),
+        ("fp8_block", 0.52),
+        ("nvfp4", 0.3),
+    ],
+)
 def test_fsdp_gathers_codes(name, most):
     """Beside the bytes of the same weights in bfloat16."""
-    gathered = collectives_of(LAYOUTS["fsdp"], RECIPES[name], "all-gather")
+    gathered = collectives_of("fsdp", RECIPES[name], "all-gather")
     moved = sum(one.bytes * one.count for one in gathered)
     assert 0 < moved <= most * 2 * arrays().w.size
 
@@ -170,7 +181,7 @@ def test_fsdp_gathers_codes(name, most):
 def test_scales_of_parts_are_a_choice():
     local = dataclasses.replace(recipes.FP8_CURRENT, name="mine", amax_scope="local")
     small = [
-        sum(one.count for one in collectives_of(LAYOUTS["column"], recipe, "all-reduce") if one.bytes < 64)
+        sum(one.count for one in collectives_of("column", recipe, "all-reduce") if one.bytes < 64)
         for recipe in (recipes.FP8_CURRENT, local)
     ]
     assert small[1] < small[0]
@@ -260,7 +271,13 @@ def test_results_and_gradients_lie_as_those_of_a_bfloat16_program(layout, kind, 
         assert any(a.sharding.is_equivalent_to(sharding, a.ndim) for sharding in allowed), (a.sharding, allowed)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive, id="auto"),
+        pytest.param(AxisType.Explicit, id="explicit"),
+    ],
+)
 def test_products_on_a_mesh_are_mapped_over_layers(kind):
     """Stacked layers, whose axis may be split, too."""
     sizes = {"stage": 2, "dp": 2, "tp": 2}

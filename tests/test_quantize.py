@@ -88,7 +88,7 @@ def test_jit_gives_the_same_bits(format, data):
 
 
 @pytest.mark.optimized
-@one_format_of_each_kind
+@pytest.mark.parametrize("format", table_of(FORMATS, {f.name for f in FORMATS} - {"nvfp4", "int8"}, lambda f: f.name))
 def test_without_any_jit_the_bits_are_the_same(format):
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     key = jax.random.key(0)
@@ -402,7 +402,7 @@ def test_requantize_goes_through_float32():
 GROUPS = [[10, 0, 33, 21], [64], [7, 50, 0]]
 
 
-@pytest.mark.parametrize("format", table_of(["fp8_e4m3", "mxfp8", "nvfp4", "int8", "nf4"], ["fp8_e4m3", "nf4"]))
+@pytest.mark.parametrize("format", table_of(["fp8_e4m3", "mxfp8", "nvfp4", "int8", "nf4"], ["fp8_e4m3", "int8", "nf4"]))
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
 def test_each_group_is_quantised_as_if_alone(format, axis, sizes):

@@ -1,5 +1,6 @@
 """Scale rules against a literal reading of their definitions in numpy, over every finite bfloat16 amax."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -17,6 +18,11 @@ pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tes
 MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 BF16 = np.arange(2**15, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 AMAX = BF16[np.isfinite(BF16) & ((np.finfo(np.float32).tiny <= BF16) | (BF16 == 0))]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _levels(amax, format, tensor_amax=None):
+    return levels_of(amax, format, np.dtype("float32"), None, tensor_amax)
 
 
 def ceil_by_definition(amax, format):
@@ -148,7 +154,7 @@ def test_the_two_orders_of_nvfp4_scales_follow_their_definitions(largest):
     orders = {"te": amax * (up * np.float32(1 / 6)), "te_jax": (amax / np.float32(6)) * up}
     for rule, relative in orders.items():
         format = replace(sd.FORMATS["nvfp4"], rule=rule)
-        levels = levels_of(jnp.asarray(amax), format, np.dtype("float32"), None, jnp.float32(largest))
+        levels = _levels(jnp.asarray(amax), format, jnp.float32(largest))
         expected = np.minimum(relative, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(np.asarray(levels.scale).view(np.uint8), expected.view(np.uint8))
     differ = np.mean(orders["te"] != orders["te_jax"])
@@ -167,7 +173,7 @@ def test_guard_lets_no_element_clip():
     amax = jnp.asarray(np.abs(x).reshape(256, 32, 16).max(-1))
     top = jnp.max(amax)
     for guard, clips in [(False, True), (True, False)]:
-        levels = levels_of(amax, replace(sd.FORMATS["nvfp4"], guard=guard), np.dtype("float32"), None, top)
+        levels = _levels(amax, replace(sd.FORMATS["nvfp4"], guard=guard), top)
         largest = np.asarray(amax * levels.factors[0])
         assert (largest.max() > 6 * (1 + 1e-6)) == clips
 
@@ -176,7 +182,7 @@ def test_guard_lets_no_element_clip():
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_scales_over_every_bfloat16(name, pow2):
     format = replace(sd.FORMATS[name], pow2=pow2)
-    levels = jax.jit(lambda a: levels_of(a, format, np.dtype("float32")))(AMAX)
+    levels = _levels(AMAX, format)
     with np.errstate(divide="ignore", over="ignore"):
         factor = np.minimum(np.float32(format.max) / AMAX, np.float32(2.0**126))
     factor = np.where(AMAX == 0, np.float32(1), factor)
@@ -189,7 +195,7 @@ def test_fp8_scales_over_every_bfloat16(name, pow2):
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 def test_integer_and_codebook_scales_over_every_bfloat16(name):
     format = sd.FORMATS[name]
-    levels = jax.jit(lambda a: levels_of(a, format, np.dtype("float32")))(AMAX)
+    levels = _levels(AMAX, format)
     scale = AMAX / np.float32(format.max)
     scale = np.where(AMAX == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126)))
     np.testing.assert_array_equal(levels.scale, scale)

@@ -7,6 +7,7 @@ import pytest
 from data import normal
 from jax.sharding import AxisType, PartitionSpec
 from meshes import require_reordered
+from tables import table_of
 from te_modes import quantizer, same_leaves
 
 from scaledot.compat import transformer_engine as te
@@ -85,7 +86,10 @@ def test_tensor_parallelism_has_one_axis():
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("op", [te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op",
+    table_of([te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ["REDUCE_SCATTER"], name=lambda op: op.name),
+)
 def test_collective_products_move_codes_and_sums_in_rings(op):
     """Forward and backward, with kernels that are split over FSDP, too."""
     x, w = normal(0, (4, 256, 256), jnp.bfloat16), normal(1, (256, 256))

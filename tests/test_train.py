@@ -207,7 +207,7 @@ def packed_bytes(r):
     return r.size // 2 if four else r.nbytes
 
 
-@pytest.mark.parametrize("recipe", table_of(RECIPES, (*RELATED_RECIPES, "fp8_current", "mxfp8")))
+@pytest.mark.parametrize("recipe", table_of(RECIPES, (*RELATED_RECIPES, "fp8_current", "mxfp8", "int8")))
 def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
     x, w1, w2 = normal(0, (128, 256)), normal(1, (256, 512)), normal(2, (512, 128))
     state = sd.init_state(recipe)
@@ -297,7 +297,7 @@ def test_batch_axes_are_products_side_by_side(recipe):
         assert_same(a[0], b)
 
 
-@pytest.mark.parametrize("recipe", table_of(["fp8_block", "nvfp4", "w4a16_qat"], ["w4a16_qat"]))
+@pytest.mark.parametrize("recipe", table_of(["fp8_block", "nvfp4", "w4a16_qat"], ["nvfp4", "w4a16_qat"]))
 def test_vmap_is_a_loop(recipe):
     x, w, g = normal(0, (3, 20, 64)), normal(1, (64, 32)), normal(2, (3, 20, 32))
 
@@ -332,7 +332,7 @@ def test_scan_over_layers_is_a_loop(recipe):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("recipe", table_of(["fp8_current", "mxfp8", "nvfp4"], ["mxfp8"]))
+@pytest.mark.parametrize("recipe", table_of(["fp8_current", "mxfp8", "nvfp4"], ["mxfp8", "nvfp4"]))
 def test_data_parallel_shards_in_shard_map(recipe):
     """Typed by check_vma: the gradient of a replicated weight is summed over shards."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from tables import STATELESS_RECIPES
+from tables import RELATED_RECIPES, STATELESS, table_of
 from training import KEY, assert_same, dense, kept_by, nearest, ragged_dot
 
 from scaledot import train
@@ -16,7 +16,7 @@ from scaledot.recipes import RECIPES
 pytestmark = pytest.mark.jax_versions
 
 
-@pytest.mark.parametrize("recipe", STATELESS_RECIPES)
+@pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "mxfp8")))
 def test_groups_of_rows_are_products_one_by_one(recipe):
     """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
     recipe = nearest(RECIPES[recipe])

@@ -18,6 +18,7 @@ MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
 MIN_NORMAL = np.uint32(0x00800000)
 MANTISSA = np.uint32(0x007FFFFF)
+_HIDDEN_BIT = np.int32(1 << 23)
 RANK_OF_ZERO = np.uint32(0x01000000)
 ONE = np.float32(1.0)
 LARGEST_FACTOR = np.float32(2.0**126)
@@ -106,30 +107,36 @@ def ceil_power_of_two(x: jax.Array) -> jax.Array:
     return float_of((bits_of(x) + MANTISSA) & INFINITY)
 
 
+@jax.jit  # sixty operations, traced and lowered once per shape and not once per scale
 def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
     """Correctly rounded float32 a / b.
 
-    Subnormal operands and results count as 0, x / 0 is an infinity. The hardware quotient of the two
-    mantissas is within a few units in the last place; the remainder, which is small and therefore exact
-    modulo 2^32, says by how many.
+    Subnormal operands and results count as 0, x / 0 is an infinity. The hardware quotient of the two mantissas is
+    within two units in the last place; the remainder, which is small and therefore exact modulo 2^32, says by how many.
     """
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-    a_bits, b_bits = bits_of(a), bits_of(b)
-    sign = (a_bits ^ b_bits) & SIGN
-    top, bottom = (a_bits & MANTISSA) | MIN_NORMAL, (b_bits & MANTISSA) | MIN_NORMAL
-    below_one = top < bottom
-    shift = jnp.where(below_one, np.uint32(24), np.uint32(23))  # so that the quotient has 24 bits
-    quotient, remainder = _long_division(top, bottom, shift)
-    quotient += (2 * remainder > bottom.astype(jnp.int32)).astype(jnp.uint32)  # a tie cannot happen
-    exponent = _field(a_bits) - _field(b_bits) + 127 - below_one.astype(jnp.int32)
-    # A carry out of the mantissa runs into the exponent, as it should.
-    magnitude = (exponent << 23) + (quotient - MIN_NORMAL).astype(jnp.int32)
-    magnitude = jnp.where(exponent < 0, 0, jnp.where(exponent > 254, INFINITY.astype(np.int32), magnitude))
-    magnitude = jnp.where(magnitude < MIN_NORMAL.astype(np.int32), 0, magnitude).astype(jnp.uint32)
-    magnitude = jnp.where(_field(a_bits) == 0, np.uint32(0), magnitude)
-    magnitude = jnp.where(_field(b_bits) == 0, INFINITY, magnitude)
-    special = (_field(a_bits) == 255) | (_field(b_bits) == 255) | ((_field(a_bits) == 0) & (_field(b_bits) == 0))
-    return jnp.where(special, flush(a) / flush(b), float_of(magnitude | sign))
+    a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
+    a_field, b_field = ((bits >> 23) & 255 for bits in (a_bits, b_bits))
+    top, bottom = ((bits & MANTISSA.astype(np.int32)) | _HIDDEN_BIT for bits in (a_bits, b_bits))
+
+    # A quotient of 24 bits, one more than the fraction that is stored.
+    is_below_one = top < bottom
+    shift = jnp.where(is_below_one, np.int32(24), np.int32(23))
+    ratio = top.astype(jnp.float32) / bottom.astype(jnp.float32)
+    quotient = (ratio * jnp.where(is_below_one, np.float32(2.0**24), np.float32(2.0**23))).astype(jnp.int32)
+    remainder = (top << shift) - quotient * bottom
+    twice = 2 * jnp.abs(remainder)
+    off_by = (twice > bottom).astype(jnp.int32) + (twice > 3 * bottom).astype(jnp.int32)  # a tie cannot happen
+    quotient += lax.sign(remainder) * off_by
+
+    # The hidden bit of the quotient, or a carry out of its fraction, adds to the exponent as it should.
+    exponent = a_field - b_field + (149 - shift)
+    magnitude = (exponent << 23) + quotient
+    magnitude = jnp.where((magnitude < _HIDDEN_BIT) | (a_field == 0), np.int32(0), magnitude)
+    magnitude = jnp.where((exponent > 253) | (b_field == 0), INFINITY.astype(np.int32), magnitude)
+    finite = lax.bitcast_convert_type(magnitude | ((a_bits ^ b_bits) & SIGN.astype(np.int32)), jnp.float32)
+    either = jnp.where(jnp.maximum(a_field, b_field) == 255, a / b, finite)  # as hardware does where one is not finite
+    return jnp.where((a_field | b_field) == 0, np.float32(np.nan), either)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
@@ -142,20 +149,3 @@ def computed_once(x: jax.Array) -> jax.Array:
     pattern = bits_of(x)
     one = jnp.where(pattern == np.uint32(0xFFFFFFFF), np.uint32(2), np.uint32(1))  # no scale has that pattern
     return float_of(lax.div(pattern, one))
-
-
-def _field(bits: jax.Array) -> jax.Array:
-    return ((bits & INFINITY) >> 23).astype(jnp.int32)
-
-
-def _long_division(top: jax.Array, bottom: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quotient and remainder of (top << shift) / bottom for 24-bit integers."""
-    ratio = top.astype(jnp.int32).astype(jnp.float32) / bottom.astype(jnp.int32).astype(jnp.float32)
-    guess = ratio * jnp.where(shift == 24, np.float32(2.0**24), np.float32(2.0**23))
-    quotient = guess.astype(jnp.int32).astype(jnp.uint32)
-    remainder = ((top << shift) - quotient * bottom).astype(jnp.int32)
-    divisor = bottom.astype(jnp.int32)
-    for _ in range(2):  # hardware divides are off by at most two units
-        step = (remainder >= divisor).astype(jnp.int32) - (remainder < 0).astype(jnp.int32)
-        quotient, remainder = quotient + step.astype(jnp.uint32), remainder - step * divisor
-    return quotient, remainder

@@ -20,12 +20,13 @@ from tests.mutations import log, probes
 from tests.mutations.mutants import Mutant
 
 ALL = "--all"  # makes pytest run every test; without it, a selection of those that it is given
+COMPILATIONS = ("cheap", "optimized")  # `make test` is one run of pytest for each
 QUICK_PER_FILE, QUICK = 3, 40  # tests known to reach a mutant that are run before whole files are
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of pytest: (test, outcome, seconds) of each phase of each test, and what was printed at the end."""
+    """A run of tests: (test, outcome, seconds) of each phase of each test, and what was printed at the end."""
 
     code: int | None  # None: it did not end in time
     seconds: float
@@ -90,8 +91,20 @@ class Copy:
                 shutil.copy(self.root / name, self.path / name)
 
     def pytest(self, *arguments: str, timeout: float | None = None, reached: str = "") -> Run:
-        """pytest with the project's own settings in the copy. No bytecode is kept: a mutant may have the size and the
-        time of its original, which is all that Python compares."""
+        """pytest as `make test` runs it, in the copy; a failure under one compilation spares the other."""
+        runs: list[Run] = []
+        for compilation in COMPILATIONS:
+            runs.append(self._pytest(f"--compilation={compilation}", *arguments, timeout=timeout, reached=reached))
+            if runs[-1].code != 0:
+                break
+        seconds = sum(run.seconds for run in runs)
+        tests = [test for run in runs for test in run.collected]
+        reports = [report for run in runs for report in run.reports]
+        return Run(runs[-1].code, seconds, tests, reports, runs[-1].tail)
+
+    def _pytest(self, *arguments: str, timeout: float | None, reached: str) -> Run:
+        """One process of pytest. No bytecode is kept: a mutant may have the size and the time of its original, which
+        is all that Python compares."""
         with tempfile.TemporaryDirectory() as scratch:
             logged, printed = Path(scratch, "log"), Path(scratch, "output")
             logged.touch()
@@ -104,6 +117,7 @@ class Copy:
             entries = [json.loads(line) for line in logged.read_text().splitlines()]
             collected = next((entry["collected"] for entry in entries if "collected" in entry), [])
             reports = [(e["test"], e["outcome"], e["seconds"]) for e in entries if "test" in e]
+            code = 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code  # all tests are of the other compilation
             return Run(code, time.monotonic() - start, collected, reports, printed.read_text()[-2000:])
 
 
