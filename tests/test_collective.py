@@ -12,6 +12,7 @@ from data import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import LAYOUTS, arrays, cases, first_state, require_same, step
+from tables import fp4_optimized
 
 import scaledot as sd
 from scaledot import collective, train
@@ -74,8 +75,7 @@ def test_codes_go_around(format):
     assert sum(one.bytes * one.count for one in moved) == 3 * (x.nbytes - of_tensor) // 4
 
 
-@pytest.mark.optimized  # the emitters of cheap compilation do not bitcast 4-bit floats
-@pytest.mark.parametrize(("name", "layout", "way"), cases(IN_RINGS, ways=("explicit",)))
+@pytest.mark.parametrize(("name", "layout", "way"), fp4_optimized(cases(IN_RINGS, ways=("explicit",))))
 def test_steps_in_rings_are_those_of_one_device(name, layout, way):
     lay, recipe = LAYOUTS[layout], RECIPES[name]
     mesh = lay.mesh(AxisType.Explicit)

@@ -29,8 +29,7 @@ pytestmark = pytest.mark.optimized  # XLA's unoptimised convolutions of integers
 REPRESENTATIVE = {
     ("fp8_current", "column", "explicit"),
     ("int8", "row", "shard_map"),
-    ("fp8_delayed", "images", "explicit"),
-    ("mxfp8", "fsdp", "specs"),
+    ("fp8_delayed", "images", "specs"),
 }
 
 

@@ -283,7 +283,7 @@ def test_einsum_sums_what_only_one_operand_has():
 
 
 @pytest.mark.parametrize(
-    "recipe", table_of(["fp8_current", "fp8_block", "mxfp8", "int8", "w4a16_qat"], ["mxfp8", "w4a16_qat"])
+    "recipe", table_of(["fp8_current", "fp8_block", "mxfp8", "int8", "w4a16_qat"], ["mxfp8", "int8", "w4a16_qat"])
 )
 def test_batch_axes_are_products_side_by_side(recipe):
     """Per-tensor scales span the batch, so those are compared where every matrix has the same largest magnitude."""

@@ -16,7 +16,7 @@ from scaledot.recipes import RECIPES
 pytestmark = pytest.mark.jax_versions
 
 
-@pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "mxfp8")))
+@pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "nvfp4")))
 def test_groups_of_rows_are_products_one_by_one(recipe):
     """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
     recipe = nearest(RECIPES[recipe])
