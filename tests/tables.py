@@ -10,8 +10,19 @@ import scaledot as sd
 from scaledot.recipes import RECIPES
 
 # Integers of other widths differ from int8 and int4 in a constant, E5M2 and MXFP6 rows from E4M3 and MXFP8 in the
-# element type, each of whose codes test_encode tests.
-RELATED_FORMATS = ("int7", "int6", "int5", "int3", "int2", "fp8_e5m2", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2")
+# element type, each of whose codes test_encode tests; MXFP4 has the scales of MXFP8 and the elements of NVFP4.
+RELATED_FORMATS = (
+    "int7",
+    "int6",
+    "int5",
+    "int3",
+    "int2",
+    "fp8_e5m2",
+    "mxfp8_e5m2",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxfp4",
+)
 RELATED_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
 
 

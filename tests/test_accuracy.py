@@ -69,6 +69,7 @@ RELATED = (
     *("fp8 e4m3 pow2", "fp8 e4m3 scale 1", "fp8 e4m3 per row", "fp8 e4m3 1x128 pow2", "fp8 e5m2", "mxfp8 e5m2"),
     *("mxfp6 e3m2", "mxfp4 floor", "mxfp4 ceil", "nvfp4 one level", "nvfp4 four over six 16x16", "nvfp4 stochastic"),
     *("int4 block128", "int4 asym block128", "int4 per row", "int4 block32 rotated", "nf4 rotated"),
+    *("fp8 e4m3 128x128", "mxfp6 e2m3", "mxfp4", "mxfp4 ceil stochastic", "nvint4", "int4 block32"),
 )
 TOLERANCE = {"normal": 0.05, "laplace": 0.1, "student": 0.3}
 LOOSE = {"int8 per row", "int4 per row"}  # 0.25 dB: the scale is one extreme value

@@ -20,7 +20,7 @@ POLICIES = sd.checkpoint_policies
 
 
 # One recipe for each way of multiplying; the others repeat them.
-FEW = ("fp8_current", "fp8_delayed", "fp8_block", "nvfp4")
+FEW = ("fp8_current", "fp8_delayed", "fp8_block")
 EACH_RECIPE = table_of(RECIPES, [name for name in RECIPES if name not in FEW])
 X, WS = normal(0, (64, 256), spread=0.1), [normal(1, (256, 128), spread=0.1), normal(2, (128, 256), spread=0.1)]
 

@@ -75,7 +75,9 @@ def test_codes_go_around(format):
     assert sum(one.bytes * one.count for one in moved) == 3 * (x.nbytes - of_tensor) // 4
 
 
-@pytest.mark.parametrize(("name", "layout", "way"), fp4_optimized(cases(IN_RINGS, ways=("explicit",))))
+@pytest.mark.parametrize(
+    ("name", "layout", "way"), fp4_optimized(cases(IN_RINGS, ways=("explicit",), taken=("sequence to column", "all")))
+)
 def test_steps_in_rings_are_those_of_one_device(name, layout, way):
     lay, recipe = LAYOUTS[layout], RECIPES[name]
     mesh = lay.mesh(AxisType.Explicit)

@@ -27,9 +27,8 @@ LAYOUTS = {
 pytestmark = pytest.mark.optimized  # XLA's unoptimised convolutions of integers take minutes
 
 REPRESENTATIVE = {
-    ("fp8_current", "column", "explicit"),
     ("int8", "row", "shard_map"),
-    ("fp8_delayed", "images", "specs"),
+    ("fp8_delayed", "column", "explicit"),
 }
 
 

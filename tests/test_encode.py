@@ -8,7 +8,7 @@ import pytest
 
 import scaledot as sd
 from scaledot.numerics import encode as elements
-from scaledot.numerics.rounding import uniform_of
+from scaledot.numerics import rounding
 
 pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
 
@@ -16,6 +16,7 @@ FLOATS = ["fp8_e4m3", "fp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 EVERY = [*FLOATS, "int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
 encode = jax.jit(elements.encode, static_argnums=1)
 decode = jax.jit(elements.decode, static_argnums=1)
+uniform_of = jax.jit(rounding.uniform_of, static_argnums=1)
 BF16 = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("example", [gpt_linen, pytest.param(gpt_nnx, marks=pytest.mark.exhaustive)])
 def test_a_tiny_gpt_learns_with_delayed_scaling(example, monkeypatch):
     monkeypatch.setattr(example, "Gpt", functools.partial(example.Gpt, blocks=1))
+    monkeypatch.setattr(gpt_linen, "HELD_OUT", 8)
     excess, curve = example.train("fp8_delayed", steps=12)
     assert np.all(np.isfinite(curve))
     assert excess < np.mean(curve[:5]) - 0.2
@@ -97,6 +98,7 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(directory)
         patch.setattr("sys.argv", ["demo", "--steps", str(steps)])
+        patch.setattr(gpt_linen, "HELD_OUT", 2)
         for name, value in replaced.items():
             patch.setattr(demo, name, value)
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

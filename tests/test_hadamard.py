@@ -1,14 +1,19 @@
 """The random Hadamard transform against its definition as a matrix."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
+from scaledot.numerics import hadamard
+from scaledot.numerics.hadamard import Hadamard
 
 pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+
+rotate = jax.jit(hadamard.rotate, static_argnums=1)
+unrotate = jax.jit(hadamard.unrotate, static_argnums=1)
 
 
 def matrix(rotation):

@@ -23,7 +23,7 @@ CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert 
 
 
 @pytest.mark.parametrize("recipe", table_of(moe.RECIPES, ("fp8_current", "mxfp8")))
-@pytest.mark.parametrize("case", CHOSEN)
+@pytest.mark.parametrize("case", table_of(CHOSEN, ("one expert has all",)))
 def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
     """The largest groups are longer than a block of 128 rows, and no group fills its last one."""
     layer, x = layer_and_tokens()
