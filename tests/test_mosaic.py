@@ -162,7 +162,7 @@ def test_a_step_runs_mapped_and_inside_a_shard_map(hopper):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
 
     def gradients(x, w, dy, kernel=None):
-        return jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_current", kernel=kernel), x, w)[1](dy)
+        return jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", kernel=kernel), x, w)[1](dy)
 
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     here, everywhere = jax.P("d"), jax.P()
@@ -284,7 +284,9 @@ def rounding_gradients(line: sd.Cast, square: sd.Cast) -> sd.Recipe:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("blocks", [(None, None), ((1, 128), (128, 128))])
+@pytest.mark.parametrize(
+    "blocks", [pytest.param((None, None), marks=pytest.mark.exhaustive), ((1, 128), (128, 128))], ids=str
+)
 def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
     recipe = rounding_gradients(*(sd.Cast("fp8_e4m3", block) for block in blocks))
     sizes = (50, 72, 40) if blocks[0] is None else (50, 300, 200)  # more than one block along every sum
