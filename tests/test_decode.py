@@ -20,7 +20,7 @@ BF16 = jnp.bfloat16
 MULTIPROCESSORS = 4  # for programs that share a sum
 
 # The emitters of cheap compilation do not bitcast 4-bit floats.
-pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized]
+pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_interpreter]
 
 
 WEIGHTS = [  # format, block along the sum
@@ -136,21 +136,24 @@ def test_every_fp4_code_times_every_scale_is_exact(hopper, format):
     assert np.isnan(found[:, ~np.isfinite(scales)]).all()
 
 
-def test_scales_change_from_block_to_block(hopper):
+@pytest.mark.parametrize(
+    ("format", "block", "roundings"),
+    [
+        ("int4", 64, 2),
+        pytest.param("int8", 64, 2, marks=pytest.mark.exhaustive),
+        pytest.param("mxfp4", None, 2, marks=pytest.mark.exhaustive),
+        ("nvfp4", None, 2),
+        pytest.param("nf4", 64, 6, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_scales_change_from_block_to_block(hopper, format, block, roundings):
     """Those of a tile's second block, second line and second step are not those of its first.
 
     What the kernel and `values` round: a product with a scale each, and the sum of an entry's parts.
     """
-    for format, block, roundings in [
-        ("int4", 64, 2),
-        ("int8", 64, 2),
-        ("mxfp4", None, 2),
-        ("nvfp4", None, 2),
-        ("nf4", 64, 6),
-    ]:
-        growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
-        w = sd.quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
-        np.testing.assert_allclose(weights_in(w), values(w), rtol=roundings * 2.0**-24)
+    growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
+    w = sd.quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
+    np.testing.assert_allclose(weights_in(w), values(w), rtol=roundings * 2.0**-24)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
