@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats moe decode processes test test-all test-mutations test-gpu-compile lint bench clean
+.PHONY: demo formats moe decode processes test test-examples test-all test-mutations test-gpu-compile lint bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -31,6 +31,10 @@ PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
 test: $(STAMP)
 	$(PYTEST) --compilation cheap
 	$(PYTEST) --compilation optimized
+
+# Examples as their users run them, which take long.
+test-examples: $(STAMP)
+	$(PYTEST) --all --compilation cheap -m "end_to_end and not exhaustive"
 
 test-all: $(STAMP)
 	$(PYTEST) --all --compilation cheap

@@ -2,8 +2,8 @@
 
 A test over several `parametrize` tables runs a covering array of their product: of two tables every row of each, of
 three or more every pair of rows of any two tables (the pairwise selection of combinatorial testing). Rows marked
-`exhaustive` share every code path with another row. `pytest --all` runs what either rule leaves out; a test marked
-`whole_product` is never thinned.
+`exhaustive` share every code path with another row; tests marked `end_to_end` run a whole example. `pytest --all` runs
+what these rules leave out; a test marked `whole_product` is never thinned.
 """
 
 import itertools
@@ -13,13 +13,14 @@ import pytest
 
 Row = tuple[int, ...]
 PARAM = type(pytest.param())
+LEFT_OUT = ("exhaustive", "end_to_end")
 
 
 def selected(items: Iterable) -> list:
     """The pytest items of a default run, in their order."""
     by_test: dict[object, list] = {}
     for item in items:
-        if not item.get_closest_marker("exhaustive"):
+        if not any(map(item.get_closest_marker, LEFT_OUT)):
             by_test.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     return [item for cases in by_test.values() for item in _covering_cases(cases)]
 

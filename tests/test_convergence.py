@@ -74,6 +74,7 @@ def test_a_gap_outside_its_bounds_is_missed():
     assert gpt._judged(gpt.Row("row"), {"name": "row", "excess": float32["excess"]}, float32)["met"] is None
 
 
+@pytest.mark.end_to_end
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     rows = [gpt.Row("float32"), gpt.Row("mxfp8", {"block_*": "mxfp8"}, most=1.0)]
     monkeypatch.setattr(gpt, "rows", lambda: iter(rows))

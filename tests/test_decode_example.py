@@ -98,6 +98,7 @@ def test_quality_is_divergence_and_loss(weights, tokens):
     np.testing.assert_allclose(found.excess, excess, rtol=1e-4)
 
 
+@pytest.mark.end_to_end
 def test_the_example_prints_a_row_for_each_and_the_kernels(monkeypatch, capsys):
     monkeypatch.setattr(decode, "FORMATS", ("bfloat16", "nvfp4"))
     sizes = {"width": 128, "hidden": 128, "layers": 1, "batch": 2, "tokens": 6, "steps": 30}

@@ -20,6 +20,7 @@ from examples.source import Source
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("example", [gpt_linen, pytest.param(gpt_nnx, marks=pytest.mark.exhaustive)])
 def test_a_tiny_gpt_learns_with_delayed_scaling(example, monkeypatch):
     monkeypatch.setattr(example, "Gpt", functools.partial(example.Gpt, blocks=1))
@@ -106,17 +107,20 @@ def ran(tmp_path_factory):
     return printed.getvalue(), (directory / "demo.html").read_text()
 
 
+@pytest.mark.end_to_end
 def test_the_demo_prints_how_long_it_takes_and_a_table(ran):
     printed, _ = ran
     assert "two to three minutes on two idle cores" in printed.splitlines()[1]
     assert [line.split()[0] for line in printed.splitlines()[4:6]] == ["float32", "mxfp8"]
 
 
+@pytest.mark.end_to_end
 def test_the_demo_shows_progress_of_the_whole(ran):
     (done, total), *_ = Bar.ends
     assert done == total == demo.COMPILING * 2 + 4 * 2 + demo.LAYER * 4 + demo.TIMING * 2
 
 
+@pytest.mark.end_to_end
 def test_the_page_of_the_demo_has_all_its_parts(ran):
     _, page = ran
     assert page.count("<svg") == 2
@@ -127,6 +131,7 @@ def test_the_page_of_the_demo_has_all_its_parts(ran):
     assert "mxfp8</td><td>2.50</td><td>400</td><td>1.60 ×</td>" in times
 
 
+@pytest.mark.end_to_end
 def test_the_page_of_the_demo_has_a_next_step_that_exists(ran):
     _, page = ran
     root, advice = Path(demo.__file__).parents[1], page.split("What next?")[1]

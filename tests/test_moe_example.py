@@ -22,6 +22,7 @@ ROWS = np.arange(TOKENS * moe.CHOSEN).reshape(TOKENS, moe.CHOSEN)
 CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("recipe", table_of(moe.RECIPES, ("fp8_current", "mxfp8")))
 @pytest.mark.parametrize("case", table_of(CHOSEN, ("one expert has all",)))
 def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
@@ -64,6 +65,7 @@ def test_imbalance_is_one_for_equal_parts_and_the_number_of_experts_for_one_that
     np.testing.assert_allclose(moe.imbalance(certain, moe.parts_of(jnp.full(6, 2), 3)), 3, rtol=1e-6)
 
 
+@pytest.mark.end_to_end
 def test_the_example_learns_and_prints_what_it_found(capsys):
     sizes = {"tokens": 256, "width": 64, "hidden": 64, "experts": 2, "steps": 40}
     moe.main(["--recipe=fp8_current", *(f"--{name}={size}" for name, size in sizes.items())])

@@ -88,6 +88,7 @@ def test_two_processes_are_one(curve, tmp_path):
     assert curve[RUN.steps] < curve[1] - 0.2
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(("count", "then"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.exhaustive)])
 def test_one_of_several_processes_dies_while_they_save_and_fewer_go_on(curve, tmp_path, count, then):
     checkpoints = tmp_path / "checkpoints"
@@ -204,6 +205,7 @@ def test_processes_that_were_told_different_numbers_end_and_say_so(tmp_path):
             assert f"process {told} of 4 devices each, but it met 2 processes with 3 devices in all" in errors
 
 
+@pytest.mark.end_to_end
 def test_a_process_that_nobody_joins_gives_up(tmp_path):
     words = ["--worker=0", "--processes=4", f"--directory={tmp_path}", "--patience=2", *WORDS]
     with started(example(f"--coordinator=127.0.0.1:{processes.free_port()}", *words)) as process:

@@ -16,6 +16,7 @@ RELATED = ("Float8CurrentScaling", "Float8BlockScaling")  # to delayed scaling a
 ONE_DEVICE_TELLS = (*RELATED, "NVFP4BlockScaling")
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("recipe", table_of(te_tutorial.RECIPES, ONE_DEVICE_TELLS, name=lambda r: type(r).__name__))
 def test_the_tutorial_passes_its_own_accuracy_test(recipe):
@@ -24,6 +25,7 @@ def test_the_tutorial_passes_its_own_accuracy_test(recipe):
     assert all(0 < part <= 1 for part in layer.worst().values())
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("recipe", table_of(te_tutorial.RECIPES, ONE_DEVICE_TELLS, name=lambda r: type(r).__name__))
