@@ -15,17 +15,19 @@ from tests.selection import selected
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # no source lines in programs, which nobody reads here
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no Python stack traces in HLO metadata: they slow tracing
 
 # Compilation makes first examples slow; derandomised so that a run can be repeated.
 hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("scaledot")
 
-# Halve the time of compilation without optimisations: LLVM IR from XLA's older emitters, one LLVM module per program.
-CHEAP_CODE = " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+# XLA:CPU's legacy fusion emitters and a single LLVM module per program compile faster than the defaults.
+CHEAP_CODEGEN = (
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+)
 LIBC = ctypes.CDLL(None)
-# Compiled programs stay in JAX's caches; a worker drops them between modules once it holds this much memory.
-CACHES_UP_TO = 1792 * 2**20
+# Resident bytes of a worker above which it drops JAX's caches of compiled programs between two test modules.
+MOST_RESIDENT = 1792 * 2**20
 
 
 def pytest_addoption(parser):
@@ -40,12 +42,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--compilation") == "cheap":
-        os.environ["XLA_FLAGS"] += CHEAP_CODE  # read when the first program is compiled
-        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
+        os.environ["XLA_FLAGS"] += CHEAP_CODEGEN  # read when the first program is compiled
 
 
 def pytest_collection_finish():
-    """Modules and jaxprs are many objects that live long: the collector looks at them less often."""
+    """Garbage collection skips loaded modules and runs less often: most objects, cached jaxprs too, live to the end."""
     gc.freeze()
     gc.set_threshold(50_000)
 
@@ -67,7 +68,7 @@ def _is_optimized(item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
 def pytest_runtest_setup(item):
-    """Most of the suite's time is XLA's optimisations: only tests of compiled programs and of exact bits get them."""
+    """XLA's optimization passes run only for tests marked `optimized`: those of compiled programs and of exact bits."""
     disable = not _is_optimized(item)
     if jax.config.read("jax_disable_most_optimizations") != disable:
         jax.clear_caches()  # a cache does not know how its programs were compiled
@@ -77,7 +78,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True, scope="module")
 def memory():
     yield
-    if _resident_bytes() > CACHES_UP_TO:
+    if _resident_bytes() > MOST_RESIDENT:
         jax.clear_caches()
         gc.collect()
         if hasattr(LIBC, "malloc_trim"):  # glibc keeps what is free unless it is told

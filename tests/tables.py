@@ -34,7 +34,7 @@ def table_of(values, related, name=lambda value: value):
 
 
 def fp4_optimized(table):
-    """A table whose rows of 4-bit floats are marked `optimized`: emitters of cheap compilation do not bitcast them."""
+    """A table whose FP4 rows are marked `optimized`: legacy CPU emitters (`--compilation cheap`) cannot bitcast FP4."""
     return [
         pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.optimized] if _is_fp4(row) else row.marks)
         for row in table

@@ -22,7 +22,8 @@ MODES = {
 }
 # Current scaling casts as delayed scaling does, 2-D blocks as 1-D ones, and blocks of float scales as those of MXFP8.
 RELATED = ("CURRENT_TENSOR_SCALING", "NVFP4_1D_SCALING", "FP8_2D_BLOCK_SCALING", "FP8_1D_BLOCK_SCALING")
-EACH_MODE = pytest.mark.parametrize("mode", table_of(MODES, RELATED, lambda mode: mode.name))
+MODE_ROWS = table_of(MODES, RELATED, lambda mode: mode.name)
+EACH_MODE = pytest.mark.parametrize("mode", MODE_ROWS)
 STATELESS_MODE = pytest.mark.parametrize(
     "mode", table_of([m for m in MODES if not m.row.delayed], RELATED[1:], lambda mode: mode.name)
 )

@@ -61,6 +61,7 @@ def test_gradients_of_plain_arrays_go_around_the_other_way(program):
         assert (np.abs(a - b) <= 2 * 128 * 2.0**-24 * total).all()
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8", "nvfp4", "int8"])
 def test_codes_go_around(format):
     block = {"fp8_e4m3": (1, 1, 128), "int8": (1, 1, 0)}.get(format)

@@ -74,6 +74,7 @@ def test_bytes_are_those_of_codes_and_scales(weights, format, bits):
     assert decode.size_of(plain) - decode.size_of(decode.quantized(plain, format)) == saved
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("format", "element"), [("int4", "s4"), ("nvfp4", "f4e2m1fn")])
 def test_the_compiled_loop_reads_codes_in_every_step(weights, tokens, format, element):
     held = decode.quantized(decode.in_bfloat16(weights), format)

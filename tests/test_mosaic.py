@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from data import normal
 from hopper import needs_interpreter, relative, values
+from tables import table_of
 
 import scaledot as sd
 from scaledot import train
@@ -158,11 +159,12 @@ def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
 
 
 @needs_interpreter
-def test_a_step_runs_mapped_and_inside_a_shard_map(hopper):
+@pytest.mark.parametrize("recipe", table_of(["fp8_block", "fp8_current"], ["fp8_current"]))
+def test_a_step_runs_mapped_and_inside_a_shard_map(hopper, recipe):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
 
     def gradients(x, w, dy, kernel=None):
-        return jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", kernel=kernel), x, w)[1](dy)
+        return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, kernel=kernel), x, w)[1](dy)
 
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     here, everywhere = jax.P("d"), jax.P()

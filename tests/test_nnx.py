@@ -133,7 +133,7 @@ def test_a_model_is_converted_in_place_by_path():
     run = nnx.jit(lambda model, x: model(x))
     exact = run(Everything(nnx.Rngs(0)), x)
     model = Everything(nnx.Rngs(0))
-    converted = sd.nnx.with_recipe(model, {"attention/query": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
+    converted = sd.nnx.with_recipe(model, {"attention/q*": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
     assert converted is model
     assert model.own.dot_general is jax.lax.dot
     assert model.head.dot_general is jax.lax.dot_general

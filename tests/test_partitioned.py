@@ -89,6 +89,7 @@ def casts_of(recipe, kind):
     return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STATELESS_RECIPES)
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
@@ -180,6 +181,7 @@ def test_fsdp_gathers_codes(name, most):
     assert 0 < moved <= most * 2 * arrays().w.size
 
 
+@pytest.mark.optimized
 def test_scales_of_parts_are_a_choice():
     local = dataclasses.replace(recipes.FP8_CURRENT, name="mine", amax_scope="local")
     small = [

@@ -27,6 +27,8 @@ from scaledot.plan.rates import RATES, find_rates
 from scaledot.plan.setup import Setup
 from scaledot.recipes import PRODUCTS
 
+pytestmark = pytest.mark.optimized  # collectives of compiled programs are what is tested here
+
 AXES = {"dp": 2, "fsdp": 2, "tp": 2}
 TINY = dataclasses.replace(MODELS["gpt-tiny"], name="tiny", sequence=256)
 

@@ -17,9 +17,6 @@ from scaledot import flavours
 
 FORMATS = [*sd.FORMATS.values(), replace(sd.FORMATS["nvfp4"], name="four_over_six", search="four_over_six")]
 JITTED = {f.name: jax.jit(functools.partial(sd.quantize, format=f)) for f in FORMATS}
-one_format_of_each_kind = pytest.mark.parametrize(
-    "format", table_of(FORMATS, (*RELATED_FORMATS, "int4", "four_over_six"), name=lambda f: f.name)
-)
 every_format = pytest.mark.parametrize(
     "format", table_of(FORMATS, (*RELATED_FORMATS, "four_over_six"), name=lambda f: f.name)
 )

@@ -575,6 +575,7 @@ def test_empty_and_single_operands():
         assert np.all(np.isfinite(dw))
 
 
+@pytest.mark.optimized
 def test_xla_does_not_reduce_the_constant_gradient_of_a_sum_at_compile_time():
     """Its interpreter would take 17 s for the amax of 2048 x 2048 elements."""
     gradients = jax.grad(lambda x, w: train.dense(x, w, recipe="fp8_current").sum(), argnums=(0, 1))

@@ -18,7 +18,7 @@ MAGNITUDE = np.uint32(0x7FFFFFFF)
 INFINITY = np.uint32(0x7F800000)
 MIN_NORMAL = np.uint32(0x00800000)
 MANTISSA = np.uint32(0x007FFFFF)
-_HIDDEN_BIT = np.int32(1 << 23)
+_HIDDEN_BIT = np.int32(1 << 23)  # the implicit leading 1 of a float32 significand
 RANK_OF_ZERO = np.uint32(0x01000000)
 ONE = np.float32(1.0)
 LARGEST_FACTOR = np.float32(2.0**126)
@@ -107,36 +107,36 @@ def ceil_power_of_two(x: jax.Array) -> jax.Array:
     return float_of((bits_of(x) + MANTISSA) & INFINITY)
 
 
-@jax.jit  # sixty operations, traced and lowered once per shape and not once per scale
+@jax.jit  # traced and lowered once per shape instead of once per call
 def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
     """Correctly rounded float32 a / b.
 
-    Subnormal operands and results count as 0, x / 0 is an infinity. The hardware quotient of the two mantissas is
-    within two units in the last place; the remainder, which is small and therefore exact modulo 2^32, says by how many.
+    Subnormal operands and results are flushed to 0, x / 0 is an infinity. The hardware's quotient of the significands
+    is within 2 ulp; the integer remainder, small enough to be exact modulo 2^32, gives the correction.
     """
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
-    a_field, b_field = ((bits >> 23) & 255 for bits in (a_bits, b_bits))
-    top, bottom = ((bits & MANTISSA.astype(np.int32)) | _HIDDEN_BIT for bits in (a_bits, b_bits))
+    a_exponent, b_exponent = ((bits >> 23) & 255 for bits in (a_bits, b_bits))
+    numerator, denominator = ((bits & MANTISSA.astype(np.int32)) | _HIDDEN_BIT for bits in (a_bits, b_bits))
 
-    # A quotient of 24 bits, one more than the fraction that is stored.
-    is_below_one = top < bottom
+    # A 24-bit quotient, as wide as a float32 significand.
+    is_below_one = numerator < denominator
     shift = jnp.where(is_below_one, np.int32(24), np.int32(23))
-    ratio = top.astype(jnp.float32) / bottom.astype(jnp.float32)
+    ratio = numerator.astype(jnp.float32) / denominator.astype(jnp.float32)
     quotient = (ratio * jnp.where(is_below_one, np.float32(2.0**24), np.float32(2.0**23))).astype(jnp.int32)
-    remainder = (top << shift) - quotient * bottom
+    remainder = (numerator << shift) - quotient * denominator
     twice = 2 * jnp.abs(remainder)
-    off_by = (twice > bottom).astype(jnp.int32) + (twice > 3 * bottom).astype(jnp.int32)  # a tie cannot happen
+    off_by = (twice > denominator).astype(jnp.int32) + (twice > 3 * denominator).astype(jnp.int32)  # never a tie
     quotient += lax.sign(remainder) * off_by
 
-    # The hidden bit of the quotient, or a carry out of its fraction, adds to the exponent as it should.
-    exponent = a_field - b_field + (149 - shift)
+    # Added, not or-ed: the quotient's hidden bit, and a carry when it was rounded up to 2^24, increment the exponent.
+    exponent = a_exponent - b_exponent + (149 - shift)
     magnitude = (exponent << 23) + quotient
-    magnitude = jnp.where((magnitude < _HIDDEN_BIT) | (a_field == 0), np.int32(0), magnitude)
-    magnitude = jnp.where((exponent > 253) | (b_field == 0), INFINITY.astype(np.int32), magnitude)
+    magnitude = jnp.where((magnitude < _HIDDEN_BIT) | (a_exponent == 0), np.int32(0), magnitude)
+    magnitude = jnp.where((exponent > 253) | (b_exponent == 0), INFINITY.astype(np.int32), magnitude)
     finite = lax.bitcast_convert_type(magnitude | ((a_bits ^ b_bits) & SIGN.astype(np.int32)), jnp.float32)
-    either = jnp.where(jnp.maximum(a_field, b_field) == 255, a / b, finite)  # as hardware does where one is not finite
-    return jnp.where((a_field | b_field) == 0, np.float32(np.nan), either)
+    either = jnp.where(jnp.maximum(a_exponent, b_exponent) == 255, a / b, finite)  # inf and NaN operands: IEEE division
+    return jnp.where((a_exponent | b_exponent) == 0, np.float32(np.nan), either)
 
 
 def computed_once(x: jax.Array) -> jax.Array:

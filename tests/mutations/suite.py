@@ -26,7 +26,7 @@ QUICK_PER_FILE, QUICK = 3, 40  # tests known to reach a mutant that are run befo
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of tests: (test, outcome, seconds) of each phase of each test, and what was printed at the end."""
+    """One pytest run: the collected tests, (test, outcome, seconds) of each phase, and the last lines of its output."""
 
     code: int | None  # None: it did not end in time
     seconds: float
