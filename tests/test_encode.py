@@ -164,3 +164,25 @@ def test_uniform_numbers_depend_on_the_flat_index_only():
     np.testing.assert_array_equal(np.asarray(uniform_of(key, (2, 3, 4))).ravel(), flat)
     raw = jax.random.key_data(key)
     np.testing.assert_array_equal(uniform_of(raw, (24,)), flat)
+
+
+def test_random_bits_of_a_key_never_change():
+    """A run that another release resumes goes on with the same codes: the hash, in Python's integers."""
+
+    def mix(h):
+        h = (h ^ h >> 16) * 0x7FEB352D % 2**32
+        h = (h ^ h >> 15) * 0x846CA68B % 2**32
+        return h ^ h >> 16
+
+    first, second = 0x9E3779B9, 0x85EBCA6B
+    for word in (7, 11):
+        first = mix(first ^ mix((word + 0x27D4EB2F) % 2**32))
+        second = mix((second + mix(word ^ 0x165667B1)) % 2**32)
+    expected = []
+    for index in range(24):
+        h = (index * 0x9E3779B1 + first) % 2**32
+        h = ((h ^ h >> 16) * 0x7FEB352D + second) % 2**32
+        h = (h ^ h >> 15) * 0x846CA68B % 2**32
+        expected.append((h >> 8) * 2.0**-24)
+    found = np.asarray(uniform_of(jnp.array([7, 11], jnp.uint32), (4, 6))).ravel()
+    np.testing.assert_array_equal(found, np.float32(expected))

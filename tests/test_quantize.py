@@ -357,6 +357,13 @@ def test_four_over_six_keeps_the_better_of_the_two():
     np.testing.assert_allclose(got, np.minimum(error(6), error(4)), rtol=1e-5)
 
 
+def test_four_over_six_maps_to_six_where_both_are_as_good():
+    """6 is a code under a scale of 1 and of 1.5; published implementations keep the first."""
+    format = replace(sd.FORMATS["nvfp4"], search="four_over_six")
+    q = sd.quantize(jnp.zeros(16).at[0].set(6.0), format, tensor_scale=1.0)
+    np.testing.assert_array_equal(q.scale.astype(jnp.float32), [1.0])
+
+
 @every_format
 def test_both_orientations_are_two_casts_of_x(format):
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)

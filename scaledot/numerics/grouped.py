@@ -87,13 +87,24 @@ def room(rows: int, groups: int, together: int) -> int:
 
 
 def strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
-    """For every so many rows of a matrix the first one and how many belong to a group, int32 (strips, 2)."""
+    """For every `together` rows of a matrix the first one and how many belong to a group, int32 (strips, 2).
+
+    >>> strips(jnp.array([3, 2]), rows=8, together=4)
+    Array([[0, 4],
+           [4, 1]], dtype=int32)
+    """
     first = together * jnp.arange(-(-rows // together))
     return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, together)], axis=1).astype(jnp.int32)
 
 
 def spaced_strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
-    """The same for the result of `spaced`, as rows of what it is made of."""
+    """The same for the result of `spaced`, by the rows that they are before: every group begins with a strip.
+
+    >>> spaced_strips(jnp.array([3, 2]), rows=5, together=4)
+    Array([[0, 3],
+           [3, 2],
+           [0, 0]], dtype=int32)
+    """
     count = group_sizes.shape[0]
     pieces = -(-group_sizes // together)
     index = jnp.arange(room(rows, count, together) // together)

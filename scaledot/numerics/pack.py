@@ -49,7 +49,11 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int = -1, word=jnp.int32) ->
 
 
 def unpack_bits(packed: jax.Array, bits: int, count: int, *, axis: int = -1, signed: bool = True) -> jax.Array:
-    """The first `count` codes of a stream made by `pack_bits`, as int8 or uint8."""
+    """The first `count` codes of a stream made by `pack_bits`, as int8 or uint8.
+
+    >>> unpack_bits(jnp.array([129, 48, 0], jnp.uint8), 6, 3, signed=False)
+    Array([1, 2, 3], dtype=uint8)
+    """
     packed = jnp.moveaxis(packed, axis, -1)
     width = jnp.iinfo(packed.dtype).bits
     words = packed.view(_unsigned(packed.dtype)).astype(jnp.uint32)
