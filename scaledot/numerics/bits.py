@@ -121,7 +121,8 @@ def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
 
     # A 24-bit quotient, as wide as a float32 significand.
     is_below_one = numerator < denominator
-    shift = jnp.where(is_below_one, np.int32(24), np.int32(23))
+    # Added, not selected: Mosaic takes the result of a select for unsigned, and then the remainder, too.
+    shift = np.int32(23) + is_below_one.astype(jnp.int32)
     ratio = numerator.astype(jnp.float32) / denominator.astype(jnp.float32)
     quotient = (ratio * jnp.where(is_below_one, np.float32(2.0**24), np.float32(2.0**23))).astype(jnp.int32)
     remainder = (numerator << shift) - quotient * denominator
