@@ -364,6 +364,18 @@ def test_four_over_six_maps_to_six_where_both_are_as_good():
     np.testing.assert_array_equal(q.scale.astype(jnp.float32), [1.0])
 
 
+def test_a_scale_per_element_serves_both_orientations():
+    rows, columns = sd.quantize_both(jnp.arange(1.0, 7.0).reshape(2, 3), "int8", block=(1, 1))
+    assert rows.scale.shape == columns.scale.shape == (2, 3)
+    np.testing.assert_array_equal(rows.data, np.full((2, 3), 127))
+
+
+def test_two_tensor_scales_are_one_for_each_leading_index():
+    q = sd.quantize(jnp.ones((2, 16)), "nvfp4", tensor_scale=jnp.array([1.0, 0.5]))
+    np.testing.assert_array_equal(q.tensor_scale, [1.0, 0.5])
+    np.testing.assert_allclose(sd.dequantize(q), np.ones((2, 16)), rtol=0.05)
+
+
 @every_format
 def test_both_orientations_are_two_casts_of_x(format):
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
