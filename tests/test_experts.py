@@ -207,3 +207,12 @@ def test_what_cannot_be_split_says_why():
         cut = train.Specs(P("ep"), P("ep", None, "tp"), P("ep", "tp"))
         refused("`w` is split over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
         refused("'k' .* is 256 long in `x` and 512 in `w`", fine, w=(8, 512, 64))
+
+
+def test_groups_that_cannot_be_split_evenly_are_told_what_would_fit():
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x, w = jnp.ones((8, 32)), jnp.ones((3, 32, 16))
+    specs = train.Specs(P(), P("ep"), P())
+    message = r"`w` has 3 groups, which cannot be split evenly over 4 devices of 'ep'; 4 would fit"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        train.ragged_dot(x, w, jnp.array([1, 2, 3]), recipe="fp8_current", specs=specs)

@@ -1,5 +1,6 @@
 """The table of kernels: who is taken and why, that all agree, and what the compiler makes of them."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,7 +13,7 @@ from reference import equations
 from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 
 import scaledot as sd
-from scaledot.kernels import table
+from scaledot.kernels import forms, table
 from scaledot.kernels.forms import codes_form
 from scaledot.kernels.mosaic import dot as mosaic_dot
 from scaledot.kernels.spec import Contraction, Problem, operand_of
@@ -95,6 +96,16 @@ def test_explain_needs_no_data():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1024, 4096), (4096, 512)))
     w = jax.eval_shape(lambda w: sd.quantize(w, "int4", block=128, axis=0), w)
     assert "32 tiles of 128 along 'k'" in sd.explain(sd.matmul, x, w)
+
+
+@pytest.mark.parametrize(
+    ("format", "zero", "folds"), [("int8", False, True), ("int8", True, False), ("nvfp4", True, True)]
+)
+def test_codes_that_fill_a_bfloat16_fold_in_their_power_of_two(format, zero, folds):
+    """8 significant bits hold int8 codes, but no difference of two."""
+    row = sd.FORMATS[format]
+    row = dataclasses.replace(row, scale="float8_e8m0fnu", rule="floor") if row.is_integer else row
+    assert forms.folds_exactly(row, has_zero=zero) == folds
 
 
 def test_explain_is_for_products():

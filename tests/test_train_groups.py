@@ -60,3 +60,16 @@ def test_no_rows_at_all_give_no_gradient():
     dx, dw = vjp(jnp.zeros_like(y))
     assert (y.shape, dx.shape) == ((0, 32), (0, 64))
     assert not np.any(dw)
+
+
+def test_a_last_group_of_one_row_has_a_scale_of_its_own():
+    """Under one scale per group the gradient of its matrix is that of the row alone."""
+    x, g = (normal(seed, (4, 32)).at[3].multiply(2.0**-20) for seed in (0, 1))
+    w = normal(2, (2, 32, 32))
+
+    def wgrad(f, w):
+        return jax.vjp(f, w)[1]
+
+    (together,) = wgrad(lambda w: train.ragged_dot(x, w, jnp.array([3, 1]), recipe="fp8_current"), w)(g)
+    (alone,) = wgrad(lambda w: train.dense(x[3:], w, recipe="fp8_current"), w[1])(g[3:])
+    np.testing.assert_allclose(together[1], alone, rtol=1e-6)
