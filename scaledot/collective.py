@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction, for_matmul
 from scaledot.kernels.manual import vary_as
-from scaledot.kernels.spec import Contraction, sum_dtype
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics import blocks
 from scaledot.ops import moving, partition
-from scaledot.ops.contraction import for_matmul
 from scaledot.ops.operands import as_operand, contract
 from scaledot.ops.partition import STAYS, Axes, Moves, Partition
 

@@ -39,7 +39,7 @@ from flax.core.scope import Scope
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
-from scaledot.ops.contraction import parse_einsum
+from scaledot.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named, unchecked

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import for_matmul, from_dimension_numbers, labels, parse_einsum
+from scaledot.contraction import Contraction, for_matmul, from_dimension_numbers, labels, parse_einsum
 
 
 def test_pairs_of_axes_stay_paired_as_given():

@@ -11,8 +11,8 @@ from hopper import needs_interpreter, relative, values
 from jax import lax
 
 import scaledot as sd
+from scaledot.contraction import Contraction
 from scaledot.kernels.mosaic import support, weight_only
-from scaledot.kernels.spec import Contraction
 from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "mosaic_weight_only"

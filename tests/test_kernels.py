@@ -13,11 +13,11 @@ from reference import equations
 from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 
 import scaledot as sd
+from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import forms, table
 from scaledot.kernels.forms import codes_form
 from scaledot.kernels.mosaic import dot as mosaic_dot
-from scaledot.kernels.spec import Contraction, Problem, operand_of
-from scaledot.ops.contraction import from_dimension_numbers
+from scaledot.kernels.spec import Problem, operand_of
 from scaledot.ops.operands import contract, make_problem, solve
 
 HARDWARE = "xla_block_scaled"

@@ -26,7 +26,7 @@ from tables import STATELESS_RECIPES, table_of
 
 import scaledot as sd
 from scaledot import recipes, train
-from scaledot.kernels.spec import Contraction
+from scaledot.contraction import Contraction
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 from scaledot.train import partitioned

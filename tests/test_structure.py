@@ -21,7 +21,7 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"formats", "flavours"},
     {"numerics"},
     {"recipes", "rules"},
-    {"serialization", "shaping", "array", "state"},
+    {"serialization", "shaping", "array", "state", "contraction"},
     {"kernels"},
     {"ops", "sharding"},
     {"collective"},

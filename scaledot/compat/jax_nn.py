@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction, from_dimension_numbers, labels
 from scaledot.formats import FORMATS, Format
 from scaledot.kernels.manual import summed_as
-from scaledot.kernels.spec import Contraction, promoted
+from scaledot.kernels.spec import promoted
 from scaledot.numerics import blocks
-from scaledot.ops.contraction import from_dimension_numbers, labels
 from scaledot.ops.operands import contract, float_operand
 from scaledot.ops.quantize import quantize
 

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from scaledot.contraction import Contraction
 from scaledot.kernels.operands import Factor, lay
-from scaledot.kernels.spec import Contraction, Problem
+from scaledot.kernels.spec import Problem
 
 
 class Steps(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction
 from scaledot.formats import Format
 from scaledot.kernels.mosaic import support
 from scaledot.numerics import blocks
@@ -38,63 +39,6 @@ def is_default_precision(precision: Any) -> bool:
     """
     of_operands = precision if isinstance(precision, (tuple, list)) else (precision,)
     return all(each in _DEFAULT_PRECISION for each in of_operands)
-
-
-@dataclasses.dataclass(frozen=True)
-class Contraction:
-    """Three label strings; a label that both operands have and the result does not is summed over.
-
-    >>> fwd = Contraction("bmk", "kn", "bmn")
-    >>> fwd.contracted, fwd.lhs_free, fwd.dimension_numbers
-    ('k', 'bm', (((2,), (0,)), ((), ())))
-    >>> fwd.dgrad
-    Contraction(lhs='bmn', rhs='kn', out='bmk')
-    >>> fwd.wgrad
-    Contraction(lhs='bmk', rhs='bmn', out='kn')
-    """
-
-    lhs: str
-    rhs: str
-    out: str
-
-    @property
-    def batch(self) -> str:
-        return "".join(c for c in self.out if c in self.lhs and c in self.rhs)
-
-    @property
-    def contracted(self) -> str:
-        return "".join(c for c in self.lhs if c in self.rhs and c not in self.out)
-
-    @property
-    def lhs_free(self) -> str:
-        return "".join(c for c in self.lhs if c not in self.rhs)
-
-    @property
-    def rhs_free(self) -> str:
-        return "".join(c for c in self.rhs if c not in self.lhs)
-
-    @property
-    def natural(self) -> str:
-        """The order in which lax.dot_general leaves its result."""
-        return self.batch + self.lhs_free + self.rhs_free
-
-    @property
-    def dimension_numbers(self) -> lax.DotDimensionNumbers:
-        def axes(of: str, labels: str) -> tuple[int, ...]:
-            return tuple(of.index(c) for c in labels)
-
-        contracted = axes(self.lhs, self.contracted), axes(self.rhs, self.contracted)
-        return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
-
-    @property
-    def dgrad(self) -> "Contraction":
-        """The gradient of lhs: result's cotangent times rhs."""
-        return Contraction(self.out, self.rhs, self.lhs)
-
-    @property
-    def wgrad(self) -> "Contraction":
-        """The gradient of rhs: lhs times the result's cotangent."""
-        return Contraction(self.lhs, self.out, self.rhs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,7 @@
 import jax
 from jax import lax
 
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import labels
+from scaledot.contraction import Contraction, labels
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
 
 

@@ -2,8 +2,7 @@
 
 import jax
 
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import for_matmul, from_dimension_numbers
+from scaledot.contraction import Contraction, for_matmul, from_dimension_numbers
 from scaledot.ops.operands import Array, Choice, as_operand, contract
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
-from scaledot.kernels.spec import Contraction, operand_of, promoted, sum_dtype
-from scaledot.ops.contraction import parse_einsum
+from scaledot.contraction import Contraction, parse_einsum
+from scaledot.kernels.spec import operand_of, promoted, sum_dtype
 from scaledot.ops.operands import Array, Choice, as_operand, constant, contract, element_type
 from scaledot.ops.quantize import dequantize
 

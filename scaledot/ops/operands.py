@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
-from scaledot.kernels.spec import Contraction, Operand, Problem, operand_of
+from scaledot.contraction import Contraction
+from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
 from scaledot.ops.plan import check_byte_order, check_whole
 

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from scaledot.kernels.spec import Contraction
+from scaledot.contraction import Contraction
 from scaledot.ops import moving
 from scaledot.ops.moving import Axes
 

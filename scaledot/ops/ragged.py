@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scaledot.kernels.spec import Contraction, operand_of
+from scaledot.contraction import Contraction, from_dimension_numbers, labels
+from scaledot.kernels.spec import operand_of
 from scaledot.numerics import explicit
-from scaledot.ops.contraction import from_dimension_numbers, labels
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
 from scaledot.ops.plan import checked_groups
 

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction, labels
 from scaledot.kernels.operands import Factor, lay
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import labels
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.quantize import dequantize

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
+from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels.mosaic import casts, support
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import from_dimension_numbers
 from scaledot.ops.einsum import two_terms
 from scaledot.ops.operands import Choice, contract, float_operand
 from scaledot.recipes import PRODUCTS, Cast, Recipe, find_recipe

@@ -23,7 +23,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from scaledot.kernels.spec import Contraction, sum_dtype
+from scaledot.contraction import Contraction
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics.grouped import room, whole_groups
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of, uniform_at

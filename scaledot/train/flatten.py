@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from scaledot.kernels.spec import Contraction
-from scaledot.ops.contraction import labels
+from scaledot.contraction import Contraction, labels
 
 
 class Group(NamedTuple):

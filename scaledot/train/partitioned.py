@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from scaledot import collective
 from scaledot.array import ScaledArray
-from scaledot.kernels.spec import Contraction, sum_dtype
+from scaledot.contraction import Contraction
+from scaledot.kernels.spec import sum_dtype
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import seeds_of, uniform_at
 from scaledot.ops import partition

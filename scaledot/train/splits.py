@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scaledot.kernels.spec import Contraction
+from scaledot.contraction import Contraction
 from scaledot.numerics import explicit
 from scaledot.ops.partition import Axes, Split, split_of
 

@@ -17,10 +17,10 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, validate_qarray
+from scaledot.contraction import parse_einsum
 from scaledot.kernels.spec import promoted
 from scaledot.ops import conv, dot, ragged
 from scaledot.ops import einsum as sums
-from scaledot.ops.contraction import parse_einsum
 from scaledot.ops.operands import as_operand
 
 _INTEGER_CODES = (np.dtype(jnp.int8), np.dtype(jnp.int4))

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction
 from scaledot.formats import FORMATS
 from scaledot.kernels.mosaic import dot, grouped, support, tuning
 from scaledot.kernels.mosaic.casts import LINE, VALUES
 from scaledot.kernels.mosaic.tuning import Shape
-from scaledot.kernels.spec import Contraction, Problem, operand_of
+from scaledot.kernels.spec import Problem, operand_of
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import room
 

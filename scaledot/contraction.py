@@ -1,11 +1,73 @@
-"""From what a person writes to three label strings: dimension numbers, einsum text, or matmul's rules."""
+"""Contractions as three label strings, one label per axis, as in einsum; parsed from what each verb of JAX takes.
 
+The gradients of a contraction are contractions of the same labels: for y = x w, "mk,kn->mn", dgrad is "mn,kn->mk" and
+wgrad "mk,mn->kn".
+"""
+
+import dataclasses
 import string
 from collections.abc import Iterator, Sequence
 
-from scaledot.kernels.spec import Contraction
+from jax import lax
 
 _LETTERS = string.ascii_letters
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """Three label strings; a label that both operands have and the result does not is summed over.
+
+    >>> fwd = Contraction("bmk", "kn", "bmn")
+    >>> fwd.contracted, fwd.lhs_free, fwd.dimension_numbers
+    ('k', 'bm', (((2,), (0,)), ((), ())))
+    >>> fwd.dgrad
+    Contraction(lhs='bmn', rhs='kn', out='bmk')
+    >>> fwd.wgrad
+    Contraction(lhs='bmk', rhs='bmn', out='kn')
+    """
+
+    lhs: str
+    rhs: str
+    out: str
+
+    @property
+    def batch(self) -> str:
+        return "".join(c for c in self.out if c in self.lhs and c in self.rhs)
+
+    @property
+    def contracted(self) -> str:
+        return "".join(c for c in self.lhs if c in self.rhs and c not in self.out)
+
+    @property
+    def lhs_free(self) -> str:
+        return "".join(c for c in self.lhs if c not in self.rhs)
+
+    @property
+    def rhs_free(self) -> str:
+        return "".join(c for c in self.rhs if c not in self.lhs)
+
+    @property
+    def natural(self) -> str:
+        """The order in which lax.dot_general leaves its result."""
+        return self.batch + self.lhs_free + self.rhs_free
+
+    @property
+    def dimension_numbers(self) -> lax.DotDimensionNumbers:
+        def axes(of: str, labels: str) -> tuple[int, ...]:
+            return tuple(of.index(c) for c in labels)
+
+        contracted = axes(self.lhs, self.contracted), axes(self.rhs, self.contracted)
+        return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
+
+    @property
+    def dgrad(self) -> "Contraction":
+        """The gradient of lhs: result's cotangent times rhs."""
+        return Contraction(self.out, self.rhs, self.lhs)
+
+    @property
+    def wgrad(self) -> "Contraction":
+        """The gradient of rhs: lhs times the result's cotangent."""
+        return Contraction(self.lhs, self.out, self.rhs)
 
 
 def labels(count: int, used: str = "") -> str:
