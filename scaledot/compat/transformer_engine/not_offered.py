@@ -3,6 +3,7 @@
 import dis
 import importlib
 import sys
+import types
 from collections.abc import Callable
 
 _LAYER = "use a layer of Flax and give it a recipe: flax.make_dot_general_cls(recipe), or scaledot.linen.with_recipe"
@@ -44,10 +45,10 @@ INSTEAD = {
 
 
 def refuse(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], object]:
-    """A module's `__getattr__`, which loads submodules on demand and says what to write instead of other names.
+    """Returns a `__getattr__` for a module: it imports submodules `on_demand` and raises what INSTEAD says of a name.
 
-    Python replaces the words of an AttributeError by its own where a name is imported from a module, but not those of
-    an ImportError; so the kind depends on the instruction that asks.
+    `module.name` raises AttributeError, as hasattr needs. `from module import name` raises ImportError, because Python
+    replaces an AttributeError there by an ImportError of its own, without our message.
     """
 
     def getattr_(name: str) -> object:
@@ -55,10 +56,18 @@ def refuse(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], obje
             return importlib.import_module(f"{module}.{name}")
         if name not in INSTEAD:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        asking = sys._getframe(1)
-        imports = dis.opname[asking.f_code.co_code[asking.f_lasti]] == "IMPORT_FROM"
-        raise (ImportError if imports else AttributeError)(
-            f"TransformerEngine's {name!r} is not offered: {INSTEAD[name]}"
-        )
+        message = f"TransformerEngine's {name!r} is not offered: {INSTEAD[name]}"
+        if _executes_from_import(sys._getframe(1)):
+            raise ImportError(message)
+        raise AttributeError(message)
 
     return getattr_
+
+
+def _executes_from_import(frame: types.FrameType) -> bool:
+    """Whether the frame's current instruction is that of `from module import name`.
+
+    Nothing else tells the two accesses apart: `__getattr__` gets the name alone, and no class can derive from both
+    AttributeError and ImportError.
+    """
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
