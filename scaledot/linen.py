@@ -49,9 +49,11 @@ STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
 DEFAULT_STREAM = "params"  # from which linen's make_rng draws where there is no stream of the name
 
-# The states that calls have left, by path. A root scope belongs to one call of apply, or of a lifted transform, so to
-# one trace.
-_LATEST: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]] = weakref.WeakKeyDictionary()
+# States by root scope and module path. A layer that is called again must start from the state that its last call
+# returned (see `scaledot.state`). Where variables are immutable, as in most losses, linen has no place for that state:
+# collections refuse writes, and nn.Dense builds a new DotGeneral for every call. Each `apply` and lifted transform has
+# its own root scope, so no tracer reaches another trace, and a weak key frees the states with their scope.
+_RETURNED_STATES: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]] = weakref.WeakKeyDictionary()
 
 
 class Quantized(nn.Module):
@@ -67,8 +69,8 @@ class Quantized(nn.Module):
         if not self.recipe.delayed:
             return verb(*args, recipe=self.recipe, **kwargs)
         with unchecked() if self.is_initializing() else contextlib.nullcontext():  # there is no history yet
-            y, state = verb(*args, recipe=self.recipe, state=self._stored_state(), **kwargs)
-        self._leave(state)
+            y, state = verb(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
+        self._hand_on(state)
         return y
 
     @nn.nowrap
@@ -79,7 +81,8 @@ class Quantized(nn.Module):
         return jax.random.key(0) if self.is_initializing() else None  # nothing is learnt from an initialising pass
 
     @nn.nowrap
-    def _stored_state(self) -> State:
+    def _current_state(self) -> State:
+        """The state in the variables, or where these are immutable the one that the previous call returned, if any."""
         initial = init_state(self.recipe)
         if not self.has_variable(STATE_COLLECTION, "x_scale") and not self.is_mutable_collection(STATE_COLLECTION):
             raise ValueError(
@@ -89,7 +92,7 @@ class Quantized(nn.Module):
             )
         stored = {t: self._variables(t, history) for t, history in initial.items()}
         check_state(self.recipe, stored, f"variables of {'/'.join(self.path)}")
-        return self._latest.get(self.path, stored)
+        return self._returned_states.get(self.path, stored)
 
     @nn.nowrap
     def _variables(self, tensor: str, initial: AmaxHistory) -> AmaxHistory:
@@ -98,19 +101,20 @@ class Quantized(nn.Module):
         return AmaxHistory(history.value, factor.value)
 
     @nn.nowrap
-    def _leave(self, state: State) -> None:
-        """Hand the state on to the next call."""
+    def _hand_on(self, state: State) -> None:
+        """Keeps the state for the next call of this layer."""
         if self.is_mutable_collection(STATE_COLLECTION):
             for tensor, (history, factor) in state.items():
                 self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", history)
                 self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", factor)
         else:
-            self._latest[self.path] = state
+            self._returned_states[self.path] = state
 
     @property
-    def _latest(self) -> dict[tuple[str, ...], State]:
+    def _returned_states(self) -> dict[tuple[str, ...], State]:
+        """The states that modules returned in this `apply` or lifted transform, by path."""
         assert self.scope is not None
-        return _LATEST.setdefault(self.scope.root, {})
+        return _RETURNED_STATES.setdefault(self.scope.root, {})
 
 
 class OnMesh(Quantized):
@@ -254,26 +258,43 @@ def _intercepted(chosen: Rules, lying: Patterns, overlap: str | tuple[str, ...],
     """A context in which layers take the recipes that are chosen for them."""
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
-        layer, method = context.module, context.method_name
-        multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
-        if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
-            return call(*args, **kwargs)
-        path, given = "/".join(layer.path), {**dict(zip(("inputs",), args, strict=False)), **kwargs}
-        obstacle = functools.partial(_obstacle, layer, given.get("inputs"))
-        recipe = chosen.decide(path, type(layer).__name__, _own_product(layer), obstacle)
+        layer = context.module
+        recipe = _recipe_for(layer, context.method_name, chosen, args, kwargs)
         if recipe is None:
             return call(*args, **kwargs)
-        on_mesh = {"specs": lying.value_for(path), "overlap": overlap, "on_indivisible": on_indivisible}
+        specs = lying.value_for("/".join(layer.path))
+        on_mesh = {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
         if isinstance(layer, nn.Einsum):
             return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
         seam, product = _SEAMS[isinstance(layer, nn.Conv)]
-        object.__setattr__(layer, f"{seam}_cls", _with_default(product, recipe, **on_mesh))
-        try:
+        with _field_set(layer, f"{seam}_cls", _with_default(product, recipe, **on_mesh)):
             return call(*args, **kwargs)
-        finally:
-            object.__setattr__(layer, f"{seam}_cls", None)
 
     return nn.intercept_methods(interceptor)
+
+
+def _recipe_for(layer: nn.Module, method: str, chosen: Rules, args: tuple, kwargs: dict[str, Any]) -> Recipe | None:
+    """The recipe for this call of a layer's method; None where it multiplies by no kernel, or has to stay as it is."""
+    multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
+    if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
+        return None
+    inputs = args[0] if args else kwargs.get("inputs")
+    obstacle = functools.partial(_obstacle, layer, inputs)
+    return chosen.decide("/".join(layer.path), type(layer).__name__, _own_product(layer), obstacle)
+
+
+@contextlib.contextmanager
+def _field_set(layer: nn.Module, field: str, value: Any):
+    """Sets a field of a bound layer, which is None otherwise, for one call.
+
+    Calling `layer.clone` with the field set would not touch the layer, but linen would record it as one more call:
+    `capture_intermediates` would return each output twice, and interceptors would run again.
+    """
+    object.__setattr__(layer, field, value)  # a bound module refuses assignments
+    try:
+        yield
+    finally:
+        object.__setattr__(layer, field, None)
 
 
 _SEAMS = ("dot_general", DotGeneral), ("conv_general_dilated", ConvGeneralDilated)

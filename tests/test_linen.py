@@ -144,6 +144,13 @@ def test_a_model_takes_recipes_by_path_and_keeps_its_parameters():
     assert quantized.name is None
 
 
+def test_each_output_under_rules_is_captured_once():
+    model, x = sd.linen.with_recipe(nn.Sequential([nn.Dense(4)]), "fp8_current"), normal(0, (2, 32))
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    _, captured = jax.eval_shape(lambda params: model.apply(params, x, capture_intermediates=True), params)
+    assert len(captured["intermediates"]["layers_0"]["__call__"]) == 1
+
+
 def test_a_layer_with_a_product_of_its_own_keeps_it():
     layer, x = nn.Dense(4, dot_general=jax.lax.dot_general), normal(0, (2, 32))
     model = sd.linen.with_recipe(layer, "nvfp4")
