@@ -183,8 +183,8 @@ class _Entry:
         return hasattr(self.value, "ndim") and self.value.ndim > 0
 
     @property
-    def is_int(self) -> bool:
-        return self.axis is not None and not isinstance(self.value, slice) and not self.is_array
+    def is_slice_or_none(self) -> bool:
+        return self.axis is None or isinstance(self.value, slice)
 
 
 def take(q: Any, index: tuple) -> Any:
@@ -192,18 +192,8 @@ def take(q: Any, index: tuple) -> Any:
     entries = _entries(q.shape, index)
     _check_rotation_kept(q, entries)
     every = blocks.expand(q.block, q.ndim)
-    of_scale = [_scale_entry(q.shape, every, e) for e in entries]
-    arrays = [e for e in entries if e.is_array]
-    if arrays and all(blocks.whole(q.shape[e.axis], every[e.axis]) for e in arrays if e.axis is not None):
-        rank = np.broadcast_shapes(*(e.value.shape for e in arrays))
-        of_scale = [
-            np.zeros((1,) * len(rank), np.int32) if e.is_array else s for e, s in zip(entries, of_scale, strict=True)
-        ]
-        array_block = 0
-    else:
-        array_block = 1
+    pick, array_block = _scale_index(q.shape, every, entries)
     block, places = _resulting_axes(q, entries, every, array_block)
-    pick = tuple(of_scale)
     return dataclasses.replace(
         q,
         data=q.data[tuple(e.value for e in entries)],
@@ -248,6 +238,20 @@ def _checked(axis: int, value: Any, shape: tuple[int, ...]) -> _Entry:
     return _Entry(axis, jnp.where(value < 0, value + size, value))
 
 
+def _scale_index(shape: tuple[int, ...], every: blocks.Block, entries: list[_Entry]) -> tuple[tuple, int]:
+    """The index into the scales that selects what `entries` select of the codes, and the block of each broadcast axis.
+
+    Where every axis that an array indexes has a single scale, all selected elements share it: the block is 0 (the whole
+    axis) and the scale has size 1 there. Otherwise each selected element gets its own scale: the block is 1.
+    """
+    of_scale = [_scale_entry(shape, every, e) for e in entries]
+    array_axes = [e.axis for e in entries if e.is_array and e.axis is not None]
+    if not array_axes or not all(blocks.whole(shape[a], every[a]) for a in array_axes):
+        return tuple(of_scale), 1
+    first = np.zeros((1,) * _broadcast_rank(entries), np.int32)
+    return tuple(first if e.is_array else s for e, s in zip(entries, of_scale, strict=True)), 0
+
+
 def _scale_entry(shape: tuple[int, ...], every: blocks.Block, entry: _Entry) -> Any:
     """The same selection among blocks."""
     if entry.axis is None:
@@ -268,27 +272,54 @@ def _scale_entry(shape: tuple[int, ...], every: blocks.Block, entry: _Entry) -> 
     return slice(start // b, -(-max(stop, start) // b))
 
 
-def _resulting_axes(q, entries: list[_Entry], every, array_block: int) -> tuple[list[int], dict[int, int]]:
-    """The block of each axis of the result, and where kept axes went."""
-    arrays = [e.value for e in entries if e.is_array]
-    rank = len(np.broadcast_shapes(*(v.shape for v in arrays))) if arrays else 0
-    fancy = [n for n, e in enumerate(entries) if e.is_array or (arrays and e.is_int)]
-    adjacent = not fancy or fancy[-1] - fancy[0] + 1 == len(fancy)
-    if not adjacent and q.tensor_scale is not None and q.tensor_scale.ndim:
+def _resulting_axes(
+    q: Any, entries: list[_Entry], every: blocks.Block, array_block: int
+) -> tuple[list[int], dict[int, int]]:
+    """The block of each axis of the result, and {axis of `q`: axis of the result} for the axes that are sliced."""
+    sources = _sources_of_axes(entries)
+    if q.tensor_scale is not None and q.tensor_scale.ndim and not _are_adjacent(_advanced_positions(entries)):
         raise IndexError("index arrays around a slice move axes to the front, where `tensor_scale` has its own")
-    block = [] if adjacent else [array_block] * rank
-    places: dict[int, int] = {}
-    for n, entry in enumerate(entries):
-        if n in fancy:
-            block += [array_block] * rank if adjacent and n == fancy[0] else []
-        elif entry.axis is None:
-            block.append(1)
-        elif isinstance(entry.value, slice):
-            places[entry.axis] = len(block)
-            size, b = q.shape[entry.axis], every[entry.axis]
-            cut = len(range(*entry.value.indices(size))) != size
-            block.append(0 if b > 1 and cut and blocks.whole(size, b) else b)
-    return block, places
+    block = [array_block if e.is_array else _block_after(q.shape, every, e) for e in sources]
+    return block, {e.axis: n for n, e in enumerate(sources) if e.axis is not None and e.is_slice_or_none}
+
+
+def _sources_of_axes(entries: list[_Entry]) -> list[_Entry]:
+    """The entry that each axis of the result comes from: a slice, None, or an index array for each broadcast axis.
+
+    As in numpy, broadcast axes take the place of the advanced entries, or stand in front if these are not adjacent.
+    """
+    advanced = _advanced_positions(entries)
+    start = advanced[0] if advanced and _are_adjacent(advanced) else 0
+    before, after = ([e for e in part if e.is_slice_or_none] for part in (entries[:start], entries[start:]))
+    an_array = [e for e in entries if e.is_array][:1]
+    return before + an_array * _broadcast_rank(entries) + after
+
+
+def _advanced_positions(entries: list[_Entry]) -> list[int]:
+    """Positions of the entries that numpy broadcasts together: index arrays, and ints if there is an index array."""
+    if not any(e.is_array for e in entries):
+        return []
+    return [n for n, e in enumerate(entries) if not e.is_slice_or_none]
+
+
+def _are_adjacent(positions: list[int]) -> bool:
+    """Whether ascending positions have no gap."""
+    return not positions or positions[-1] - positions[0] + 1 == len(positions)
+
+
+def _broadcast_rank(entries: list[_Entry]) -> int:
+    return len(np.broadcast_shapes(*(e.value.shape for e in entries if e.is_array)))
+
+
+def _block_after(shape: tuple[int, ...], every: blocks.Block, entry: _Entry) -> int:
+    """The block of the axis of the result that a slice leaves or None inserts."""
+    if entry.axis is None:
+        return 1
+    size, b = shape[entry.axis], every[entry.axis]
+    cut = len(range(*entry.value.indices(size))) != size
+    if cut and b > 1 and blocks.whole(size, b):
+        return 0  # one scale still covers the axis, which is now shorter than the block
+    return b
 
 
 def _check_rotation_kept(q: Any, entries: list[_Entry]) -> None:
