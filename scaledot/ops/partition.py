@@ -87,17 +87,27 @@ def plan(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> Partit
 
 
 def _shared(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> dict[str, Axes]:
-    """For each label the mesh axes along which devices share the work on it, in the order in which it is split."""
-    places = [{axis: c for c, axes in split for axis in axes} for split in (lhs, rhs, out)]
-    worked: dict[str, str] = {}
-    for axis in dict.fromkeys(axis for place in places for axis in place):
-        left, right, result = (place.get(axis) for place in places)
-        if result is None or (left is not None and left == right and left in contraction.contracted):
-            result = left if left is not None else right
-        worked[axis] = result or ""
-    orders = (*out, *lhs, *rhs)
-    labels = dict.fromkeys(c for c, _ in orders)
-    return {c: tuple(dict.fromkeys(a for d, axes in orders if d == c for a in axes if worked[a] == c)) for c in labels}
+    """For each label the mesh axes over which devices partition the work along it, the slowest first."""
+    left, right, result = ({axis: label for label, axes in split for axis in axes} for split in (lhs, rhs, out))
+    partitioned = {
+        axis: _partitioned_label(contraction, left.get(axis), right.get(axis), result.get(axis))
+        for axis in (*left, *right, *result)
+    }
+    splits = (*out, *lhs, *rhs)  # the result's order of mesh axes comes first, so that it needs no resharding
+    return {label: _partitioning_axes(label, partitioned, splits) for label, _ in splits}
+
+
+def _partitioned_label(contraction: Contraction, left: str | None, right: str | None, result: str | None) -> str:
+    """The label along which one mesh axis partitions the work; it shards these labels of lhs, rhs and the result."""
+    if left is not None and left == right and left in contraction.contracted:
+        return left  # devices hold matching parts of both operands: they multiply these and add up the results
+    return next(label for label in (result, left, right) if label is not None)
+
+
+def _partitioning_axes(label: str, partitioned: dict[str, str], splits: Split) -> Axes:
+    """The mesh axes that partition the work along a label, in the order in which they first shard it."""
+    sharding = (axis for other, axes in splits if other == label for axis in axes)
+    return tuple(dict.fromkeys(axis for axis in sharding if partitioned[axis] == label))
 
 
 def moves_between(labels: str, split: dict[str, Axes], shared: dict[str, Axes]) -> Moves:
