@@ -1,35 +1,37 @@
-"""Matrix products on Hopper's tensor cores, with scales and bias applied before the one rounding of the result.
+"""Matmuls on Hopper's tensor cores, with scales and bias applied before the one rounding of the result.
 
-One persistent program per multiprocessor. Its last warpgroup fetches tiles of both operands into a ring of slots in
-shared memory, without a pause between output tiles; the others multiply and store. Two programs may work as a pair on
-neighbouring tiles, and each fetches half of the operand tile that both need, for both.
+The kernel is persistent and warp-specialised. There is one CTA for each SM. Its last warpgroup is the producer, which
+fetches tiles of both operands into a ring of SMEM slots, without a pause between output tiles. The others are
+consumers, which multiply and store. Two CTAs may work as a pair (a cluster) on neighbouring output tiles; each then
+fetches half of the operand tile that both need, and multicasts it to both.
 
-Tensor cores add 8-bit floats in an accumulator of about 14 bits. `promote` moves the sums of each step into float32
-registers; a warpgroup's tile is then multiplied in parts, because there is no room for two accumulators of it. While
-one warpgroup does that, the others must keep the tensor cores busy.
+The phases have files of their own: `tiles` says which CTA computes which output tiles, `matmul_mainloop` has the ring
+and the accumulation over K, and `matmul_epilogue` scales, rounds and stores. Here they become one kernel.
 
-Factors that change along the sum, one for each 128 elements of it, are applied to the sums of a step as they are
-promoted. They are fetched with the step's operands, or read a step ahead where 128 columns share one. The product of
-two of them must be a normal number.
+Tensor cores accumulate 8-bit floats with about 14 bits. With `promote`, the partial accumulators of each step, 128
+elements along K, are added up in float32 registers. While one consumer does that, the others must keep the tensor cores
+busy. Scales that change along K, every 128 elements, are applied to the partial accumulators as these are promoted.
+They are fetched with the step's operands or, for 128×128 blocks, read a step ahead. The product of a scale of a and one
+of b must be a normal number.
 
-Groups, as of tokens by experts, are parts of the rows, each with its own matrix to multiply, or parts of the sum, each
-with its own result. Their sizes are data: programs look up what their tiles are in a small table, and a tile that a
-group does not fill is stored in pieces, not to write on a neighbour's rows.
+Groups, as of tokens by experts, are either groups of rows, each multiplied by a matrix of its own, or groups of
+elements along K, each with a result of its own. Their sizes are data: CTAs look up their tiles in a small table. A tile
+that its group does not fill is stored in pieces, so that a neighbouring group's rows are not overwritten.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.kernels.mosaic.casts import LINE
-from scaledot.kernels.mosaic.memory import SWIZZLE, load, tiled
-from scaledot.kernels.mosaic.tiles import FETCH_REGISTERS, Config, Groups, Plan, Tile
+from scaledot.kernels.mosaic.matmul_epilogue import Epilogue, Factors
+from scaledot.kernels.mosaic.matmul_mainloop import Inputs, MainLoop, Ring
+from scaledot.kernels.mosaic.memory import SWIZZLE, tiled
+from scaledot.kernels.mosaic.tiles import FETCH_REGISTERS, Config, Groups, Plan, Tile, Warpgroup
 
 
 def matmul(
@@ -47,336 +49,188 @@ def matmul(
     summed_first: tuple[bool, bool] = (False, False),
     groups: Groups | None = None,
 ) -> jax.Array:
-    """a (M, K) times b (N, K) transposed, times factors, plus bias (N,).
+    """Returns a (M, K) times b (N, K) transposed, times the scales of both, plus bias (N,), as (M, N).
 
-    16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must suit the
-    tiles: K a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they lie last in an operand.
-    Factors are float32 (1,), or (M,) and (N,) filled up to whole teams of programs, as the bias is. Factors that change
-    along the sum of 8-bit elements (`in_steps`) are (K / 128, M) and (K / 128, N), or (K / 128, N / 128) for squares of
-    b; M and N are filled up likewise, and sums are promoted.
+    16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must be padded
+    for the copies: K to a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they are an operand's last axis.
+    `programs` is the number of CTAs.
 
-    With groups of rows, b and its factors have an axis of groups in front, N is a multiple of 64, and factors of rows
-    are filled up by one more tile. With groups of the sum, which have whole steps, the result has an axis of groups in
-    front, and so have factors that do not change along the sum.
+    Scales (`row_factors`, `column_factors`) are float32 (1,), or (M,) and (N,) padded to multiples of the config's
+    `team_rows` and `team_columns`, as the bias is. With `in_steps`, scales change along K of 8-bit operands: they are
+    (K / 128, M) and (K / 128, N), or (K / 128, N / 128) for 128×128 blocks of b, with M and N padded likewise, and
+    accumulators are always promoted.
+
+    With groups of rows, b and its scales have a leading axis of groups, N is a multiple of 64, and scales of rows are
+    padded by another `program_rows`. With groups of K, which are whole steps, the result has a leading axis of groups,
+    and so have scales that do not change along K.
     """
     m, k = a.shape[::-1] if summed_first[0] else a.shape
     n = b.shape[-1 if summed_first[1] else -2]
-    out_dtype = jnp.dtype(out_dtype)
-    axis = None if groups is None else groups.axis
-    of_rows, of_sum = axis == "rows", axis == "sum"
-    plan = Plan(m, n, k * a.dtype.itemsize // SWIZZLE, SWIZZLE // a.dtype.itemsize, config, programs, groups)
-    store_columns = _store_columns(n, config, out_dtype)
-    edge_columns = SWIZZLE // out_dtype.itemsize  # of a row that can be copied alone
-    squares = in_steps and column_factors.shape[-1] < n
-
-    def kernel(a_gmem, b_gmem, rows_gmem, columns_gmem, *rest):
-        refs: Any = iter(rest)
-        table_gmem: Any = None if groups is None else next(refs)
-        bias_gmem: Any = None if bias is None else next(refs)
-        out_gmem, a_ring, b_ring, a_factors, b_factors, out_smem, edge_smem, full, empty = refs
-        ring = Ring(config, a_ring, b_ring, a_factors, b_factors, full, empty, summed_first)
-        warpgroup = lax.axis_index("warpgroup")
-
-        def of_group(tile: Tile) -> tuple[Any, Any, Any]:
-            """b, and the factors of rows and of columns, for a tile."""
-            rows = rows_gmem.at[tile.group] if of_sum and not in_steps else rows_gmem
-            columns = columns_gmem.at[tile.group] if of_rows or (of_sum and not in_steps) else columns_gmem
-            return b_gmem.at[tile.group] if of_rows else b_gmem, rows, columns
-
-        def fetch():
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            steps = plan.over_tiles(table_gmem, lambda tile: ring.fetch_tile(plan, tile, a_gmem, *of_group(tile)))
-            ring.drain(steps)
-
-        def multiply():
-            plgpu.set_max_registers(config.registers, action="increase")
-            for_all = None if in_steps or groups is not None else Factors(rows_gmem, columns_gmem)
-            below = warpgroup * config.rows if config.split == "rows" else 0
-            beside = warpgroup * config.columns if config.split == "columns" else 0
-            sums = _promoted_sums if promote or in_steps else _chained_sums
-
-            def tile_of(tile: Tile):
-                top, left = tile.row + below, tile.column + beside
-                _, *both = of_group(tile)
-                factors = for_all if in_steps or groups is None else Factors(*both)
-
-                def finished(values: jax.Array, first) -> jax.Array:
-                    result = values
-                    if factors is not None and of_rows:  # rows of no group are zeros, whatever the factors are
-                        apply = functools.partial(factors.apply, values, top, first)
-                        result = lax.cond(tile.steps > 0, apply, lambda: values)
-                    elif factors is not None:
-                        result = factors.apply(values, top, first)
-                    if bias_gmem is not None:
-                        result += along_columns(bias_gmem, first, result.shape)
-                    return result.astype(out_dtype)
-
-                def target(first_row, rows: int, first, columns: int) -> Any:
-                    result = out_gmem.at[tile.group] if of_sum else out_gmem
-                    return result.at[pl.ds(first_row, rows), pl.ds(first, columns)]
-
-                def store(at: int, values: jax.Array):
-                    for piece in range(values.shape[1] // store_columns):
-                        slot = (at // store_columns + piece) % 2
-                        first = left + at + piece * store_columns
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        out_smem[warpgroup, slot] = finished(_columns(values, piece, store_columns), first)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(
-                            out_smem.at[warpgroup, slot], target(top, config.rows, first, store_columns)
-                        )
-
-                def store_edge(at: int, values: jax.Array, low, high):
-                    """Only some rows, in pieces whose numbers of rows are powers of two.
-
-                    A copy of one row is one of bytes, which does not see where a row of the result ends: none may begin
-                    behind it.
-                    """
-                    for piece in range(values.shape[1] // edge_columns):
-                        first = left + at + piece * edge_columns
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        edge_smem[warpgroup] = finished(_columns(values, piece, edge_columns), first)
-                        plgpu.commit_smem()
-                        row, size = low, config.rows // 2
-                        while size:
-
-                            def copy(row=row, size=size, first=first):
-                                piece = edge_smem.at[warpgroup, pl.ds(row, size)]
-                                plgpu.copy_smem_to_gmem(piece, target(top + row, size, first, edge_columns))
-
-                            pl.when(((high - low) & size != 0) & (first < n))(copy)
-                            row, size = row + ((high - low) & size), size // 2
-
-                def store_what_is_there(at: int, values: jax.Array):
-                    low, high = (jnp.clip(end - below, 0, config.rows) for end in tile.rows)
-                    whole = high - low == config.rows
-                    lax.cond(whole, lambda: store(at, values), lambda: store_edge(at, values, low, high))
-
-                squares_of_tile = both[1] if squares else None
-                sums(config, tile, ring, below, beside, store_what_is_there if of_rows else store, squares_of_tile)
-
-            plan.over_tiles(table_gmem, tile_of)
-            plgpu.wait_smem_to_gmem(0)
-
-        lax.cond(warpgroup == config.groups, fetch, multiply)
-
-    out_shape = (groups.count, m, n) if groups is not None and of_sum else (m, n)
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
-        grid=(plan.teams,),
-        grid_names=("team",),
-        cluster=(config.paired,),
-        cluster_names=("member",),
-        num_threads=config.groups + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            _ring_of(config.stages, config.program_rows, a.dtype, summed_first[0]),
-            _ring_of(config.stages, config.program_columns, b.dtype, summed_first[1]),
-            plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if in_steps else None,
-            plgpu.SMEM((config.stages, config.program_columns), jnp.float32) if in_steps and not squares else None,
-            plgpu.SMEM(
-                (config.groups, 2, config.rows, store_columns), out_dtype, transforms=tiled(store_columns, out_dtype)
-            ),
-            plgpu.SMEM((config.groups, config.rows, edge_columns), out_dtype) if of_rows else None,
-            plgpu.Barrier(num_arrivals=2 + (in_steps + (in_steps and not squares)), num_barriers=config.stages),
-            _given_back(config),
-        ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    kernel = Kernel(
+        Plan(m, n, k * a.dtype.itemsize // SWIZZLE, config, programs, groups),
+        a.dtype,
+        b.dtype,
+        jnp.dtype(out_dtype),
+        promote=promote or in_steps,
+        in_steps=in_steps,
+        square_blocks=in_steps and column_factors.shape[-1] < n,
+        summed_first=summed_first,
+        has_bias=bias is not None,
     )
-    extras = [*([] if groups is None else [groups.table]), *([] if bias is None else [bias])]
-    return run(a, b, row_factors, column_factors, *extras)
+    optional = [None if groups is None else groups.table, bias]
+    return kernel.launch(a, b, row_factors, column_factors, *(x for x in optional if x is not None))
 
 
-def _columns(values: jax.Array, piece: int, columns: int) -> jax.Array:
-    return values[:, piece * columns : (piece + 1) * columns]
+class Scratch(NamedTuple):
+    """SMEM and barriers of a CTA, as types for the launch and as refs in the kernel; None for what it does not need.
 
+    a, b, a_factors, b_factors, full, empty: see `Ring`. out, out_edge: staging and edge_staging of `Epilogue`.
+    """
 
-def _ring_of(stages: int, rows: int, dtype, summed_first: bool) -> Any:
-    step = SWIZZLE // dtype.itemsize
-    shape = (step, rows) if summed_first else (rows, step)
-    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(shape[-1], dtype))
-
-
-def _given_back(config: Config):
-    """Barriers of slots that all who multiply have done with; of a pair, both."""
-    if config.pair is None:
-        return plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
-    return plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=config.groups, num_barriers=config.stages)
-
-
-def _store_columns(n: int, config: Config, out_dtype) -> int:
-    """Columns that are stored at a time: as many as the config says, fewer where N is no multiple or they are wide."""
-    columns = config.epilogue_columns * 2 // out_dtype.itemsize
-    while n % columns:
-        columns //= 2
-    return columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Slots that are fetched, multiplied and given back in turn; those of factors are None where there are none."""
-
-    config: Config
     a: Any
     b: Any
     a_factors: Any
     b_factors: Any
+    out: Any
+    out_edge: Any
     full: Any
     empty: Any
-    summed_first: tuple[bool, bool]
-
-    def slot(self, step):
-        return lax.rem(step, self.config.stages)
-
-    def fetch_tile(self, plan: Plan, tile: Tile, a_gmem, b_gmem, rows_gmem, columns_gmem) -> None:
-        config = self.config
-        a_rows, b_rows = pl.ds(tile.row, config.program_rows), pl.ds(tile.column, config.program_columns)
-        a_shared, b_shared = ("member" if config.pair == by else None for by in ("columns", "rows"))
-
-        @pl.loop(0, tile.steps)
-        def _(step):
-            slot = self.slot(tile.first + step)
-            pl.when(tile.first + step >= config.stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
-            if self.a_factors is not None:
-                plgpu.commit_smem()  # factors are read by threads, not by tensor cores: before they are overwritten
-            along = pl.ds((tile.start + step) * plan.depth, plan.depth)
-            a_tile = a_gmem.at[along, a_rows] if self.summed_first[0] else a_gmem.at[a_rows, along]
-            b_tile = b_gmem.at[along, b_rows] if self.summed_first[1] else b_gmem.at[b_rows, along]
-            plgpu.copy_gmem_to_smem(a_tile, self.a.at[slot], self.full.at[slot], collective_axes=a_shared)
-            plgpu.copy_gmem_to_smem(b_tile, self.b.at[slot], self.full.at[slot], collective_axes=b_shared)
-            for factors, ring, at in ((rows_gmem, self.a_factors, a_rows), (columns_gmem, self.b_factors, b_rows)):
-                if ring is not None:
-                    plgpu.copy_gmem_to_smem(factors.at[tile.start + step, at], ring.at[slot], self.full.at[slot])
-
-    def drain(self, steps) -> None:
-        """Wait until every slot was given back: nobody may still read one when the program ends."""
-
-        @pl.loop(lax.max(steps - self.config.stages, 0), steps)
-        def _(step):
-            plgpu.barrier_wait(self.empty.at[self.slot(step)])
-
-    def wait(self, step) -> None:
-        plgpu.barrier_wait(self.full.at[self.slot(step)])
-
-    def release(self, step) -> None:
-        plgpu.barrier_arrive(self.empty.at[self.slot(step)])
-
-    def row_factors(self, step, first_row, rows: int) -> Any:
-        """Factors of some rows in a step, None where it has none."""
-        if self.a_factors is None:
-            return None
-        ref = self.a_factors.at[self.slot(step), pl.ds(first_row, rows)]
-        return load(ref, plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-    def operands(self, step, first_row, rows: int, first_column, columns: int) -> tuple[Any, Any]:
-        """Rows of a, and of b transposed."""
-        slot, a_rows, b_rows = self.slot(step), pl.ds(first_row, rows), pl.ds(first_column, columns)
-        left = self.a.at[slot, :, a_rows].T if self.summed_first[0] else self.a.at[slot, a_rows]
-        right = self.b.at[slot, :, b_rows] if self.summed_first[1] else self.b.at[slot, b_rows].T
-        return left, right
 
 
-def _accumulator(ring: Ring, rows: int, columns: int) -> Any:
-    """Of the tensor cores: integers are summed as integers, exactly."""
-    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.int32 if ring.a.dtype == jnp.int8 else jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A matmul kernel: all that is known when it is traced, its launch, and its body for each kind of warpgroup.
 
-
-def _chained_sums(config: Config, tile: Tile, ring: Ring, below, beside, store, squares=None) -> None:
-    """All of K in the tensor cores' own accumulator."""
-    assert squares is None, "factors that change along the sum need sums that are promoted"
-    first, steps = tile.first, tile.steps
-
-    @functools.partial(pl.run_scoped, sums=_accumulator(ring, config.rows, config.columns))
-    def _(sums):
-        @pl.loop(0, steps)
-        def _(step):
-            at = first + step
-            ring.wait(at)
-            plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside, config.columns))
-            plgpu.wgmma_wait(1)  # the step before this one is multiplied
-            pl.when(step > 0)(lambda: ring.release(at - 1))
-
-        plgpu.wgmma_wait(0)
-        pl.when(steps > 0)(lambda: ring.release(first + steps - 1))
-        store(0, sums[...].astype(jnp.float32))
-
-
-def _promoted_sums(config: Config, tile: Tile, ring: Ring, below, beside, store, squares=None) -> None:
-    """Each step of K in the tensor cores' accumulator, all steps in float32 registers.
-
-    squares: factors of 128 columns of the result for each step, read one step ahead.
+    promote: whether the accumulators of each step are promoted to float32 registers. in_steps: whether scales change
+    along K. square_blocks: whether b then has one scale for each 128×128 block.
     """
-    part = config.columns // config.parts
-    assert squares is None or LINE % part == 0, f"{part} columns have more than one factor"
 
-    def squares_of(step) -> tuple[Any, ...]:
-        if squares is None:
-            return (None,) * config.parts
-        at = tile.start + lax.max(lax.min(step, tile.steps - 1), 0)
-        return tuple(squares[at, lax.div(tile.column + beside + i * part, LINE)] for i in range(config.parts))
+    plan: Plan
+    a_dtype: Any
+    b_dtype: Any
+    out_dtype: Any
+    promote: bool
+    in_steps: bool
+    square_blocks: bool
+    summed_first: tuple[bool, bool]
+    has_bias: bool
 
-    def step_of(step, carry):
-        totals, by = carry
-        at = tile.first + step
-        following = squares_of(step + 1)
-        ring.wait(at)
-        rows = ring.row_factors(at, below, config.rows)
-        grown = []
-        for i, total in enumerate(totals):
+    @property
+    def config(self) -> Config:
+        return self.plan.config
 
-            def product(sums, column=i * part):
-                plgpu.wgmma(sums, *ring.operands(at, below, config.rows, beside + column, part))
-                return sums[...]
+    @property
+    def grouped(self) -> str | None:
+        """What is in groups: "rows", "sum" (K) or None."""
+        return None if self.plan.groups is None else self.plan.groups.axis
 
-            sums = pl.run_scoped(product, _accumulator(ring, config.rows, part)).astype(jnp.float32)
-            if rows is not None:
-                factors = rows if by[i] is None else rows * by[i]
-                sums = sums * lax.broadcast_in_dim(factors, sums.shape, (0,))
-            if ring.b_factors is not None:
-                sums = sums * along_columns(ring.b_factors.at[ring.slot(at)], beside + i * part, sums.shape)
-            grown.append(total + sums)
-        ring.release(at)
-        return tuple(grown), following
+    def launch(self, *operands: jax.Array) -> jax.Array:
+        config, plan = self.config, self.plan
+        results = () if plan.groups is None or self.grouped != "sum" else (plan.groups.count,)
+        run = plgpu.kernel(
+            self.kernel,
+            out_type=jax.ShapeDtypeStruct((*results, plan.m, plan.n), self.out_dtype),
+            grid=(plan.teams,),
+            grid_names=("team",),
+            cluster=(config.paired,),
+            cluster_names=("member",),
+            num_threads=config.groups + 1,
+            thread_name="warpgroup",
+            scratch_types=self.scratch(),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        )
+        return run(*operands)
 
-    zeros = plgpu.layout_cast(jnp.zeros((config.rows, part), jnp.float32), plgpu.Layout.WGMMA)
-    totals, _ = lax.fori_loop(0, tile.steps, step_of, ((zeros,) * config.parts, squares_of(jnp.int32(0))))
-    for i, total in enumerate(totals):
-        store(i * part, total)
+    def scratch(self) -> Scratch:
+        config, columns = self.config, self._store_columns()
+        of_row, of_column = self.in_steps, self.in_steps and not self.square_blocks
+        staging = (config.groups, 2, config.rows, columns)
+        edge = (config.groups, config.rows, SWIZZLE // self.out_dtype.itemsize)
+        return Scratch(
+            a=_operand_slots(config.stages, config.program_rows, self.a_dtype, self.summed_first[0]),
+            b=_operand_slots(config.stages, config.program_columns, self.b_dtype, self.summed_first[1]),
+            a_factors=plgpu.SMEM((config.stages, config.program_rows), jnp.float32) if of_row else None,
+            b_factors=plgpu.SMEM((config.stages, config.program_columns), jnp.float32) if of_column else None,
+            out=plgpu.SMEM(staging, self.out_dtype, transforms=tiled(columns, self.out_dtype)),
+            # Neither tiled nor swizzled, because single rows are copied from it.
+            out_edge=plgpu.SMEM(edge, self.out_dtype) if self.grouped == "rows" else None,
+            full=plgpu.Barrier(num_arrivals=2 + of_row + of_column, num_barriers=config.stages),
+            empty=_empty_barriers(config),
+        )
+
+    def _store_columns(self) -> int:
+        """Columns that are stored at a time: as the config says, or fewer for wider results or if N is no multiple."""
+        columns = self.config.epilogue_columns * 2 // self.out_dtype.itemsize
+        while self.plan.n % columns:
+            columns //= 2
+        return columns
+
+    def kernel(self, a, b, row_factors, column_factors, *refs) -> None:
+        """The body of every warpgroup of a CTA, of which the last is the producer."""
+        rest = list(refs)
+        table = None if self.plan.groups is None else rest.pop(0)
+        bias = rest.pop(0) if self.has_bias else None
+        inputs = Inputs(a, b, row_factors, column_factors, table, bias)
+        out, scratch = rest[0], Scratch(*rest[1:])
+        rings = scratch.a, scratch.b, scratch.a_factors, scratch.b_factors, scratch.full, scratch.empty
+        ring = Ring(self.config, *rings, self.summed_first)
+        index = lax.axis_index("warpgroup")
+        produce = functools.partial(self._produce, inputs, ring)
+        consume = functools.partial(self._consume, inputs, ring, out, scratch, index)
+        lax.cond(index == self.config.groups, produce, consume)
+
+    def _produce(self, inputs: Inputs, ring: Ring) -> None:
+        """Fetches the operands of all tiles of the CTA."""
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        steps = self.plan.over_tiles(
+            inputs.table, lambda tile: ring.fetch_tile(tile, self._inputs_of_group(inputs, tile))
+        )
+        ring.drain(steps)
+
+    def _consume(self, inputs: Inputs, ring: Ring, out, scratch: Scratch, index) -> None:
+        """Multiplies and stores one warpgroup's part of all tiles of the CTA."""
+        config = self.config
+        plgpu.set_max_registers(config.registers, action="increase")
+        # Without groups all tiles have the same scales, so that a scalar one is loaded once.
+        factors = None if self.in_steps or self.grouped else Factors(inputs.row_factors, inputs.column_factors)
+        row = index * config.rows if config.split == "rows" else 0
+        column = index * config.columns if config.split == "columns" else 0
+        warpgroup = Warpgroup(index, row, column)
+
+        def work(tile: Tile) -> None:
+            epilogue = self._epilogue(inputs, factors, out, scratch, tile, warpgroup)
+            squares = self._inputs_of_group(inputs, tile).column_factors if self.square_blocks else None
+            MainLoop(config, ring, tile, warpgroup, squares).run(self.promote, epilogue.store)
+
+        self.plan.over_tiles(inputs.table, work)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _epilogue(self, inputs: Inputs, factors, out, scratch: Scratch, tile: Tile, warpgroup: Warpgroup) -> Epilogue:
+        row, column = tile.row + warpgroup.row, tile.column + warpgroup.column
+        if self.grouped and not self.in_steps:
+            own = self._inputs_of_group(inputs, tile)
+            factors = Factors(own.row_factors, own.column_factors)
+        result = out.at[tile.group] if self.grouped == "sum" else out
+        return Epilogue(tile, warpgroup, row, column, factors, inputs.bias, result, scratch.out, scratch.out_edge)
+
+    def _inputs_of_group(self, inputs: Inputs, tile: Tile) -> Inputs:
+        """The inputs of a tile, without the axis of groups that some of them have."""
+        of_rows, of_result = self.grouped == "rows", self.grouped == "sum" and not self.in_steps
+        return inputs._replace(
+            b=inputs.b.at[tile.group] if of_rows else inputs.b,
+            row_factors=inputs.row_factors.at[tile.group] if of_result else inputs.row_factors,
+            column_factors=inputs.column_factors.at[tile.group] if of_rows or of_result else inputs.column_factors,
+        )
 
 
-class Factors:
-    """What the sums are multiplied by: one number or one per row of the result, and one number or one per column."""
-
-    def __init__(self, rows_ref, columns_ref):
-        self.rows_ref, self.columns_ref = rows_ref, columns_ref
-        self.scalars = rows_ref.shape == columns_ref.shape == (1,)
-        if self.scalars:
-            left, right = rows_ref[0], columns_ref[0]
-            self.smaller, self.larger = jnp.minimum(left, right), jnp.maximum(left, right)
-
-    def apply(self, sums: jax.Array, first_row, first_column) -> jax.Array:
-        """The smaller factor first, so that sums of ordinary size do not pass through infinity."""
-        if self.scalars:
-            return sums * self.smaller * self.larger
-        left = along_rows(self.rows_ref, first_row, sums.shape)
-        right = along_columns(self.columns_ref, first_column, sums.shape)
-        return sums * jnp.minimum(left, right) * jnp.maximum(left, right)
+def _operand_slots(stages: int, rows: int, dtype, summed_first: bool) -> Any:
+    depth = SWIZZLE // dtype.itemsize
+    shape = (depth, rows) if summed_first else (rows, depth)
+    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(shape[-1], dtype))
 
 
-def along_rows(ref, first, shape: tuple[int, ...]) -> jax.Array:
-    """One number, or those of `shape[0]` rows, spread over the columns."""
-    return _spread(ref, first, shape, axis=0)
-
-
-def along_columns(ref, first, shape: tuple[int, ...]) -> jax.Array:
-    """One number, or those of `shape[1]` columns, spread over the rows."""
-    return _spread(ref, first, shape, axis=1)
-
-
-def _spread(ref, first, shape: tuple[int, ...], axis: int) -> jax.Array:
-    if ref.shape == (1,):
-        return plgpu.layout_cast(jnp.full(shape, ref[0]), plgpu.Layout.WGMMA)
-    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-    values = load(ref.at[pl.ds(first, shape[axis])], layout, optimized=False)
-    return lax.broadcast_in_dim(values, shape, (axis,))
+def _empty_barriers(config: Config) -> Any:
+    """Barriers that all consumers arrive at, of a pair those of both CTAs: a copy may write to the SMEM of both."""
+    if config.pair is None:
+        return plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.stages)
+    return plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=config.groups, num_barriers=config.stages)

@@ -115,14 +115,21 @@ class Tile(NamedTuple):
     rows: Any = None
 
 
+class Warpgroup(NamedTuple):
+    """A warpgroup that multiplies: its index in the CTA, and where its part of the CTA's tile begins."""
+
+    index: Any
+    row: Any
+    column: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which program computes which tiles; `steps` of `depth` elements make up K."""
+    """Which program computes which tiles; K is that many `steps` long."""
 
     m: int
     n: int
     steps: int
-    depth: int
     config: Config
     programs: int
     groups: Groups | None
