@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot.kernels.mosaic.unpack import MIDDLE, Codes, in_register, operand, permuted, shifted, stepped
+from scaledot.kernels.mosaic.registers import MIDDLE, in_register, operand, permuted, shifted, stepped
+from scaledot.kernels.mosaic.unpack import Codes
 
 ENTRIES = 16
 _BYTES = np.arange(256)

@@ -24,7 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.mosaic import support
 from scaledot.kernels.mosaic.memory import THREADS, load, tiled
-from scaledot.kernels.mosaic.unpack import TILE, WORDS, WORDS_LAYOUT, Codes, add_scaled, beside_words, joined, zipped
+from scaledot.kernels.mosaic.registers import TILE, WORDS, WORDS_LAYOUT, beside_words, zipped
+from scaledot.kernels.mosaic.unpack import Codes, add_scaled, joined
 
 TILES = 4
 STRIP = TILES * TILE  # columns of a program

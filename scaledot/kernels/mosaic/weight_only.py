@@ -26,7 +26,7 @@ STEP = 64  # a group of terms is a multiple of this
 LINE, ROWS = 128, 8  # bytes and rows of a tile in shared memory; what is fetched in tiles consists of whole ones
 ALIGNED = 16  # bytes; rows of other arrays are multiples of this
 FP4 = "float4_e2m1fn"
-LARGEST_ENTRY = 3.5  # of a codebook; 2^133 times a 127th of it is a bfloat16 (`unpack.stepped`)
+LARGEST_ENTRY = 3.5  # of a codebook; 2^133 times a 127th of it is a bfloat16 (`registers.stepped`)
 BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale of this dtype
 
 
