@@ -13,7 +13,8 @@ from benchmarks import record
 
 CPU_SUITES = {"cpu": "benchmarks.cpu", "contractions": "benchmarks.contractions"}
 GPU_SUITES = {
-    name: f"benchmarks.gpu.{name}" for name in ("dense", "cast", "gemm", "block", "grouped", "decode", "targets")
+    name: f"benchmarks.gpu.{name}"
+    for name in ("dense", "cast", "quantize", "gemm", "block", "grouped", "decode", "targets")
 }
 SUITES = CPU_SUITES | GPU_SUITES
 REPEATS = 15

@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from scaledot.hashing import hash_once
+
 # The 16 quantiles of a normal distribution that QLoRA defines, to the last digit of float32.
 NF4_CODEBOOK = (
     -1.0,
@@ -80,6 +82,7 @@ class Quirks:
     empty_scale: float | str | None = None
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Format:
     """One row of the table.

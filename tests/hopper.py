@@ -27,6 +27,11 @@ def interpreted(monkeypatch, multiprocessors: int = 2):
             yield
 
 
+def quantize(*arguments, **options) -> sd.ScaledArray:
+    """An operand for a test of matmuls. XLA casts it, because interpreted cast kernels are slow."""
+    return sd.quantize(*arguments, kernel="xla_cast", **options)
+
+
 def values(q: sd.ScaledArray) -> np.ndarray:
     return np.asarray(sd.dequantize(q, jnp.float32), np.float64)
 

@@ -8,7 +8,7 @@ from hopper import needs_interpreter
 
 import scaledot as sd
 from scaledot.formats import E8M0_RULES, FLOAT_RULES, NF4_CODEBOOK, TWO_LEVEL_RULES, Format, Quirks
-from scaledot.kernels.mosaic import casts
+from scaledot.kernels.mosaic import cast_8bit, cast_microscaled
 
 pytestmark = pytest.mark.jax_versions
 
@@ -75,10 +75,19 @@ def changed(kernel: str) -> list[tuple[str, object, Format, tuple | None]]:
     return rows + [(f, value, dataclasses.replace(row, quirks=quirk), block) for f, value, quirk in quirks]
 
 
-def views(row: Format, block) -> tuple[casts.View, ...]:
+def wanted(row: Format, block):
     """Both orientations, as training asks for them."""
+    from benchmarks.gpu.cast import Wanted
+
     kept, summed = sd.Cast(row, (0, 0) if block is None else block).tile
-    return casts.View(row, (kept, summed), 1, kept=True), casts.View(row, (summed, kept), 0, kept=True)
+    return Wanted(row, (kept, summed), 1, is_residual=True), Wanted(row, (summed, kept), 0, is_residual=True)
+
+
+def reason_of(case) -> str | None:
+    """Why no kernel makes what a case asks for."""
+    problems = case.problems(jnp.ones((256, 256), case.dtype))
+    reasons = [(cast_8bit.problem_reason(p), cast_microscaled.problem_reason(p)) for p in problems]
+    return next((f"{first}; {second}" for first, second in reasons if first and second), None)
 
 
 def test_every_field_of_a_format_has_values_here():
@@ -89,10 +98,12 @@ def test_every_field_of_a_format_has_values_here():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_cast_kernel_refuses_what_it_does_not_compute(kernel):
+    from benchmarks.gpu import cast
+
     computed = COMPUTED[kernel]
     for field, value, row, block in changed(kernel):
-        reason = casts.views_reason((256, 256), jnp.bfloat16, views(row, block))
-        in_groups = casts.rows_reason((256, 256), jnp.bfloat16, 2, views(row, block)[0])
+        reason = reason_of(cast.Case("", jnp.bfloat16, wanted(row, block)))
+        in_groups = reason_of(cast.GroupCase("", jnp.bfloat16, wanted(row, block)[:1]))
         assert (reason is None) == (value in computed.get(field, ())), (field, value, reason)
         assert reason is None or in_groups is not None, (field, value)
 
@@ -117,7 +128,7 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
         _, block = KERNELS[kernel]
         for field, value in {"block": block, **fields}.items():
             proven.setdefault(field, set()).add(value)
-    for view in (view for case in cast.CASES for view in case.views):
+    for view in (view for case in cast.CASES for view in case.wanted):
         for field in ("element", "rule", "pow2", "bound"):
             proven.setdefault(field, set()).add(getattr(view.format, field))
         proven["block"] |= {None if view.tile == (0, 0) else tuple(b for b in view.tile if b > 1)}
@@ -132,5 +143,5 @@ def test_a_value_that_a_cast_kernel_accepts_has_the_bits_of_the_reference(hopper
     from benchmarks.gpu import cast
 
     row, block = KERNELS[kernel]
-    made = views(dataclasses.replace(row, **fields), fields.get("block", block))
+    made = wanted(dataclasses.replace(row, **fields), fields.get("block", block))
     cast.check(cast.Case(row.name, jnp.bfloat16, made if "block" in fields else made[:1]), (104, 128))

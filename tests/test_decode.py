@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, relative, values
+from hopper import needs_interpreter, quantize, relative, values
 from jax import lax
 
 import scaledot as sd
@@ -43,7 +43,7 @@ SIZES = [(1, 256, 288), (17, 704, 300), (40, 200, 64)]  # rows, terms, columns
 def test_products_are_those_of_float64(hopper, format, block, sizes):
     rows, terms, columns = sizes
     x = normal(0, (rows, terms), BF16)
-    w = sd.quantize(normal(1, (terms, columns)), format, axis=0, block=block, pad=True)
+    w = quantize(normal(1, (terms, columns)), format, axis=0, block=block, pad=True)
     assert f"{KERNEL}  TAKEN" in sd.explain(sd.matmul, x, w)
     found = sd.matmul(x, w)
     assert found.dtype == jnp.float32
@@ -94,7 +94,7 @@ def test_entries_are_summed_of_more_parts_for_more_precise_results():
     from scaledot.kernels.mosaic.codebook import parts_of
 
     assert len(parts_of((-1.0, 0.0, 1.0), 4)) == 1  # which leaves nothing
-    x, w = normal(0, (4, 64), BF16), sd.quantize(normal(1, (64, 64)), "nf4", axis=0)
+    x, w = normal(0, (4, 64), BF16), quantize(normal(1, (64, 64)), "nf4", axis=0)
     problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
     for wanted, count in [
         *(({"preferred": np.dtype(out)}, count) for out, count in PARTS.items()),
@@ -105,7 +105,7 @@ def test_entries_are_summed_of_more_parts_for_more_precise_results():
 
 
 def test_entries_have_scales_of_two_levels(hopper):
-    x, w = normal(0, (3, 192), BF16), sd.quantize(normal(1, (192, 64)), TWO_LEVEL, axis=0)
+    x, w = normal(0, (3, 192), BF16), quantize(normal(1, (192, 64)), TWO_LEVEL, axis=0)
     assert w.tensor_scale is not None
     assert relative(sd.matmul(x, w, kernel=KERNEL), np.asarray(x, np.float64) @ values(w)) < 192 * 2.0**-24
 
@@ -152,14 +152,14 @@ def test_scales_change_from_block_to_block(hopper, format, block, roundings):
     What the kernel and `values` round: a product with a scale each, and the sum of an entry's parts.
     """
     growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
-    w = sd.quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
+    w = quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
     np.testing.assert_allclose(weights_in(w), values(w), rtol=roundings * 2.0**-24)
 
 
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 def test_a_bias_is_added_before_the_one_rounding(hopper, out):
     x, bias = normal(0, (5, 128), BF16), normal(2, (96,))
-    w = sd.quantize(normal(1, (128, 96)), "int4", axis=0, block=128)
+    w = quantize(normal(1, (128, 96)), "int4", axis=0, block=128)
     wanted = {"preferred_element_type": out, "kernel": KERNEL}
     found = contract(Contraction("mk", "kn", "mn"), x, w, bias=bias, **wanted)
     assert found.dtype == out
@@ -169,7 +169,7 @@ def test_a_bias_is_added_before_the_one_rounding(hopper, out):
 
 
 def test_axes_may_be_many_and_results_turned(hopper):
-    x, w = normal(0, (2, 3, 128), BF16), sd.quantize(normal(1, (128, 5, 7)), "int4", axis=0, block=64)
+    x, w = normal(0, (2, 3, 128), BF16), quantize(normal(1, (128, 5, 7)), "int4", axis=0, block=64)
     found = sd.einsum("bsk,khd->hbsd", x, w, kernel=KERNEL)
     expected = np.einsum("bsk,khd->hbsd", np.asarray(x, np.float64), values(w))
     assert relative(found, expected) < 128 * 2.0**-24
@@ -178,7 +178,7 @@ def test_axes_may_be_many_and_results_turned(hopper):
 def test_programs_share_a_sum_and_some_have_nothing_to_do(hopper):
     from scaledot.kernels.mosaic import decode, unpack
 
-    x, w = normal(0, (3, 320), BF16), sd.quantize(normal(1, (320, 256)), "int4", axis=0, block=64)
+    x, w = normal(0, (3, 320), BF16), quantize(normal(1, (320, 256)), "int4", axis=0, block=64)
     words = lax.bitcast_convert_type(w.data.reshape(320, 32, 8), jnp.int32)
     expected = np.asarray(x, np.float64) @ values(w)
     for config in (decode.Config(2, 2, 1, 4), decode.Config(3, 1, 4, 3), decode.Config(2, 1, 2, 2)):
@@ -208,13 +208,13 @@ def refusal(f, *operands, **options) -> str:
 @pytest.mark.parametrize(("why", "rows", "weights"), REFUSED, ids=[f"{case[0]}: {case[2][0]}" for case in REFUSED])
 def test_what_it_cannot_do_it_says(hopper, why, rows, weights):
     x, (format, options) = normal(0, (rows[0], 256), rows[1]), weights
-    line = refusal(sd.matmul, x, sd.quantize(normal(1, (256, 64)), format, axis=0, **options))
+    line = refusal(sd.matmul, x, quantize(normal(1, (256, 64)), format, axis=0, **options))
     assert "  no: " in line
     assert why in line
 
 
 def test_weights_must_be_stored_with_the_summed_axis_first(hopper):
-    x, w = normal(0, (4, 256), BF16), sd.quantize(normal(1, (64, 256)), "int4", axis=1, block=128)
+    x, w = normal(0, (4, 256), BF16), quantize(normal(1, (64, 256)), "int4", axis=1, block=128)
     dimensions = (((1,), (1,)), ((), ()))
     assert "must lie first" in refusal(sd.dot_general, x, w, dimensions)
     assert relative(sd.matmul(x, w.T, kernel=KERNEL), np.asarray(x, np.float64) @ values(w).T) < 256 * 2.0**-24
@@ -222,7 +222,7 @@ def test_weights_must_be_stored_with_the_summed_axis_first(hopper):
 
 def test_activations_have_gradients(hopper):
     """Those of the product with the values of the weights, as for adapters beside frozen weights."""
-    x, w = normal(0, (5, 256), BF16), sd.quantize(normal(1, (256, 128)), "int4", axis=0, block=128)
+    x, w = normal(0, (5, 256), BF16), quantize(normal(1, (256, 128)), "int4", axis=0, block=128)
     dy = normal(2, (5, 128))
     assert f"{KERNEL}  TAKEN" in sd.explain(sd.matmul, x, w)
     y, backward = jax.vjp(lambda x: sd.matmul(x, w), x)
@@ -238,7 +238,7 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "multiprocessors", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    x, w = normal(0, (5, 256), BF16), sd.quantize(normal(1, (256, 128)), "nvfp4", axis=0)
+    x, w = normal(0, (5, 256), BF16), quantize(normal(1, (256, 128)), "nvfp4", axis=0)
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: sd.matmul(x, w).sum()))(x))
     assert "mpmd_map" in jaxpr
     assert "platform_index" in jaxpr

@@ -16,7 +16,7 @@ from hopper import needs_interpreter
 import scaledot as sd
 from benchmarks.gpu import cast
 from scaledot import train
-from scaledot.kernels.mosaic import casts, support, tune, tuning
+from scaledot.kernels.mosaic import cast_8bit, support, tune, tuning
 
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
@@ -145,11 +145,14 @@ def test_casts_spill_nothing(listed, case):
 
 
 def test_sums_of_columns_spill_nothing(listed):
-    views = tuple(casts.View(sd.FORMATS["fp8_e5m2"], (0, 0), summed) for summed in (1, 0))
-    one = jnp.float32(1)
-    gpu_compile.compiled_for(
-        "H200", lambda x: casts.run(x, views, [None] * 2, one, True, True), *shapes(((1024, 1024), BF16))
-    )
+    case = cast.Case("", BF16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True)
+
+    def run(x):
+        (problem,) = case.problems(x)
+        problem = dataclasses.replace(problem, column_sums=True)
+        return cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+
+    gpu_compile.compiled_for("H200", run, *shapes(((1024, 1024), BF16)))
     assert gpu_compile.spills(listed) == [0]
 
 

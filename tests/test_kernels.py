@@ -105,9 +105,9 @@ def test_codes_and_scales_of_eight_significant_bits_fold_into_bfloat16(zero, fol
     assert forms.folds_exactly(row, has_zero=zero) == folds
 
 
-def test_explain_is_for_products():
-    with pytest.raises(TypeError, match=r"such as scaledot.matmul"):
-        sd.explain(sd.quantize, jnp.ones((2, 2)), "int8")
+def test_explain_is_for_what_takes_a_kernel():
+    with pytest.raises(TypeError, match=r"must take `kernel`, as scaledot.matmul and scaledot.quantize do"):
+        sd.explain(sd.amax, jnp.ones((2, 2)))
 
 
 # -------------------------------------------------------------------------------------------- what is compiled

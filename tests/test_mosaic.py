@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, relative, values
+from hopper import needs_interpreter, quantize, relative, values
 from tables import table_of
 
 import scaledot as sd
 from scaledot import train
 from scaledot.__main__ import main
-from scaledot.kernels.mosaic import casts, support, tune, tuning
+from scaledot.kernels import placement
+from scaledot.kernels.mosaic import cast_8bit, cast_microscaled, support, tune, tuning
+from scaledot.kernels.spec import CastProblem, View
+from scaledot.kernels.table import CASTS
 
 pytestmark = pytest.mark.jax_versions
 
@@ -92,8 +95,8 @@ def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
     ("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))]
 )
 def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blocks):
-    x = sd.quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
-    w = sd.quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
+    x = quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
+    w = quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
     assert taken(sd.explain(sd.matmul, x, w, precision=precision)).startswith("mosaic_float8")
     found = sd.matmul(x, w, precision=precision)
     assert found.dtype == jnp.float32
@@ -107,8 +110,8 @@ def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blo
 )
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "mosaic_float8"), ("int8", "mosaic_int8")])
 def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, format, kernel, x_block, w_block):
-    x = sd.quantize(normal(0, (150, 700)), format, axis=(0, 1), block=x_block, pad=True)
-    w = sd.quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
+    x = quantize(normal(0, (150, 700)), format, axis=(0, 1), block=x_block, pad=True)
+    w = quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
     row = taken(sd.explain(sd.matmul, x, w))
     assert row.startswith(kernel)
     assert "the sums of every 128 terms" in row
@@ -119,8 +122,8 @@ def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, fo
 @pytest.mark.parametrize(("x_format", "w_format"), [("int8", "int8"), ("int8", "int4")])
 def test_integers_are_summed_exactly(hopper, x_format, w_format):
     """Sums in int32, and one rounding for each of two scales and for the result."""
-    x = sd.quantize(normal(0, (50, 700)), x_format, axis=(0, 1), block=(1, 0))
-    w = sd.quantize(normal(1, (700, 70)), w_format, axis=(0, 1), block=(0, 1))
+    x = quantize(normal(0, (50, 700)), x_format, axis=(0, 1), block=(1, 0))
+    w = quantize(normal(1, (700, 70)), w_format, axis=(0, 1), block=(0, 1))
     assert taken(sd.explain(sd.matmul, x, w)).startswith("mosaic_int8")
     left, right, by_row, by_column = (np.asarray(leaf, np.float64) for leaf in (x.data, w.data, x.scale, w.scale))
     np.testing.assert_allclose(sd.matmul(x, w), left @ right * by_row * by_column, rtol=3 * 2.0**-24)
@@ -129,15 +132,15 @@ def test_integers_are_summed_exactly(hopper, x_format, w_format):
 @needs_interpreter
 def test_block_scaled_operands_are_multiplied_as_values(hopper):
     for format in ("mxfp8", "nvfp4"):
-        x, w = sd.quantize(normal(0, (96, 256)), format), sd.quantize(normal(1, (256, 64)), format, axis=0)
+        x, w = quantize(normal(0, (96, 256)), format), quantize(normal(1, (256, 64)), format, axis=0)
         assert "mosaic_values" in sd.explain(sd.matmul, x, w)
         assert relative(sd.matmul(x, w, kernel="mosaic_values"), exact(x, w)) < 1e-6
 
 
 @needs_interpreter
 def test_a_mapped_axis_is_looped_over(hopper):
-    x = sd.quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
-    w = sd.quantize(normal(1, (128, 32)), "fp8_e4m3")
+    x = quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
+    w = quantize(normal(1, (128, 32)), "fp8_e4m3")
     found = jax.vmap(lambda x: sd.matmul(x, w))(x)
     for i in range(2):
         assert relative(found[i], exact(x[i], w)) < 1e-6
@@ -195,13 +198,34 @@ def test_casts_have_the_bytes_of_the_reference(hopper, case):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "mosaic_cast_8bit"), ("mxfp8", "mosaic_cast_microscaled")])
+def test_quantize_takes_kernels_for_more_axes_and_under_transformations(hopper, monkeypatch, format, kernel):
+    """Leading axes merge into rows; codes have no gradient, with a kernel as without one."""
+    from scaledot.kernels.mosaic import cast_tiles
+
+    monkeypatch.setattr(cast_tiles, "SEARCHERS", 2)
+    x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
+    assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
+    require_equal(sd.quantize(x, format), quantize(x, format))
+    deep = normal(1, (2, 128, 64), jnp.bfloat16)
+    require_equal(jax.vmap(lambda x: sd.quantize(x, format))(deep), jax.vmap(lambda x: quantize(x, format))(deep))
+    assert not np.any(jax.grad(lambda x: jnp.sum(sd.dequantize(sd.quantize(x, format))))(deep[0]))
+
+
+def require_equal(found: sd.ScaledArray, expected: sd.ScaledArray) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@needs_interpreter
 def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, monkeypatch):
     """8-bit floats have NaN codes instead; see the cases above, all of which hold NaN and an infinity."""
     from benchmarks.gpu import cast
     from scaledot.kernels.mosaic import cast_tiles
 
     monkeypatch.setattr(cast_tiles, "SEARCHERS", 2)
-    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (casts.View(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
+    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.Wanted(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
 
 
 SCALED = [  # format, blocks of x and w, and the kernel that applies their scales
@@ -215,8 +239,8 @@ SCALED = [  # format, blocks of x and w, and the kernel that applies their scale
 @pytest.mark.parametrize(("format", "x_block", "w_block", "kernel"), SCALED)
 def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
     """Whatever the codes are: zeros here, as in integers whose scale is NaN."""
-    x = sd.quantize(normal(0, (16, 256)).at[3].set(0), format, axis=(0, 1), block=x_block)
-    w = sd.quantize(normal(1, (256, 16)), format, axis=(0, 1), block=w_block, pad=True)
+    x = quantize(normal(0, (16, 256)).at[3].set(0), format, axis=(0, 1), block=x_block)
+    w = quantize(normal(1, (256, 16)), format, axis=(0, 1), block=w_block, pad=True)
     x = dataclasses.replace(x, scale=x.scale.at[3, -1].set(np.array(np.nan, x.scale.dtype)))
     found = np.asarray(sd.matmul(x, w, kernel=kernel))
     assert np.isnan(found[3]).all()
@@ -225,10 +249,14 @@ def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
 
 @needs_interpreter
 def test_sums_of_columns_come_with_the_cast(hopper):
+    from benchmarks.gpu import cast
+
     x = normal(0, (300, 260), jnp.bfloat16)
-    views = tuple(casts.View(sd.FORMATS["fp8_e5m2"], (0, 0), summed) for summed in (1, 0))
-    made = casts.run(x, views, [None, None], None, amax=True, sums=True)
-    np.testing.assert_allclose(made.sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
+    case = cast.Case("", jnp.bfloat16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)))
+    (problem,) = case.problems(x)
+    problem = dataclasses.replace(problem, amax=True, column_sums=True)
+    made = cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+    np.testing.assert_allclose(made.column_sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
     assert made.amax == sd.amax(x)
 
 
@@ -263,8 +291,10 @@ def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int
 @needs_interpreter
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
-    fused, run = [], casts.run
-    monkeypatch.setattr(casts, "run", lambda *how: fused.append(how) or run(*how))
+    fused = []
+    for module in (cast_8bit, cast_microscaled):
+        monkeypatch.setattr(module, "run", lambda *how, run=module.run: fused.append(how) or run(*how))
+    jax.clear_caches()  # what was traced before is not traced again
     sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # whole groups of a rotation
     found = step(recipe, None, sizes)
     assert len(fused) == 3, "a tensor was cast by XLA"
@@ -324,7 +354,7 @@ def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
 
 
 def test_a_kernel_that_this_process_cannot_use_says_why():
-    q = sd.quantize(normal(0, (32, 32)), "fp8_e4m3")
+    q = quantize(normal(0, (32, 32)), "fp8_e4m3")
     reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
     with pytest.raises(NotImplementedError, match=reason):
         sd.matmul(q, q, kernel="mosaic_float8")
@@ -341,26 +371,37 @@ def test_a_kernel_that_this_process_cannot_use_says_why():
 )
 def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted, reason):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    x, w = (sd.quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
+    x, w = (quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match=reason):
         sd.matmul(x, w, kernel="mosaic_float8", **wanted)
+
+
+def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
+    from benchmarks.gpu.cast import Wanted
+
+    return Wanted(format, tile, contracted, rotation=rotation).view(dtype, 0)
 
 
 @pytest.mark.parametrize(
     ("view", "reason"),
     [
-        (casts.View(sd.FORMATS["int4"], (1, 128), 1), "is not an 8-bit float or integer"),
-        (casts.View(sd.FORMATS["mxfp8"], (1, 16), 1), "is not an 8-bit float or integer"),
-        (casts.View(sd.FORMATS["nvfp4"], (1, 16), 1, rotation=sd.Hadamard()), "down columns"),
-        (casts.View(sd.FORMATS["int8"], (0, 0), 1, rotation=sd.Hadamard()), "along lines of 128"),
-        (casts.View(sd.FORMATS["int8"], (1, 128), 1, rotation=sd.Hadamard(32)), "32 is longer than 16"),
-        (casts.View(sd.FORMATS["int8"], (128, 1), 0, rotation=sd.Hadamard()), "72 is not whole groups"),
+        ((sd.FORMATS["int4"], (1, 128), 1, None), "is not an 8-bit float or integer"),
+        ((sd.FORMATS["mxfp8"], (1, 16), 1, None), "is not an 8-bit float or integer"),
+        ((sd.FORMATS["nvfp4"], (1, 16), 1, sd.Hadamard()), "down columns"),
+        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along lines of 128"),
+        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "32 is longer than 16"),
+        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not whole groups"),
     ],
 )
 def test_casts_that_no_kernel_makes_have_reasons(view, reason):
-    assert reason in casts.views_reason((72, 64), jnp.bfloat16, (view,))
-    assert "float64" in casts.views_reason((64, 64), np.float64, (view,))
-    assert "matrices" in casts.views_reason((2, 64, 64), jnp.bfloat16, (view,))
+    def reasons(shape, dtype) -> str:
+        problem = CastProblem(shape, (view_of(*view, dtype),))
+        return f"{cast_8bit.problem_reason(problem)} {cast_microscaled.problem_reason(problem)}"
+
+    assert reason in reasons((72, 64), jnp.bfloat16)
+    if "is not an" not in reason:
+        assert "float64" in reasons((64, 64), np.float64)
+        assert "matrices" in reasons((2, 64, 64), jnp.bfloat16)
 
 
 def test_other_and_several_devices_are_left_to_xla(monkeypatch):
@@ -374,7 +415,7 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
         assert "jax.default_device is" in str(support.device_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     assert support.device_reason() is None
-    assert "over 2 devices" in str(support.partition_reason(2))
+    assert "over 2 devices" in str(placement.partition_reason(2))
     with jax.enable_x64(True):
         assert "jax_enable_x64" in str(support.device_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
@@ -547,10 +588,11 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
         found = set()
 
         def f(x, w):
-            q = [sd.quantize(a, "fp8_e4m3") for a in (x, w)]
+            q = [quantize(a, "fp8_e4m3") for a in (x, w)]
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
-            views = (casts.View(sd.FORMATS["fp8_e4m3"], (0, 0), 1),)
-            found.update("cast" for a in (x, w) if casts.supports(a, views) is None)
+            view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
+            problems = (CastProblem(a.shape, (view,), devices=placement.devices_of(a)) for a in (x, w))
+            found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
             return x
 
         jax.eval_shape(jax.jit(within(f)), *arrays)
@@ -567,5 +609,5 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
         assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
     with jax.set_mesh(one):
         assert kernels_of(x, x) == kernels
-    assert support.devices_of(rows) == 8
-    assert support.devices_of(x) == 1
+    assert placement.devices_of(rows) == 8
+    assert placement.devices_of(x) == 1

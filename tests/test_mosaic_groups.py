@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, values
+from hopper import needs_interpreter, quantize, values
 from jax import lax
 
 import scaledot as sd
 from scaledot import train
-from scaledot.kernels.mosaic import casts, support
+from scaledot.kernels.layouts import logical
+from scaledot.kernels.mosaic import cast_8bit, support
+from scaledot.kernels.spec import CastProblem
+from scaledot.train.casts import CastRequest
 from scaledot.train.groups import Groups
 
 pytestmark = pytest.mark.jax_versions
@@ -77,8 +80,8 @@ def test_scales_may_be_of_rows_columns_and_lines(hopper, operands):
 
 def _check_rows(operands: str, rows: int, sizes: list[int]) -> None:
     format, x_block, w_block = OPERANDS[operands]
-    x = sd.quantize(normal(0, (rows, 200)), format, axis=(0, 1), block=x_block, pad=True)
-    w = sd.quantize(normal(1, (len(sizes), 200, 72)), format, axis=(0, 1, 2), block=w_block, pad=True)
+    x = quantize(normal(0, (rows, 200)), format, axis=(0, 1), block=x_block, pad=True)
+    w = quantize(normal(1, (len(sizes), 200, 72)), format, axis=(0, 1, 2), block=w_block, pad=True)
     found = jax.jit(lambda g: sd.ragged_dot(x, w, g, kernel="mosaic_grouped"))(jnp.array(sizes))
     close(found, by_rows(values(x), values(w), sizes), 200)
     assert not np.any(found[sum(sizes) :]), "rows of no group must be zeros"
@@ -86,8 +89,8 @@ def _check_rows(operands: str, rows: int, sizes: list[int]) -> None:
 
 @needs_interpreter
 def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
-    x = sd.quantize(normal(0, (40, 128)).at[30:].set(jnp.nan), "fp8_e4m3", axis=(0, 1), block=(1, 0))
-    w = sd.quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    x = quantize(normal(0, (40, 128)).at[30:].set(jnp.nan), "fp8_e4m3", axis=(0, 1), block=(1, 0))
+    w = quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
     found = sd.ragged_dot(x, w, jnp.array([10, 20]), kernel="mosaic_grouped")
     close(found[:30], by_rows(values(x[:30]), values(w), [10, 20]), 128)
     assert not np.any(found[30:])
@@ -96,8 +99,8 @@ def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
 @needs_interpreter
 @pytest.mark.parametrize("bad", ["x", "w"])
 def test_scales_that_are_no_numbers_stay_with_their_group(hopper, bad):
-    x = sd.quantize(normal(0, (40, 128)), "fp8_e4m3")
-    w = sd.quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    x = quantize(normal(0, (40, 128)), "fp8_e4m3")
+    w = quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
     x, w = (
         dataclasses.replace(q, scale=q.scale.at[-1].set(jnp.nan)) if n == bad else q for n, q in (("x", x), ("w", w))
     )
@@ -110,8 +113,8 @@ def test_scales_that_are_no_numbers_stay_with_their_group(hopper, bad):
 @pytest.mark.parametrize(("asked", "meant"), [([20, 90, 40], [20, 80, 0]), ([-5, 60, 70], [0, 60, 40])])
 def test_sizes_that_do_not_fit_end_with_the_rows(hopper, asked, meant):
     """Known ones are refused; those that are data cannot be, and no row is read or written that is not there."""
-    x = sd.quantize(normal(0, (100, 128)), "fp8_e4m3")
-    w = sd.quantize(normal(1, (3, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
+    x = quantize(normal(0, (100, 128)), "fp8_e4m3")
+    w = quantize(normal(1, (3, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
     found = jax.jit(lambda g: sd.ragged_dot(x, w, g, kernel="mosaic_grouped"))(jnp.array(asked))
     close(found, by_rows(values(x), values(w), meant), 128)
     with pytest.raises(ValueError, match="group_sizes"):
@@ -122,10 +125,14 @@ def test_sizes_that_do_not_fit_end_with_the_rows(hopper, asked, meant):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sums_over_groups_have_a_result_each(hopper, sizes):
     rows, sizes = SIZES[sizes]
-    x, g = (sd.quantize(normal(i, (rows, n)), "fp8_e4m3", axis=(0, 1), block=(0, 1)) for i, n in ((0, 72), (1, 48)))
+    x, g = (quantize(normal(i, (rows, n)), "fp8_e4m3", axis=(0, 1), block=(0, 1)) for i, n in ((0, 72), (1, 48)))
     found = jax.jit(lambda s: sd.ragged_dot_general(x, g, s, SUMMED, kernel="mosaic_grouped"))(jnp.array(sizes))
     expected = np.stack([values(x)[part].T @ values(g)[part] for part in parts(sizes)])
     close(found, expected, rows)
+
+
+def request(laid, kernel: str) -> CastRequest:
+    return CastRequest("x", laid, dict.fromkeys(laid.values()), kernel=kernel)
 
 
 @needs_interpreter
@@ -136,10 +143,9 @@ def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
     kind, cast, groups = Groups(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
     laid = {product: kind.lay(cast, product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
-    made = kind.fused("x", laid, dict.fromkeys(laid), None, x, groups, None, amax=False, sums=False)
-    assert made is not None, "a cast was left to XLA"
-    for product, ours in made.operands.items():
-        ours, theirs = casts.logical(ours), kind.quantize(laid[product], x, groups, None, None)
+    made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("mosaic_cast_8bit", "xla_cast")]
+    for product in laid:
+        ours, theirs = (logical(operands[product]) for operands in made)
         assert (ours.block, ours.shape) == (theirs.block, theirs.shape)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -151,24 +157,24 @@ def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
     kind, groups = Groups(128), jnp.array(sizes)
     laid = {product: kind.lay(sd.Cast("fp8_e4m3"), product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16)
-    made = kind.fused("x", laid, dict.fromkeys(laid), None, x, groups, None, amax=False, sums=False)
-    assert made is not None, "a cast was left to XLA"
-    for product, ours in made.operands.items():
-        theirs = kind.quantize(laid[product], x, groups, None, None)
+    made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("mosaic_cast_8bit", "xla_cast")]
+    for product in laid:
+        ours, theirs = (operands[product] for operands in made)
         np.testing.assert_array_equal(ours.scale[groups > 0], theirs.scale[groups > 0])
-        np.testing.assert_array_equal(casts.logical(ours.codes).scale, theirs.codes.scale)
+        np.testing.assert_array_equal(logical(ours.codes).scale, theirs.codes.scale)
 
 
 def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
+    from benchmarks.gpu.cast import Wanted
+
     monkeypatch.setattr(support, "device_reason", lambda: None)
 
     def reason(format: str, tile, rotation=None, rows: int = 300) -> str | None:
-        return casts.rows_reason(
-            (rows, 72), jnp.bfloat16, 4, casts.View(sd.FORMATS[format], tile, 1, rotation=rotation)
-        )
+        view = Wanted(sd.FORMATS[format], tile, 1, rotation=rotation).view(jnp.bfloat16, 0)
+        return cast_8bit.problem_reason(CastProblem((rows, 72), (view,), groups=4))
 
     assert reason("fp8_e4m3", (1, 128)) is None
-    assert "one float32 scale, or one for 128" in str(reason("mxfp8", (1, 32)))
+    assert "is not an 8-bit float or integer with float32 scales" in str(reason("mxfp8", (1, 32)))
     assert "one float32 scale, or one for 128" in str(reason("fp8_e4m3", (128, 128)))
     assert "72 is not whole groups" in str(reason("int8", (1, 128), sd.Hadamard()))
     assert "at most" in str(reason("fp8_e4m3", (1, 128), rows=2**20))
@@ -180,9 +186,10 @@ def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
     taken, cast = [], []
     from scaledot.kernels.mosaic import matmul
 
-    run, run_rows = matmul.matmul, casts.run_rows
+    run, run_cast = matmul.matmul, cast_8bit.run
     monkeypatch.setattr(matmul, "matmul", lambda *a, **how: taken.append(how["groups"].axis) or run(*a, **how))
-    monkeypatch.setattr(casts, "run_rows", lambda *a: cast.append(a) or run_rows(*a))
+    monkeypatch.setattr(cast_8bit, "run", lambda *a: cast.append(a) or run_cast(*a))
+    jax.clear_caches()  # what was traced before is not traced again
     rows, sizes = SIZES["uneven"]
     x, w, dy = (
         normal(0, (rows, 208), jnp.bfloat16),
@@ -244,10 +251,8 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
 )
 def test_what_is_left_to_xla_has_reasons(monkeypatch, x, w, reason):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    x = sd.quantize(normal(0, (64, 64)), x[0], **({} if x[1] is None else {"axis": (0, 1), "block": x[1]}))
-    w = sd.quantize(
-        normal(1, (2, 64, 32)), w[0], **({"axis": 1} if w[1] is None else {"axis": (0, 1, 2), "block": w[1]})
-    )
+    x = quantize(normal(0, (64, 64)), x[0], **({} if x[1] is None else {"axis": (0, 1), "block": x[1]}))
+    w = quantize(normal(1, (2, 64, 32)), w[0], **({"axis": 1} if w[1] is None else {"axis": (0, 1, 2), "block": w[1]}))
     assert reason in sd.explain(sd.ragged_dot, x, w, jnp.array([30, 34]))
     with pytest.raises(NotImplementedError, match=reason):
         sd.ragged_dot(x, w, jnp.array([30, 34]), kernel="mosaic_grouped")
@@ -255,6 +260,6 @@ def test_what_is_left_to_xla_has_reasons(monkeypatch, x, w, reason):
 
 def test_blocks_down_rows_need_groups_of_whole_blocks(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    x, g = (sd.quantize(normal(i, (256, 32)), "fp8_e4m3", axis=(0, 1), block=(128, 1)) for i in range(2))
+    x, g = (quantize(normal(i, (256, 32)), "fp8_e4m3", axis=(0, 1), block=(128, 1)) for i in range(2))
     with pytest.raises(NotImplementedError, match="groups do not come in as many"):
         sd.ragged_dot_general(x, g, jnp.array([100, 156]), SUMMED, kernel="mosaic_grouped")

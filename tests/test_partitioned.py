@@ -30,6 +30,7 @@ from scaledot.contraction import Contraction
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 from scaledot.train import partitioned
+from scaledot.train.casts import CastRequest
 from scaledot.train.dots import Dot
 from scaledot.train.flatten import Layout, flattened
 from scaledot.train.splits import splits_of
@@ -85,6 +86,11 @@ def test_automatic_axes_without_specs_are_left_to_xla(name, layout):
         require_same(name, *jax.jit(step(recipe))(arrays().on(lay, mesh), first_state(recipe)))
 
 
+def cast_for(kind, tensor: str, product: str, laid, x, key):
+    """The operand that a product takes."""
+    return kind.cast(CastRequest(tensor, {product: laid}, {laid: key}), x, None).operands[product]
+
+
 def casts_of(recipe, kind):
     return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
@@ -123,7 +129,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
         return {
             f"{p} {t}": unflattened(
                 layouts["xwg".index(t)],
-                kind.quantize(part, local[t], None, None, key if part.laid.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, part, local[t], key if part.laid.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
             for (p, t), part in casts_of(recipe, kind).items()
@@ -135,7 +141,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
     for (p, t), laid in casts_of(recipe, one).items():
         of = layouts["xwg".index(t)]
         stochastic = key if laid.cast.rounding == "stochastic" else None
-        expected = unflattened(of, one.quantize(laid, of.enter(tensors[t]), None, None, stochastic), tensors[t].shape)
+        expected = unflattened(of, cast_for(one, t, p, laid, of.enter(tensors[t]), stochastic), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tes
 
 ROOT = Path(sd.__file__).parent
 LAYERS = [  # an import may only point to its own layer or further down
+    {"hashing"},
     {"formats", "flavours"},
     {"numerics"},
     {"recipes", "rules"},
@@ -58,6 +59,36 @@ def test_imports_point_down(path):
         if name.startswith("scaledot."):
             target = name.split(".")[1]
             assert LEVEL[target] <= LEVEL[room], f"{path.name} imports {name}, which lies above it"
+
+
+def imports() -> dict[str, set[str]]:
+    """By module of the library, the modules of the library that it imports, also inside functions."""
+    names = {
+        ".".join(("scaledot", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p
+        for p in modules()
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        targets = ((f"{node.module}.{alias.name}", node.module) for node in nodes for alias in node.names)
+        found[name] = {full if full in names else module for full, module in targets} & set(names) - {name}
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle():
+    remaining = imports()
+    while free := {name for name, needed in remaining.items() if not needed & set(remaining)}:
+        remaining = {name: needed for name, needed in remaining.items() if name not in free}
+    circle = {name: sorted(needed & set(remaining)) for name, needed in remaining.items()}
+    assert not circle, f"these files, or files that they import, import each other: {circle}"
+
+
+def test_only_kernels_know_backends():
+    """Of a device, everybody else knows rows of the kernel table."""
+    above = {name: needed for name, needed in imports().items() if not name.startswith("scaledot.kernels")}
+    commands = {"scaledot.__main__"}  # `python -m scaledot tune` measures tiles of the kernels
+    found = {n: m for n, needed in above.items() for m in needed if ".mosaic" in m and n not in commands}
+    assert not found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

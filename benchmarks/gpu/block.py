@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import scaledot as sd
 from benchmarks.gpu import dense, gemm, report
 from benchmarks.gpu.sides import Side, jax_side, measure, torch_side
-from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.sizes import LINE
 
 SIZE = 8192  # rows, columns and terms of a product
 LINES, SQUARES = (1, LINE), (LINE, LINE)

@@ -16,43 +16,80 @@ from jax import lax
 import scaledot as sd
 from benchmarks.gpu import report
 from benchmarks.gpu.sides import jax_side, measure
-from scaledot.kernels.mosaic import casts
-from scaledot.kernels.mosaic.casts import View
-from scaledot.train.casts import Laid
-from scaledot.train.groups import Groups, PerGroup, cast_rows
+from scaledot.kernels import xla_casts
+from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
+from scaledot.kernels.mosaic import cast_8bit, cast_microscaled
+from scaledot.kernels.mosaic.sizes import LINE
+from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.numerics import blocks
+from scaledot.numerics.calibrate import Calibration
+from scaledot.numerics.cast import Plan
+from scaledot.ops.plan import propagating
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
 
 
 @dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One cast of a matrix: a format in tiles of (rows, columns), for a matmul that contracts an axis.
+
+    contracted: None for an ordinary array, as `sd.quantize` makes it.
+    """
+
+    format: sd.Format
+    tile: tuple[int, int]
+    contracted: int | None
+    is_residual: bool = False
+    stochastic: bool = False
+    rotation: sd.Hadamard | None = None
+
+    def view(self, dtype, key: int) -> View:
+        rotation = self.rotation
+        if rotation is not None:
+            rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
+        dtype = np.dtype(dtype)
+        plan = Plan(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
+        plan = plan if self.contracted is None else propagating(plan, 2)
+        return View(plan, key if self.stochastic else None, self.contracted, self.is_residual)
+
+
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """A cast of one matrix for two products; target: the least part of the copy's rate."""
+    """Casts of one matrix; target: the least part of the copy's rate."""
 
     name: str
     dtype: Any
-    views: tuple[View, ...]
+    wanted: tuple[Wanted, ...]
     target: float | None = None
     given_factor: bool = False
 
-    def ours(self, x: jax.Array, key: jax.Array) -> Any:
-        factor = jnp.float32(3.0) if self.given_factor else None
-        return casts.run(x, self.views, list(jax.random.split(key, len(self.views))), factor, self.given_factor, False)
+    def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
+        """What one pass makes."""
+        views = tuple(wanted.view(self.dtype, at) for at, wanted in enumerate(self.wanted))
+        given = frozenset({"factor"}) if self.given_factor else frozenset()
+        return (CastProblem(x.shape, views, given, amax=self.given_factor),)
 
-    def theirs(self, x: jax.Array, key: jax.Array) -> Any:
+    def given(self, x: jax.Array, key: jax.Array) -> CastArguments:
+        factor = jnp.full((1, 1), 3.0, jnp.float32) if self.given_factor else None
+        return CastArguments(tuple(jax.random.split(key, len(self.wanted))), factor=factor)
+
+    def ours(self, x: jax.Array, key: jax.Array) -> CastResult:
+        """By the kernel, on whatever device."""
+        made = [kernel_for(problem).run(problem, x, self.given(x, key)) for problem in self.problems(x)]
+        return CastResult(tuple(_codes(array) for one in made for array in one.arrays), made[0].amax)
+
+    def theirs(self, x: jax.Array, key: jax.Array) -> tuple[Any, ...]:
         """The same by XLA, transposed where ours is."""
-        keys = jax.random.split(key, len(self.views))
-        return tuple(self._reference(view, x, each) for view, each in zip(self.views, keys, strict=True))
+        made = [xla_casts.run(problem, x, self.given(x, key)) for problem in self.problems(x)]
+        arrays = (_codes(array) for one in made for array in one.arrays)
+        return tuple(
+            q.T if wanted.contracted == 0 and wanted.format.scale == "float32" else q
+            for wanted, q in zip(self.wanted, arrays, strict=True)
+        )
 
     def largest(self, x: jax.Array) -> jax.Array:
         return sd.amax(x)
-
-    def _reference(self, view: View, x: jax.Array, key: jax.Array) -> sd.ScaledArray:
-        block, rounding = view.tile if view.summed else view.tile[::-1], "stochastic" if view.stochastic else "nearest"
-        cast = sd.Cast(view.format, block, rounding, view.rotation)
-        laid = Laid(cast, view.tile, None if view.rotation is None else view.summed)
-        q = laid.quantize(x, jnp.float32(3.0) if self.given_factor else None, key)
-        return q.T if view.summed == 0 and view.format.scale == "float32" else q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,48 +99,55 @@ class GroupCase(Case):
     def sizes(self, rows: int) -> jax.Array:
         return jnp.array([rows * share // 16 for share in (3, 0, 5, 1, 2, 2, 1, 1)])
 
-    def ours(self, x: jax.Array, key: jax.Array) -> Any:
-        made = self._of_each(x, key, lambda laid, view, *how: cast_rows(laid, view, *how, amax=self.given_factor))
-        return casts.Fused(tuple(_codes(operand) for operand, _ in made), made[0][1], None)
-
-    def theirs(self, x: jax.Array, key: jax.Array) -> Any:
-        made = self._of_each(
-            x, key, lambda laid, view, x, sizes, key, factor: KIND.quantize(laid, x, sizes, factor, key)
+    def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
+        (problem,) = super().problems(x)
+        groups = self.sizes(x.shape[0]).size
+        return tuple(
+            dataclasses.replace(
+                problem, views=(view,), groups=groups, group_multiple=LINE if view.contracted == 0 else 1
+            )
+            for view in problem.views
         )
-        return tuple(_codes(q).T if view.summed == 0 else _codes(q) for view, q in zip(self.views, made, strict=True))
+
+    def given(self, x: jax.Array, key: jax.Array) -> CastArguments:
+        return super().given(x, key)._replace(group_sizes=self.sizes(x.shape[0]))
 
     def largest(self, x: jax.Array) -> jax.Array:
         return sd.amax(x[: self.sizes(x.shape[0]).sum()])
 
-    def _of_each(self, x: jax.Array, key: jax.Array, cast: Callable[..., Any]) -> list[Any]:
-        factor = jnp.float32(3.0) if self.given_factor else None
-        keys = [k if view.stochastic else None for view, k in zip(self.views, jax.random.split(key, 2), strict=True)]
-        return [
-            cast(self._laid(view), view, x, self.sizes(x.shape[0]), each, factor)
-            for view, each in zip(self.views, keys, strict=True)
-        ]
 
-    def _laid(self, view: View) -> Any:
-        product, block = ("dgrad", view.tile) if view.summed else ("wgrad", view.tile[::-1])
-        rounding = "stochastic" if view.stochastic else "nearest"
-        return KIND.lay(sd.Cast(view.format, block, rounding, view.rotation), product, "g")
-
-
-KIND = Groups(casts.LINE)
+def kernel_for(problem: CastProblem) -> Any:
+    """The kernel that makes these casts, as a module of `kernels.mosaic`."""
+    reason = cast_8bit.problem_reason(problem)
+    other = reason and cast_microscaled.problem_reason(problem)
+    if other:
+        raise ValueError(f"no kernel makes {problem}: {reason}; {other}")
+    return cast_microscaled if reason else cast_8bit
 
 
 def _codes(q: Any) -> Any:
     return q.codes if isinstance(q, PerGroup) else q
 
 
-def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[View, ...]:
+def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[Wanted, ...]:
     row = sd.FORMATS[format]
     lines = ((1, tile), (tile, 1)) if tile and not square else ((tile, tile), (tile, tile))
-    return tuple(View(row, line, summed, **changed) for line, summed in zip(lines, (1, 0), strict=True))
+    return tuple(Wanted(row, line, axis, **changed) for line, axis in zip(lines, (1, 0), strict=True))
+
+
+def _one(format: str, tile: tuple[int, int], **changed) -> tuple[Wanted, ...]:
+    return (Wanted(sd.FORMATS[format], tile, None, **changed),)
 
 
 ROTATED = sd.Hadamard()
 NV, INT8 = sd.FORMATS["nvfp4"], sd.FORMATS["int8"]
+# What `sd.quantize` asks for: ordinary arrays, in which NaN and infinities saturate.
+QUANTIZE_CASES = (
+    Case("quantize e4m3, one scale", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
+    Case("quantize e4m3, lines of 128", jnp.bfloat16, _one("fp8_e4m3", (1, 128))),
+    Case("quantize mxfp8", jnp.bfloat16, _one("mxfp8", (1, 32))),
+    Case("quantize nvfp4", jnp.bfloat16, _one("nvfp4", (1, 16))),
+)
 CASES = (
     Case("e4m3, both layouts, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
     Case("e4m3, both layouts, given factor, with amax, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
@@ -117,26 +161,26 @@ CASES = (
     Case(
         "int8 x: rotated lines along rows, lines down columns",
         jnp.bfloat16,
-        (View(INT8, (1, 128), 1, rotation=ROTATED), View(INT8, (128, 1), 0, True)),
+        (Wanted(INT8, (1, 128), 1, rotation=ROTATED), Wanted(INT8, (128, 1), 0, True)),
     ),
     Case(
         "int8 w: rotated lines down columns, lines along rows",
         jnp.float32,
-        (View(INT8, (128, 1), 0, rotation=ROTATED), View(INT8, (1, 128), 1, True)),
+        (Wanted(INT8, (128, 1), 0, rotation=ROTATED), Wanted(INT8, (1, 128), 1, True)),
     ),
-    Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, kept=True), 0.75),
+    Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, is_residual=True), 0.75),
     Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
     Case(
         "nvfp4 x: values, rotated codes",
         jnp.bfloat16,
-        (View(NV, (1, 16), 1), View(NV, (16, 1), 0, True, False, ROTATED)),
+        (Wanted(NV, (1, 16), 1), Wanted(NV, (16, 1), 0, True, False, ROTATED)),
     ),
-    Case("nvfp4 w: 16x16, values and codes", jnp.float32, (View(NV, (16, 16), 0), View(NV, (16, 16), 1, True))),
-    Case("nvfp4 w: lines, values and codes", jnp.float32, (View(NV, (16, 1), 0), View(NV, (1, 16), 1, True))),
+    Case("nvfp4 w: 16x16, values and codes", jnp.float32, (Wanted(NV, (16, 16), 0), Wanted(NV, (16, 16), 1, True))),
+    Case("nvfp4 w: lines, values and codes", jnp.float32, (Wanted(NV, (16, 1), 0), Wanted(NV, (1, 16), 1, True))),
     Case(
         "nvfp4 g: stochastic, values, rotated values",
         jnp.bfloat16,
-        (View(NV, (1, 16), 1, False, True), View(NV, (16, 1), 0, False, True, ROTATED)),
+        (Wanted(NV, (1, 16), 1, False, True), Wanted(NV, (16, 1), 0, False, True, ROTATED)),
     ),
     GroupCase("e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), given_factor=True),
     GroupCase("e4m3 rows in groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
@@ -146,8 +190,25 @@ CASES = (
     GroupCase(
         "int8 rows in groups, rotated lines along rows, lines down columns",
         jnp.bfloat16,
-        (View(INT8, (1, 128), 1, rotation=ROTATED), View(INT8, (128, 1), 0, True)),
+        (Wanted(INT8, (1, 128), 1, rotation=ROTATED), Wanted(INT8, (128, 1), 0, True)),
     ),
+    *QUANTIZE_CASES,
+    Case("quantize e5m2, one scale", jnp.bfloat16, _one("fp8_e5m2", (0, 0))),
+    Case("quantize e4m3, one scale, given factor, with amax", jnp.float32, _one("fp8_e4m3", (0, 0)), None, True),
+    Case("quantize e4m3, squares of 128", jnp.float32, _one("fp8_e4m3", (128, 128))),
+    Case("quantize int8, one scale, stochastic", jnp.bfloat16, _one("int8", (0, 0), stochastic=True)),
+    Case("quantize int8, rotated lines of 128", jnp.bfloat16, _one("int8", (1, 128), rotation=ROTATED)),
+    Case("quantize mxfp8 e5m2 down columns", jnp.bfloat16, _one("mxfp8_e5m2", (32, 1))),
+    Case("quantize mxfp8 in squares, stochastic", jnp.float32, _one("mxfp8", (32, 32), stochastic=True)),
+    Case("quantize nvfp4 down columns, stochastic", jnp.bfloat16, _one("nvfp4", (16, 1), stochastic=True)),
+    Case("quantize nvfp4 in squares", jnp.bfloat16, _one("nvfp4", (16, 16))),
+    Case(
+        "quantize nvfp4, both orientations",
+        jnp.bfloat16,
+        (Wanted(NV, (1, 16), None), Wanted(NV, (16, 1), None)),
+    ),
+    GroupCase("quantize e4m3 rows in groups, one scale each", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
+    GroupCase("quantize int8 rows in groups, lines of 128", jnp.bfloat16, _one("int8", (1, 128))),
 )
 
 
@@ -156,7 +217,7 @@ def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
 
     What is rotated has whole groups of rows and columns.
     """
-    if any(view.rotation is not None for view in case.views):
+    if any(wanted.rotation is not None for wanted in case.wanted):
         shape = shape[0] // 16 * 16, shape[1] // 16 * 16
     x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
@@ -164,19 +225,19 @@ def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
     key = jax.random.key(5)
     made = case.ours(x, key)
     for ours, theirs in zip(made.arrays, case.theirs(x, key), strict=True):
-        _require_same(case.name, ours, theirs)
+        require_same(case.name, ours, theirs)
     if case.given_factor and made.amax != case.largest(x):
         raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {case.largest(x)}")
 
 
-def _require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
-    if isinstance(ours, casts.Transposed):
+def require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
+    if isinstance(ours, Transposed):
         ours = ours.stored
     if isinstance(ours, sd.ScaledArray) and ours.format == theirs.format:
         pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     else:
-        ours = casts.logical(ours)
-        pairs = [(ours.data, casts.values_of(theirs))]
+        ours = logical(ours)
+        pairs = [(ours.data, values_of(theirs))]
     for a, b in pairs:
         if _canonical(a) != _canonical(b):
             differing = np.mean(np.asarray(a).astype(np.float32) != np.asarray(b).astype(np.float32))

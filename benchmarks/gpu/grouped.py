@@ -17,7 +17,7 @@ from benchmarks.gpu import gemm, report
 from benchmarks.gpu.sides import Side, jax_side, measure
 from benchmarks.table import verdict
 from scaledot import train
-from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.ops.ragged import contract_groups
 
 GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens of each expert, and none left over

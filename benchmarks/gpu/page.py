@@ -21,8 +21,8 @@ TEXT = """# How fast is it on Hopper?
 
 <!-- Made by `python -m benchmarks.gpu.page`; change that, not this. -->
 
-Measured by `python -m benchmarks.run --suite dense`, `gemm`, `block`, `grouped`, `decode` and `cast` on one {device}
-with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
+Measured by `python -m benchmarks.run --suite dense`, `gemm`, `block`, `grouped`, `decode`, `cast` and `quantize` on one
+{device} with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 `--suite targets` runs those cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
 table of what they reached.
@@ -82,6 +82,11 @@ copy on the device in the same run. *Codes* are codes and scales, *values* the b
 {cast}
 
 Codes and scales were the reference's, byte for byte, before anything was timed.
+
+`sd.quantize` of {rows} × {columns} bfloat16 (`--suite quantize`), in parts of the rate of the kernel that it takes. An
+eager call is Python first, which a cast of this size may not hide.
+
+{quantize}
 """
 
 
@@ -99,10 +104,11 @@ def text(results: dict[str, Any]) -> str:
     dense = "\n\n".join(_dense("dense", case) for case in results["dense"]["cases"])
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
-    tables["decode"] = _decode(results["decode"])
+    tables |= {"decode": _decode(results["decode"]), "quantize": _quantize(results["quantize"])}
     first = results["grouped"]["cases"][0]
     words |= {"tokens": sum(first["groups"]), "experts": len(first["groups"])}
     words |= {"inputs": first["inputs"], "outputs": first["outputs"]}
+    words |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
     return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
 
 
@@ -203,6 +209,16 @@ def _cast(suite: dict[str, Any]) -> str:
             )
         )
     return _table(("cast", "from", "GB/s", "of copy", "target", "XLA, of copy"), rows)
+
+
+def _quantize(suite: dict[str, Any]) -> str:
+    rows = []
+    for case in suite["cases"]:
+        for name, side in case["sides"].items():
+            target = _target(case["target"], side["of_kernel"]) if name.startswith("sd.quantize") else ""
+            what = case["case"].removeprefix("quantize ")
+            rows.append((what, name, f"{1e3 * side['median_ms']:.0f}", f"{side['of_kernel']:.0%}", target))
+    return _table(("cast", "program", "µs", "of kernel", "target"), rows)
 
 
 def _target(target: float | None, reached: float | None) -> str:

@@ -1,13 +1,13 @@
-"""What a contraction asks for, before data.
+"""Contractions and casts before data: everything by which a kernel is chosen.
 
-A contraction is three label strings, one label per axis, as in einsum. Everything a kernel is chosen by is in
-one frozen Problem: the labels, what is known of each operand, and the result that is wanted. Problems hash, so
-one is the static argument of a jitted run and the key that tuning looks up.
+A Problem is a contraction (three label strings, as in einsum), what is known of each operand, and the result that is
+wanted. A CastProblem is an array and the casts that are wanted of it. Both are frozen and hash, so that one is the
+static argument of a jitted run and the key that tuning looks up.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,10 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.formats import Format
-from scaledot.kernels.mosaic import support
+from scaledot.hashing import hash_once
+from scaledot.kernels.placement import devices_of
 from scaledot.numerics import blocks
+from scaledot.numerics.cast import Plan
 from scaledot.numerics.hadamard import Hadamard
 
 
@@ -41,6 +43,7 @@ def is_default_precision(precision: Any) -> bool:
     return all(each in _DEFAULT_PRECISION for each in of_operands)
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """What is known of an operand before data; `format` is None for a plain array.
@@ -102,7 +105,7 @@ class Operand:
 
 def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
     if not isinstance(x, ScaledArray):
-        sharded, devices = _sharded(x, labels), support.devices_of(x)
+        sharded, devices = _sharded(x, labels), devices_of(x)
         return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=sharded, devices=devices)
     return Operand(
         labels,
@@ -114,7 +117,7 @@ def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
         0 if x.tensor_scale is None else x.tensor_scale.ndim,
         x.rotation,
         _sharded(x.data, labels),
-        support.devices_of(x.data),
+        devices_of(x.data),
     )
 
 
@@ -122,6 +125,7 @@ def _sharded(x: jax.Array, labels: str) -> str:
     return "".join(c for c, axes in zip(labels, jax.typeof(x).sharding.spec, strict=False) if axes is not None)
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One contraction of two operands, and the result that is wanted.
@@ -196,3 +200,98 @@ def _promotable(dtype: np.dtype) -> np.dtype:
         return np.dtype(jnp.bfloat16 if jnp.finfo(dtype).bits <= 8 else dtype)
     narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
     return np.dtype(np.int8 if narrow else dtype)
+
+
+@hash_once
+@dataclasses.dataclass(frozen=True)
+class View:
+    """One cast of an array, as its consumer takes it. Views with equal plans and keys have equal codes.
+
+    key: for stochastic rounding, the index of its key (or uniform numbers) among the CastArguments; None rounds to
+    nearest. contracted: the axis that the consuming matmul sums over; the result may then have any layout of
+    `kernels.layouts`. None asks for an ordinary ScaledArray. is_residual: whether it is saved for the backward pass, as
+    codes. Otherwise a contracted one may hold the values that the codes stand for.
+    """
+
+    plan: Plan
+    key: int | None = None
+    contracted: int | None = None
+    is_residual: bool = False
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.key is not None
+
+    def __str__(self) -> str:
+        rounding = " stochastically" if self.is_stochastic else ""
+        rotation = "" if self.plan.rotation is None else f" after a rotation of {self.plan.rotation.size}"
+        contracted = "" if self.contracted is None else f", contracted along axis {self.contracted}"
+        return f"{self.plan.format.name} in blocks of {self.plan.block}{rounding}{rotation}{contracted}"
+
+
+@hash_once
+@dataclasses.dataclass(frozen=True)
+class CastProblem:
+    """One array and all casts that are wanted of it, for a kernel that may make them in one read.
+
+    given: which CastArguments decide the scales or the rounding, by name. amax, column_sums: whether the largest finite
+    magnitude, and sums over all axes but the last, are wanted beside the codes; a kernel may leave them to its caller.
+    groups: rows come in so many groups, whose sizes are data, and each is cast as if it were alone; None elsewhere.
+    group_multiple: each group of the results begins at a multiple of so many rows, with zeros between.
+    """
+
+    op: ClassVar[str] = "cast"
+    shape: tuple[int, ...]
+    views: tuple[View, ...]
+    given: frozenset[str] = frozenset()
+    amax: bool = False
+    column_sums: bool = False
+    groups: int | None = None
+    group_multiple: int = 1
+    devices: int = 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.views[0].plan.input_dtype
+
+    def __str__(self) -> str:
+        groups = "" if self.groups is None else f" with rows in {self.groups} groups"
+        return f"cast {self.dtype}[{','.join(map(str, self.shape))}]{groups} -> {' and '.join(map(str, self.views))}"
+
+
+class CastArguments(NamedTuple):
+    """The arrays of a cast beside the one that is cast; None where they are not given.
+
+    keys: those that views name. uniforms: numbers in [0, 1) in the place of keys, each None or of the array's shape.
+    """
+
+    keys: tuple[jax.Array | None, ...] = ()
+    uniforms: tuple[jax.Array | None, ...] = ()
+    factor: jax.Array | None = None
+    scale: jax.Array | None = None
+    tensor_scale: jax.Array | None = None
+    zero: jax.Array | None = None
+    group_sizes: jax.Array | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of those that decide scales or rounding: what CastProblem.given holds."""
+        known = self.factor is None and self.scale is None and self.tensor_scale is None and self.zero is None
+        if known and all(uniform is None for uniform in self.uniforms):
+            return frozenset()
+        found = {name for name in ("factor", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
+
+    def key(self, view: View) -> jax.Array | None:
+        return None if view.key is None or self.uniform(view) is not None else self.keys[view.key]
+
+    def uniform(self, view: View) -> jax.Array | None:
+        return None if view.key is None or not self.uniforms else self.uniforms[view.key]
+
+
+class CastResult(NamedTuple):
+    """For each view a ScaledArray or a layout of one; and what else was wanted, None where the kernel left it."""
+
+    arrays: tuple[Any, ...]
+    amax: jax.Array | None = None
+    column_sums: jax.Array | None = None

@@ -1,8 +1,9 @@
-"""The ordered table of kernels: choose one, and explain why.
+"""The ordered tables of kernels, one per operation: choose one, and explain why.
 
 A kernel is a name, a sentence on how it would solve a problem, a reason for which it cannot, and a run. The
 first that supports a problem is taken; a name means that kernel or an error with its reason. The last one,
-`xla_dequantize`, solves everything and is what the others are held to.
+`xla_dequantize` or `xla_cast`, solves everything and is what the others are held to. A kernel for another device is one
+more row: nothing above this module knows of devices.
 """
 
 import dataclasses
@@ -12,40 +13,62 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from scaledot.kernels import block_scaled, forms, xla
+from scaledot.kernels import block_scaled, forms, xla, xla_casts
 from scaledot.kernels.forms import Form
+from scaledot.kernels.mosaic import cast_8bit, cast_microscaled, support
 from scaledot.kernels.mosaic import dot as mosaic_dot
 from scaledot.kernels.mosaic import grouped as mosaic_grouped
 from scaledot.kernels.mosaic import weight_only as mosaic_weight_only
 from scaledot.kernels.operands import Factor, lay, scaled
-from scaledot.kernels.spec import Problem, sum_dtype
+from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, sum_dtype
+from scaledot.numerics.bits import flush
+from scaledot.numerics.calibrate import block_amax
 
 
 class Kernel(NamedTuple):
-    """supports: a reason why not, or None. how: one sentence on what it does with a problem it supports.
+    """A row of a table.
 
-    adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding. scales_groups:
-    whether it takes `factors` of results per group, applied before it. keeps_codes: whether its derivative keeps codes
-    for the backward pass and not values made of them.
+    problem_reason: why it cannot solve a problem, whatever the device, or None; place_reason: why it does not run in a
+    program that XLA partitions over so many devices, or inside a shard_map for None (XLA's own kernels run anywhere).
+    how: one sentence on what it does with a problem that it supports.
+    run: (problem, lhs, rhs, group_sizes) -> result; of a cast (problem, x, CastArguments) -> CastResult.
+    Of matmuls: adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
+    scales_groups: whether it takes `factors` of results per group, applied before it. keeps_codes: whether its
+    derivative keeps codes for the backward pass and not values made of them.
+    Of casts: group_multiple: of rows, at which it places groups whose rows are contracted.
     """
 
     name: str
-    supports: Callable[[Problem], str | None]
-    how: Callable[[Problem], str]
-    run: Callable[..., jax.Array]  # (problem, lhs, rhs, group_sizes)
+    problem_reason: Callable[[Any], str | None]
+    how: Callable[[Any], str]
+    run: Callable[..., Any]
+    place_reason: Callable[[int | None], str | None] | None = None
     adds_bias: bool = False
     scales_groups: bool = False
     keeps_codes: bool = False
+    group_multiple: int = 1
+
+    def supports(self, problem: Problem | CastProblem) -> str | None:
+        """A reason why not, or None."""
+        reason = _problem_reason(self.problem_reason, problem)
+        return reason if reason or self.place_reason is None else self.place_reason(problem.devices)
 
 
-def kernels_for(problem: Problem) -> tuple[Kernel, ...]:
+@functools.lru_cache(maxsize=4096)
+def _problem_reason(find: Callable[[Any], str | None], problem: Problem | CastProblem) -> str | None:
+    """Found once per problem: an eager call asks every time."""
+    return find(problem)
+
+
+def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
     """The kernels of a problem's kind, in the order in which they are tried."""
-    return {"dot": DOT, "ragged_dot": RAGGED}.get(problem.op, OTHERS)
+    return {"dot": DOT, "ragged_dot": RAGGED, "cast": CASTS}.get(problem.op, OTHERS)
 
 
-def choose(problem: Problem, kernel: str | None = None) -> Kernel:
+def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     """The named kernel, or the first that supports the problem."""
     rows = kernels_for(problem)
     if kernel is None:
@@ -62,7 +85,7 @@ def choose(problem: Problem, kernel: str | None = None) -> Kernel:
     return named[kernel]
 
 
-def explain(problem: Problem) -> str:
+def explain(problem: Problem | CastProblem) -> str:
     """Every kernel and why it was taken or passed over."""
     chosen = choose(problem).name
     rows = kernels_for(problem)
@@ -75,10 +98,34 @@ def explain(problem: Problem) -> str:
     return "\n".join(lines)
 
 
+def passes(problem: CastProblem) -> tuple[CastProblem, ...]:
+    """The problem itself where one kernel makes all of its casts, or none but XLA any; else a problem for each cast."""
+    if len(problem.views) == 1 or choose(problem) is not XLA_CAST:
+        return (problem,)
+    first, *others = (dataclasses.replace(problem, views=(view,)) for view in problem.views)
+    others = (dataclasses.replace(other, amax=False, column_sums=False) for other in others)
+    singles = first, *others
+    return singles if any(choose(single) is not XLA_CAST for single in singles) else (problem,)
+
+
+def spacing(problem: CastProblem) -> int:
+    """Rows at whose multiples groups begin, for a cast of rows that are contracted: as a kernel that makes it wants."""
+    for kernel in CASTS:
+        spaced = dataclasses.replace(problem, group_multiple=kernel.group_multiple)
+        if kernel is not XLA_CAST and kernel.supports(spaced) is None:
+            return kernel.group_multiple
+    return problem.group_multiple
+
+
+def casts_matrices(devices: int | None) -> bool:
+    """Whether kernels that cast matrices, and nothing else, run on so many devices, or inside a shard_map for None."""
+    return any(kernel.place_reason is not None and kernel.place_reason(devices) is None for kernel in CASTS)
+
+
 def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[..., jax.Array]) -> Kernel:
     """A kernel whose support is whether its form can be made."""
 
-    def supports(problem: Problem) -> str | None:
+    def problem_reason(problem: Problem) -> str | None:
         form = _scaled_reason(problem) or make(problem)
         return form if isinstance(form, str) else None
 
@@ -88,7 +135,7 @@ def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[...
     def run_formed(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
         return run(problem, _formed(make, problem), lhs, rhs, group_sizes)
 
-    return Kernel(name, supports, how, run_formed)
+    return Kernel(name, problem_reason, how, run_formed)
 
 
 def _formed(make: Callable[[Problem], Form | str], problem: Problem) -> Form:
@@ -140,9 +187,10 @@ _PLAIN = Kernel(
 )
 _BLOCK_SCALED = Kernel(
     "xla_block_scaled",
-    lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem) or block_scaled.device_reason(),
+    lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem),
     lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
     block_scaled.run,
+    lambda devices: block_scaled.device_reason(),
 )
 
 
@@ -159,7 +207,7 @@ def _mosaic(name: str, product: Any) -> Kernel:
         reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
         return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
-    return Kernel(name, product.supports, product.how, run, adds_bias=True)
+    return Kernel(name, product.problem_reason, product.how, run, support.place_reason, adds_bias=True)
 
 
 def _without_mosaic(problem: Problem) -> Kernel:
@@ -223,6 +271,29 @@ def _run_grouped(problem: Problem, lhs, rhs, group_sizes, factors=None) -> jax.A
     return lax.platform_dependent(lhs, rhs, group_sizes, factors, cuda=kernel, default=reference)
 
 
+def _mosaic_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
+    """A cast for CUDA. An ordinary one is the reference's where a program runs on something else, as matmuls are."""
+
+    def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
+        kernel = functools.partial(cast.run, problem)
+        x = lax.stop_gradient(x)  # codes have no derivative, and the kernel has no rule for one
+        if jax.default_backend() != "gpu" or any(view.contracted is not None for view in problem.views):
+            return kernel(x, given)
+        reference = functools.partial(_reference_cast, problem)
+        return lax.platform_dependent(x, given, cuda=kernel, default=reference)
+
+    return Kernel(name, cast.problem_reason, cast.how, run, support.place_reason, group_multiple=group_multiple)
+
+
+def _reference_cast(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
+    """XLA's casts, and the amax and sums that kernels make on the way."""
+    assert problem.groups is None or not (problem.amax or problem.column_sums)
+    made = xla_casts.run(problem, x, given)
+    amax = block_amax(flush(x.astype(jnp.float32)), (0,) * x.ndim).reshape(()) if problem.amax else None
+    sums = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if problem.column_sums else None
+    return made._replace(amax=amax, column_sums=sums)
+
+
 _INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
 _CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
 _UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
@@ -231,7 +302,12 @@ _MOSAIC_WEIGHT_ONLY = _differentiated(_mosaic("mosaic_weight_only", mosaic_weigh
 _MOSAIC_FLOAT8 = _mosaic("mosaic_float8", mosaic_dot.FLOAT8)
 _MOSAIC_INT8 = _mosaic("mosaic_int8", mosaic_dot.INT8)
 _MOSAIC_GROUPED = Kernel(
-    "mosaic_grouped", mosaic_grouped.supports, mosaic_grouped.how, _run_grouped, scales_groups=True
+    "mosaic_grouped",
+    mosaic_grouped.problem_reason,
+    mosaic_grouped.how,
+    _run_grouped,
+    support.place_reason,
+    scales_groups=True,
 )
 _MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES)
 
@@ -249,3 +325,9 @@ DOT = (
 )
 RAGGED = (_PLAIN, _MOSAIC_GROUPED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+XLA_CAST = Kernel("xla_cast", xla_casts.problem_reason, xla_casts.how, xla_casts.run)
+CASTS = (
+    _mosaic_cast("mosaic_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
+    _mosaic_cast("mosaic_cast_microscaled", cast_microscaled),
+    XLA_CAST,
+)

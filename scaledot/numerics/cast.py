@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from scaledot.formats import Format
+from scaledot.hashing import hash_once
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import computed_once, divide, flush
 from scaledot.numerics.calibrate import Calibration
@@ -34,6 +35,7 @@ _MSE_GRID = np.linspace(1.0, 0.2, 41, dtype=np.float32)
 _FOUR_OVER_SIX = np.array([1.0, 1.5], np.float32)
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A cast, before data.

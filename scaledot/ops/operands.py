@@ -19,7 +19,7 @@ from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
 from scaledot.ops.plan import check_byte_order, check_whole
 
 Array = jax.Array | ScaledArray
-Choice = str | Callable[[Problem], str | None] | None  # a kernel's name, or a function that gives one
+Choice = str | Callable[[Any], str | None] | None  # a kernel's name, or a function from a problem to one
 
 
 def as_operand(x, name: str) -> Array:

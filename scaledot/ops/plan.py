@@ -4,6 +4,7 @@ Errors name the argument in backticks, give both numbers, and say what would wor
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,24 +24,26 @@ Axis = int | tuple[int, ...]
 
 def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
     """The cast that arguments of `quantize` ask for."""
-    row = _checked_format(find_format(format), rule)
+    axis, block = (tuple(given) if isinstance(given, list) else given for given in (axis, block))
+    dtype = float_dtype(x.dtype if dtype is None else dtype)
+    row, shape = find_format(format), tuple(x.shape)
+    return _plan(shape, np.dtype(x.dtype), row, axis, block, calibration, rule, rotation, dtype, pad)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(shape, input_dtype, format: Format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
+    """Checked once per shape and arguments: an eager call asks every time."""
+    row, ndim = _checked_format(format, rule), len(shape)
     parsed = _checked_calibration(row, calibration)
     try:
-        laid = laid_block(row, block, axis, x.ndim)
+        laid = laid_block(row, block, axis, ndim)
         if parsed.method == "fixed":
-            laid = _whole_tensor(laid, block, x.ndim)
+            laid = _whole_tensor(laid, block, ndim)
         if not pad:
-            blocks.check_divides(x.shape, laid)
+            blocks.check_divides(shape, laid)
     except ValueError as error:
-        raise ValueError(f"{error} (quantising shape {x.shape} to {row.name})") from None
-    return Plan(
-        row,
-        laid,
-        np.dtype(x.dtype),
-        float_dtype(x.dtype if dtype is None else dtype),
-        parsed,
-        _laid_rotation(rotation, axis, x.shape),
-    )
+        raise ValueError(f"{error} (quantising shape {shape} to {row.name})") from None
+    return Plan(row, laid, input_dtype, dtype, parsed, _laid_rotation(rotation, axis, shape))
 
 
 def propagating(plan: Plan, ndim: int) -> Plan:
@@ -120,6 +123,8 @@ def check_whole(q: ScaledArray, name: str = "q") -> None:
 
 def _array(name: str, value) -> jax.Array:
     """What a person gave as an array, or an error that names it."""
+    if isinstance(value, jax.Array):
+        return value
     check_byte_order(name, value)
     try:
         return jnp.asarray(value)

@@ -1,11 +1,12 @@
 """quantize, dequantize and their relatives.
 
-Each verb lets `ops.plan` check what a person may get wrong, and hands a frozen Plan and arrays to one jitted
-function of `numerics`. Being jitted inside, they run the same program eagerly and under a user's jit.
+Each verb lets `ops.plan` check what a person may get wrong, and has the cast that a frozen Plan describes made by a
+kernel of the table (`ops.casts`). Being jitted inside, they run the same program eagerly and under a user's jit.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format, find_format
-from scaledot.kernels.spec import sum_dtype
+from scaledot.kernels.spec import CastArguments, View, sum_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import Parts, Plan, dequantize_values, quantize_parts
-from scaledot.numerics.grouped import quantize_grouped_parts
+from scaledot.numerics.cast import Parts, Plan, dequantize_values
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.ops.casts import make_casts
+from scaledot.ops.operands import Choice
 from scaledot.ops.plan import (
     Axis,
     block_tuple,
@@ -58,6 +60,7 @@ def quantize(
     dtype=None,
     nan: str = "keep",
     amax_axes: tuple[str, ...] = (),
+    kernel: Choice = None,
 ) -> ScaledArray:
     """Codes and scales of a float array.
 
@@ -85,6 +88,8 @@ def quantize(
       nan: "raise" refuses NaN; it needs a concrete array.
       amax_axes: inside a shard_map, the mesh axes over which an axis with one scale, or a tensor with a scale of its
         own, is split: the scale is that of all devices.
+      kernel: the name of a kernel (`explain` lists them), or a function from the CastProblem to a name; None takes the
+        first that supports it.
 
     >>> q = quantize(jnp.array([-3, 0.1, 0.7, 2.5]), "fp8_e4m3")
     >>> q
@@ -95,10 +100,9 @@ def quantize(
     Array([-3.        ,  0.10044643,  0.6964286 ,  2.5714285 ], dtype=float32)
     """
     x = float_array(x)
-    plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
-    plan = dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
+    plan = _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
-    return quantize_planned(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor)
+    return quantize_planned(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor, kernel)
 
 
 def quantize_planned(
@@ -111,14 +115,34 @@ def quantize_planned(
     tensor_scale=None,
     zero=None,
     factor=None,
+    kernel: Choice = None,
 ) -> ScaledArray:
     """Codes and scales of x under a Plan; what a Plan does not hold is as in `quantize`."""
+    given = arguments(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor)
+    return make_casts(x, (view_of(plan, rounding),), given, kernel).arrays[0]
+
+
+def arguments(
+    plan: Plan,
+    x: jax.Array,
+    rounding: str,
+    key=None,
+    uniform=None,
+    scale=None,
+    tensor_scale=None,
+    zero=None,
+    factor=None,
+) -> CastArguments:
+    """What a person gave beside x, checked."""
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
     scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
     factor = given_factor(plan, x, scale, factor)
-    zero = given_zero(plan, x, scale, zero)
-    return _wrap(plan, _quantize(plan, x, scale, tensor_scale, zero, factor, uniform, key))
+    return CastArguments((key,), (uniform,), factor, scale, tensor_scale, given_zero(plan, x, scale, zero))
+
+
+def view_of(plan: Plan, rounding: str) -> View:
+    return View(plan, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -142,13 +166,15 @@ def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
     return quantize(values, format, **{"dtype": q.dtype, **options})
 
 
-def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options) -> tuple[ScaledArray, ScaledArray]:
+def quantize_both(
+    x, format: str | Format, *, key=None, rotation=None, kernel: Choice = None, **options
+) -> tuple[ScaledArray, ScaledArray]:
     """Both orientations of a matrix from one read: blocks along its last axis, and along the one before.
 
     Both results have the shape of x. Where the codes are the same (one scale for all, square blocks) one cast
     serves both; otherwise each is made from x, never from the other, and stochastic rounding uses independent
     bits: `key` for the first, `jax.random.fold_in(key, 1)` for the second. `rotation` is one Hadamard or None
-    for both, or a pair.
+    for both, or a pair. Other `options` are those of `quantize`.
 
     >>> rows, columns = quantize_both(jnp.ones((64, 32)), "mxfp8")
     >>> rows.scale.shape, columns.scale.shape
@@ -163,15 +189,32 @@ def quantize_both(x, format: str | Format, *, key=None, rotation=None, **options
     key = key_for(options.get("rounding", "nearest"), key)
     row_block = laid_block(find_format(format), options.pop("block", None), -1, x.ndim)
     column_block = _swap_last(row_block, x.ndim)
-    rows = quantize(x, format, block=_trailing(row_block), key=key, rotation=first, **options)
+    along = {"block": _trailing(row_block), "key": key, "rotation": first}
     if row_block == column_block and first == second is None:
+        rows = quantize(x, format, kernel=kernel, **along, **options)
         return rows, rows
     column_key = None if key is None else jax.random.fold_in(key, 1)
-    columns = _quantize_columns(x, format, column_block, column_key, second, options)
-    return rows, columns
+    down = {**_down(column_block, x.ndim), "key": column_key, "rotation": second}
+    if any(options.get(name) is not None for name in _OF_ONE_CAST):
+        rows, columns = (quantize(x, format, kernel=kernel, **each, **options) for each in (along, down))
+        return rows, columns
+    return _cast_both(x, format, (along, down), kernel, **options)
 
 
-def quantize_dbias(x, format: str | Format, **options) -> tuple[ScaledArray, jax.Array]:
+_OF_ONE_CAST = ("scale", "tensor_scale", "zero", "factor", "uniform")  # arguments that have the shape of its blocks
+
+
+def _cast_both(x, format, orientations, kernel: Choice, rounding="nearest", nan="keep", **options) -> Any:
+    """Both orientations as one problem; `options` are those of a Plan."""
+    check_nan(x, nan)
+    keys = tuple(each.pop("key") for each in orientations)
+    plans = (_plan(x, format, **each, **options) for each in orientations)
+    is_stochastic = key_for(rounding, keys[0]) is not None
+    views = tuple(View(plan, key=at if is_stochastic else None) for at, plan in enumerate(plans))
+    return make_casts(x, views, CastArguments(keys), kernel).arrays
+
+
+def quantize_dbias(x, format: str | Format, *, kernel: Choice = None, **options) -> tuple[ScaledArray, jax.Array]:
     """`quantize`, and the sum of the unquantised x over all axes but the last, in float32, or float64 where x is.
 
     >>> q, dbias = quantize_dbias(jnp.ones((3, 32)), "mxfp8")
@@ -181,7 +224,7 @@ def quantize_dbias(x, format: str | Format, **options) -> tuple[ScaledArray, jax
     x = float_array(x)
     if not x.ndim:
         raise ValueError("`x` must have at least 1 axis to have a bias")
-    return quantize(x, format, **options), _column_sum(x)
+    return quantize(x, format, kernel=kernel, **options), _column_sum(x)
 
 
 def quantize_grouped(
@@ -199,6 +242,7 @@ def quantize_grouped(
     pad: bool = False,
     dtype=None,
     amax_axes: tuple[str, ...] = (),
+    kernel: Choice = None,
 ) -> ScaledArray:
     """A matrix whose rows come in consecutive groups, each quantised as if it were alone.
 
@@ -217,10 +261,11 @@ def quantize_grouped(
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
     plan = plan_of_groups(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
-    return quantize_groups_planned(plan, x, group_sizes, rounding, key, uniform)
+    given = arguments(plan, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
+    return make_casts(x, (view_of(plan, rounding),), given, kernel).arrays[0]
 
 
-def plan_of_groups(x: jax.Array, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> Plan:
+def plan_of_groups(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> Plan:
     """The cast of rows in groups, as arguments of `quantize_grouped` specify it; its block has rows and columns."""
     plan = make_plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
     row_block, inner = blocks.expand(plan.block, 2)
@@ -233,17 +278,6 @@ def plan_of_groups(x: jax.Array, format, axis, block, rule, rotation, dtype, pad
     if plan.rotation is not None and plan.rotation.axis != -1:
         raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
     return dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
-
-
-def quantize_groups_planned(
-    plan: Plan, x: jax.Array, group_sizes: jax.Array, rounding: str = "nearest", key=None, uniform=None
-) -> ScaledArray:
-    """Codes and scales of rows in groups under a Plan from `plan_of_groups`."""
-    row_block, inner = blocks.expand(plan.block, 2)
-    plan = dataclasses.replace(plan, block=blocks.trim((1, inner)))
-    uniform = given_uniform(rounding, uniform, x.shape)
-    key = None if uniform is not None else key_for(rounding, key)
-    return _wrap(plan, _quantize_grouped(plan, x, group_sizes, row_block, key, uniform))
 
 
 def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> jax.Array:
@@ -263,10 +297,6 @@ def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> j
     return _amax(blocks.lay_on_axes(block_tuple(block), axis, x.ndim), x)
 
 
-_quantize = jax.jit(quantize_parts, static_argnums=0)
-_quantize_grouped = jax.jit(quantize_grouped_parts, static_argnums=(0, 3))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _amax(block: blocks.Block, x: jax.Array) -> jax.Array:
     return calibrate.block_amax(flush(x.astype(jnp.float32)), block)
@@ -283,8 +313,22 @@ def _column_sum(x: jax.Array) -> jax.Array:
     return jnp.sum(x.astype(sum_dtype(x.dtype)), axis=tuple(range(x.ndim - 1)))
 
 
-def _wrap(plan: Plan, parts: Parts) -> ScaledArray:
-    return ScaledArray(*parts, format=plan.format, block=plan.block, dtype=plan.dtype, rotation=plan.rotation)
+def _plan(
+    x,
+    format: str | Format,
+    axis: Axis = -1,
+    block=None,
+    calibration: str = "absmax",
+    rule: str | None = None,
+    rotation: Hadamard | None = None,
+    dtype=None,
+    pad: bool = False,
+    amax_axes: tuple[str, ...] = (),
+) -> Plan:
+    """The cast that arguments of `quantize` ask for."""
+    plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
+    axes = checked_amax_axes(plan, amax_axes)
+    return dataclasses.replace(plan, amax_axes=axes) if axes else plan
 
 
 def _pair(rotation) -> tuple[Hadamard | None, Hadamard | None]:
@@ -304,8 +348,8 @@ def _trailing(block: blocks.Block) -> blocks.Block:
     return block or (1,)
 
 
-def _quantize_columns(x, format, block: blocks.Block, key, rotation, options) -> ScaledArray:
-    """Blocks are spelt out in full, so the axis only says where the rotation goes."""
-    axes = (*(a for a in range(-x.ndim, 0) if a != -2), -2)
-    every = blocks.expand(block, x.ndim)
-    return quantize(x, format, axis=axes, block=tuple(every[a] for a in axes), key=key, rotation=rotation, **options)
+def _down(block: blocks.Block, ndim: int) -> dict[str, Any]:
+    """Arguments for blocks that are spelt out in full, so that the last axis only says where the rotation goes."""
+    axes = (*(a for a in range(-ndim, 0) if a != -2), -2)
+    every = blocks.expand(block, ndim)
+    return {"axis": axes, "block": tuple(every[a] for a in axes)}

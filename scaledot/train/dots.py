@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 from scaledot.contraction import Contraction, from_dimension_numbers
-from scaledot.kernels.mosaic import casts, support
+from scaledot.kernels import table
+from scaledot.kernels.layouts import logical
+from scaledot.kernels.placement import devices_of
 from scaledot.ops.einsum import two_terms
 from scaledot.ops.operands import Choice, contract, float_operand
 from scaledot.recipes import PRODUCTS, Cast, Recipe, find_recipe
@@ -15,7 +17,7 @@ from scaledot.train.arguments import checked_state, result_dtype, returned
 from scaledot.train.casts import Arrays, Laid, Sides
 from scaledot.train.flatten import Layout, flattened
 from scaledot.train.partitioned import Partitioned, product_of_parts
-from scaledot.train.product import Made, Operands, Rule, product
+from scaledot.train.product import Operands, Rule, product
 from scaledot.train.splits import Specs, splits_of
 
 
@@ -157,10 +159,8 @@ def contract_under(
     """A contraction of checked operands under a recipe."""
     recipe = find_recipe(recipe)
     splits = splits_of(contraction, x, w, specs, wanted["out_sharding"])
-    reason = support.machine_reason()
-    if splits is None:  # otherwise parts meet in a shard_map
-        reason = support.device_reason() or support.partition_reason(support.devices_of(x, w))
-    to_matrices = reason is None or any(cast.cuts for _, _, cast in recipe.casts())
+    devices = devices_of(x, w) if splits is None else None  # otherwise shards are multiplied inside a shard_map
+    to_matrices = table.casts_matrices(devices) or any(cast.cuts for _, _, cast in recipe.casts())
     rows, summed, columns = flattened(contraction, to_matrices)
     left, right, out, bias = layouts = tuple(
         Layout.of(of, groups)
@@ -171,7 +171,7 @@ def contract_under(
             (contraction.rhs_free, columns),
         )
     )
-    kind = Dot(Contraction(left.flat, right.flat, out.flat), takes_kernels=reason is None)
+    kind = Dot(Contraction(left.flat, right.flat, out.flat), devices or 1)
     dtype, state = result_dtype(preferred, x, w), checked_state(recipe, state, w)
     if splits is not None:
         overlap = (overlap,) if isinstance(overlap, str) else tuple(overlap)
@@ -189,13 +189,10 @@ def contract_under(
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Arrays):
-    """A contraction in which x has kept and summed axes, w summed and kept ones, and both may have batch axes.
-
-    takes_kernels: whether XLA leaves its operands on one device, so that casts may be kernels.
-    """
+    """A contraction in which x has kept and summed axes, w summed and kept ones, and both may have batch axes."""
 
     contraction: Contraction
-    takes_kernels: bool = True
+    devices: int = 1
 
     @property
     def out(self) -> str:
@@ -220,32 +217,17 @@ class Dot(Arrays):
     def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
         return Laid.on(cast, self.sides(product, tensor))
 
-    def fused(
-        self, tensor: str, laid: dict[str, Laid], keys, later, x, groups, factor, amax: bool, sums: bool, amax_axes=()
-    ):
-        if not self.takes_kernels or x.ndim != 2 or any(each.cast.calibration != "absmax" for each in laid.values()):
-            return None
-        if len({each.cast.delayed for each in laid.values()}) > 1:
-            return None  # one pass has one factor
-        views = tuple(self._view(p, tensor, each, p == later) for p, each in laid.items())
-        if casts.supports(x, views) is not None:
-            return None
-        sums = sums and self.out.endswith(self.features)
-        made = casts.run(x, views, [keys[p] for p in laid], factor, amax, sums, amax_axes)
-        return Made(dict(zip(laid, made.arrays, strict=True)), made.amax, made.sums)
-
-    def _view(self, product: str, tensor: str, laid: Laid, kept: bool) -> casts.View:
-        cast, axis = laid.cast, self.sides(product, tensor).axis
-        return casts.View(cast.format, laid.tile, axis, kept, cast.rounding == "stochastic", cast.rotation)
+    def contracted_axis(self, product: str, tensor: str, x: jax.Array) -> int | None:
+        return self.sides(product, tensor).axis if x.ndim == 2 else None
 
     def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
-        return super().inside(laid, x, casts.logical(q))
+        return super().inside(laid, x, logical(q))
 
     def logical(self, q) -> Any:
-        return casts.logical(q)
+        return logical(q)
 
     def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
-        return contract(self.of("fwd"), casts.logical(x), casts.logical(w), bias=bias, **wanted)
+        return contract(self.of("fwd"), logical(x), logical(w), bias=bias, **wanted)
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
-        return contract(self.of(product), casts.logical(lhs), casts.logical(rhs), **wanted)
+        return contract(self.of(product), logical(lhs), logical(rhs), **wanted)

@@ -34,6 +34,7 @@ from scaledot.ops.partition import Split, spec_of
 from scaledot.recipes import Cast
 from scaledot.sharding import constrain
 from scaledot.state import State
+from scaledot.train.casts import CastRequest, Made
 from scaledot.train.dispatch import sent, sent_back, way_of_matrices, way_of_rows
 from scaledot.train.partitioned import Part
 from scaledot.train.product import Operands, Rule, product
@@ -196,15 +197,10 @@ class PartsOfGroups:
             self._check_whole(tensor, rotated, cast.rotation.size, "groups of a rotation")
         return Part(tensor, laid, () if cast.delayed else self._sharing(tensor, laid))
 
-    def quantize(self, part: Part, x: jax.Array, groups, factor, key) -> Any:
-        uniform = None if key is None else self._uniform(part, key, x.shape, groups)
-        return self.kind.quantize(part.laid, x, self._own(groups), factor, None, uniform, part.shared)
-
-    def fused(self, tensor: str, laid: dict[str, Part], keys, later, x: jax.Array, groups, factor, amax, sums) -> Any:
-        if any(part.shared or part.laid.cast.rounding == "stochastic" for part in laid.values()):
-            return None
-        inner = {p: part.laid for p, part in laid.items()}
-        return self.kind.fused(tensor, inner, keys, later, x, self._own(groups), factor, amax, sums)
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+        """What one device would find: scales are shared, and random numbers are drawn by global indices."""
+        request = request.of_shards(lambda part, key: self._uniform(part, key, x.shape, groups))
+        return self.kind.cast(request, x, self._own(groups))
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self.kind.plain(product, tensor, x, self._own(groups))

@@ -1,13 +1,13 @@
 """ragged_dot under a recipe: rows in groups, each with its own matrix, as in a mixture of experts.
 
-Every group is quantised as if it were alone. Along features that needs nothing new. Down the rows, which wgrad sums
-over within each group, blocks and rotations must not straddle groups whose sizes are known only at run time: rows are
-first moved so that every group starts at a whole block, with zeros between. What is one number for a whole group (a
-scale per tensor or per channel, the tensor scale of a two-level format) is kept per group, beside the codes, and meets
-the result of wgrad, which has one matrix per group.
+Every group is quantised as if it were alone (`kernels.xla_casts` says how). Down the rows, which wgrad sums over within
+each group, groups start at whole blocks, with zeros between. What is one number for a whole group (a scale per tensor
+or per channel, the tensor scale of a two-level format) is kept per group, beside the codes, and meets the result of
+wgrad, which has one matrix per group.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,24 +16,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
-from scaledot.formats import Format
-from scaledot.kernels.mosaic import casts
-from scaledot.kernels.mosaic.support import devices_of
-from scaledot.kernels.spec import sum_dtype
-from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import flush
-from scaledot.numerics.grouped import group_rows, quantize_tiles_parts, room, spaced, whole_groups
-from scaledot.numerics.scale import Levels, levels_or_nan
+from scaledot.kernels import table
+from scaledot.kernels.layouts import PerGroup, logical
+from scaledot.kernels.placement import devices_of
+from scaledot.kernels.spec import CastProblem, CastResult, View, sum_dtype
+from scaledot.kernels.xla_casts import group_of, members
+from scaledot.numerics.cast import Plan
+from scaledot.numerics.grouped import room, spaced, whole_groups
+from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan, propagating
-from scaledot.ops.quantize import amax, plan_of_groups, quantize_groups_planned
+from scaledot.ops.quantize import amax, plan_of_groups
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
 from scaledot.state import State
 from scaledot.train.arguments import checked_state, result_dtype, returned
-from scaledot.train.casts import Laid, Sides, padded
+from scaledot.train.casts import CastRequest, Laid, Made, Sides
 from scaledot.train.experts import experts_of, product_of_experts
-from scaledot.train.product import Made, Operands, Rule, multiply_then_add, product
+from scaledot.train.product import Operands, Rule, multiply_then_add, product
 from scaledot.train.splits import Specs
 
 
@@ -93,18 +93,20 @@ def ragged_dot(
 def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any]) -> int:
     """What sizes of groups are rounded up to in wgrad: what its casts need, or more where kernels make both of them.
 
-    A cast that rounds by chance must have the same codes on every device, so what serves two products still does.
+    A cast that rounds stochastically must have the same codes on every device, so what serves two products still does.
     """
     needed = _rows_together(wgrad)
     if wgrad is None or isinstance(kernel, str):
         return needed
+    multiples = set()
     for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
-        view = _view("wgrad", LaidRows(cast, cast.tile, 1, casts.LINE))
-        if casts.rows_reason(x.shape, x.dtype, groups, view, devices_of(x)) is not None:
-            return needed
-    return casts.LINE
+        view = View(LaidRows(cast, cast.tile, 1, 1).plan(x.shape, x.dtype, groups), contracted=0)
+        given = frozenset() if cast.delayed is None else frozenset({"factor"})
+        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, devices=devices_of(x))
+        multiples.add(table.spacing(problem))
+    return max(multiples) if len(multiples) == 1 else needed
 
 
 def _rows_together(wgrad: Gemm | None) -> int:
@@ -116,15 +118,6 @@ def _rows_together(wgrad: Gemm | None) -> int:
     return math.lcm(*sizes)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PerGroup:
-    """Codes of rows, perhaps Transposed, and the scales that each group has for itself: (groups, 1 or features)."""
-
-    codes: Any
-    scale: jax.Array
-
-
 class LaidRows(NamedTuple):
     """A cast of rows in groups. tile: (rows, features) that share a scale. together: rows that groups come in."""
 
@@ -132,6 +125,18 @@ class LaidRows(NamedTuple):
     tile: tuple[int, int]
     axis: int  # that blocks and rotations run along
     together: int
+
+    def plan(self, shape: tuple[int, ...], dtype, groups: int, amax_axes: tuple[str, ...] = ()) -> Plan:
+        """The cast of rows of that shape in so many groups."""
+        rows, features = shape[0] if self.together == 1 else room(shape[0], groups, self.together), shape[1]
+        format, rotation, (down, across) = self.cast.format, self.cast.rotation, self.tile
+        if self.axis == 0 and down:
+            x = jax.ShapeDtypeStruct((rows, features), dtype)
+            plan = make_plan(x, format, (1, 0), (across, down), "absmax", None, rotation, None, pad=True)
+            return dataclasses.replace(propagating(plan, 2), amax_axes=amax_axes)
+        features += 0 if rotation is None else -features % rotation.size
+        x = jax.ShapeDtypeStruct((rows, features), dtype)
+        return propagating(plan_of_groups(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,37 +161,15 @@ class Groups:
             )
         return LaidRows(cast, tile, axis, self.together if product == "wgrad" else 1)
 
-    def quantize(self, laid, x: jax.Array, groups, factor, key, uniform=None, amax_axes: tuple[str, ...] = ()) -> Any:
-        """Codes of x; on parts of features `uniform` is drawn by their places, and scales are shared over some axes."""
-        how = {"key": key, "uniform": uniform, "amax_axes": amax_axes}
-        if isinstance(laid, Laid):
-            return _each_matrix(laid, x, factor, **how)
-        x, groups = spaced(x, groups, laid.together), whole_groups(groups, laid.together)
-        if factor is not None:
-            return Laid(laid.cast, laid.tile, None).quantize(_members(x, groups), factor, **how)
-        if laid.tile[0] == 0:
-            return _per_group(laid, padded(x, 1, laid.cast), groups, **how)
-        if laid.axis == 1:
-            return _along_features(laid, padded(x, 1, laid.cast), groups, **how)
-        return _down_the_rows(laid, x, groups, **how)
-
-    def fused(
-        self, tensor: str, laid: dict[str, Any], keys, later, x, groups, factor, amax: bool, sums: bool
-    ) -> Made | None:
-        """A pass for each product: in wgrad groups are spaced, elsewhere they are not."""
-        if tensor == "w" or len({each.cast.delayed for each in laid.values()}) > 1:
-            return None
-        views = {p: _view(p, each) for p, each in laid.items()}
-        if any(laid[p].together != (1 if view.summed else casts.LINE) for p, view in views.items()):
-            return None
-        what = x.shape, x.dtype, groups.size
-        if any(casts.rows_reason(*what, view, devices_of(x)) is not None for view in views.values()):
-            return None
-        first = next(iter(views))  # the one that looks for the largest magnitude
-        made = {
-            p: cast_rows(laid[p], view, x, groups, keys[p], factor, amax and p == first) for p, view in views.items()
-        }
-        return Made({p: operand for p, (operand, _) in made.items()}, made[first][1])
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+        """A pass for each cast: in wgrad groups are spaced, elsewhere they are not."""
+        of = _matrices if request.tensor == "w" else _rows
+        made: dict[Any, CastResult] = {}
+        for name, laid in request.laid.items():
+            if laid not in made:
+                made[laid] = of(request, name, laid, x, groups, is_first=not made)
+        first = next(iter(made.values()))
+        return Made({p: made[laid].arrays[0] for p, laid in request.laid.items()}, first.amax)
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.together) if product == "wgrad" else x
@@ -197,7 +180,7 @@ class Groups:
         return Laid(laid.cast, (0, 0), None).inside(x, q)  # of rows only delayed scaling clips, with one scale for all
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x if tensor == "w" else _members(x, groups))
+        return amax(x if tensor == "w" else members(x, groups))
 
     def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
         wanted.pop("out_sharding")
@@ -214,7 +197,7 @@ class Groups:
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, one) for x in (lhs, rhs)
             )
             more["factors"] = left, right
-        lhs, rhs = casts.logical(lhs), casts.logical(rhs)
+        lhs, rhs = logical(lhs), logical(rhs)
         sizes = whole_groups(groups, self.together)
         return contract_groups(lhs, rhs, sizes, numbers, wanted["kernel"], group_multiple=self.together, **more)
 
@@ -222,112 +205,36 @@ class Groups:
         return multiply_then_add(self, x, w, bias, groups, **wanted)
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        group = _group_of(groups, y.shape[0])
+        group = group_of(groups, y.shape[0])
         return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         count, wide = groups.shape[0], g.astype(sum_dtype(g.dtype))
-        return jax.ops.segment_sum(wide, _group_of(groups, g.shape[0]), count + 1)[:count]
+        return jax.ops.segment_sum(wide, group_of(groups, g.shape[0]), count + 1)[:count]
 
 
-def _view(product: str, laid: LaidRows) -> casts.View:
-    cast, summed = laid.cast, 0 if product == "wgrad" else 1
-    return casts.View(cast.format, laid.tile, summed, stochastic=cast.rounding == "stochastic", rotation=cast.rotation)
+def _rows(request: CastRequest, product: str, laid: LaidRows, x: jax.Array, groups, is_first: bool) -> CastResult:
+    """Rows cast for one product, each group as if it were alone."""
+    plan = laid.plan(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(laid, ()))
+    view = View(plan, request.key_index(laid), contracted=0 if product == "wgrad" else 1)
+    factor = None if request.factor is None else request.factor.reshape(1, 1)
+    given = request.arguments(factor, groups)
+    wanted = {"amax": request.amax and is_first, "group_multiple": laid.together}
+    return make_casts(x, (view,), given, request.kernel, **wanted)
 
 
-def cast_rows(laid: LaidRows, view: casts.View, x: jax.Array, groups, key, factor, amax: bool) -> tuple[Any, Any]:
-    """An operand that a kernel made, and the largest magnitude that it saw."""
-    if factor is not None or not laid.cast.is_per_tensor:
-        return casts.run_rows(x, groups, view, key, factor, amax)
-    levels = _levels_of_groups(x, groups, laid.cast.format)
-    factors = _of_rows(levels, groups, x.shape[0], laid.together)
-    codes, seen = casts.run_rows(x, groups, view, key, factors, amax)
-    return PerGroup(codes, levels.scale[:-1, None]), seen
-
-
-def _levels_of_groups(x: jax.Array, groups: jax.Array, format: Format) -> Levels:
-    """Scales of whole groups, and one more for rows of none, which count as zeros."""
-    count = groups.shape[0]
-    row_amax = calibrate.block_amax if format.is_float else calibrate.block_amax_or_inf  # floats have NaN codes
-    of_rows = row_amax(flush(x.astype(jnp.float32)), (1, 0))[:, 0]
-    largest = jax.ops.segment_max(of_rows, _group_of(groups, x.shape[0]), count + 1, indices_are_sorted=True)
-    return levels_or_nan(jnp.maximum(largest, 0).at[count].set(0), format, x.dtype)
-
-
-def _of_rows(levels: Levels, groups: jax.Array, rows: int, together: int) -> jax.Array:
-    """The factor of each row when groups come in so many."""
-    (factor,) = levels.factors
-    rows = rows if together == 1 else room(rows, groups.shape[0], together)
-    return factor[_group_of(whole_groups(groups, together), rows)]
-
-
-def _each_matrix(laid: Laid, w: jax.Array, factor, key, uniform, amax_axes) -> ScaledArray:
-    keys = None if key is None else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(w.shape[0]))
-    return jax.vmap(lambda matrix, k, u: laid.quantize(matrix, factor, k, None, u, amax_axes))(w, keys, uniform)
-
-
-def _per_group(laid: LaidRows, x: jax.Array, groups: jax.Array, **how) -> PerGroup:
-    """One scale, or one per feature, for all rows of a group."""
-    q = _along_features(laid, x, groups, **how)
-    scale = q.scale[_first_rows(groups, x.shape[0])]  # a group without rows has found that of another, which may be NaN
-    return PerGroup(_unscaled(q), jnp.where((groups > 0)[:, None], scale, jnp.ones_like(scale)))
-
-
-def _along_features(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform, amax_axes) -> ScaledArray:
-    cast = laid.cast
-    plan = plan_of_groups(x, cast.format, (0, 1), laid.tile, None, cast.rotation, None, True, amax_axes)
-    return quantize_groups_planned(propagating(plan, 2), x, groups, cast.rounding, key, uniform)
-
-
-def _down_the_rows(laid: LaidRows, x: jax.Array, groups: jax.Array, key, uniform, amax_axes) -> PerGroup | ScaledArray:
-    """Blocks that run down rows which come in whole blocks of one group."""
-    tiles = x.reshape(-1, laid.together, x.shape[1])
-    rows, features = laid.tile
-    plan = make_plan(
-        tiles, laid.cast.format, (0, 2, 1), (1, features, rows), "absmax", None, laid.cast.rotation, None, pad=True
-    )
-    plan = dataclasses.replace(propagating(plan, tiles.ndim), amax_axes=amax_axes)
-    group = _group_of(groups // laid.together, tiles.shape[0])
-    uniform = None if uniform is None else uniform.reshape(tiles.shape)
-    parts = _quantize_tiles(plan, tiles, group, groups.shape[0] + 1, key, uniform)
-    rotation = plan.rotation and dataclasses.replace(plan.rotation, axis=-2)
-    flat = ScaledArray(
-        parts.data.reshape(x.shape),
-        parts.scale.reshape(-1, parts.scale.shape[-1]),
-        format=plan.format,
-        block=blocks.trim((rows, features)),
-        dtype=plan.dtype,
-        rotation=rotation,
-    )
-    if parts.tensor_scale is None:
-        return flat
-    scale = parts.tensor_scale[_first_rows(groups // laid.together, tiles.shape[0])][:, None]
-    return PerGroup(dataclasses.replace(flat, tensor_scale=jnp.ones((), jnp.float32)), scale)
-
-
-_quantize_tiles = jax.jit(quantize_tiles_parts, static_argnums=(0, 3))
-
-
-def _unscaled(q: ScaledArray) -> ScaledArray:
-    return dataclasses.replace(q, scale=jnp.ones((1, 1), q.scale.dtype), block=(0, 0))
+def _matrices(request: CastRequest, product: str, laid: Laid, w: jax.Array, groups, is_first: bool) -> CastResult:
+    """The matrix of each group cast by itself: by XLA, because kernels are not made to be mapped."""
+    key, uniform, axes = request.keys[laid], request.uniforms.get(laid), request.amax_axes.get(laid, ())
+    keys = None
+    if key is not None and uniform is None:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(w.shape[0]))
+    each = functools.partial(laid.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
+    codes = jax.vmap(lambda w, key, uniform: each(w, request.factor, key, None, uniform))(w, keys, uniform)
+    return CastResult((codes,))
 
 
 def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:
     """An ordinary array whose scale is repeated for every row."""
-    group = jnp.minimum(_group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
+    group = jnp.minimum(group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
     return dataclasses.replace(x.codes, scale=x.scale[group], block=(0,))
-
-
-def _group_of(groups: jax.Array, rows: int) -> jax.Array:
-    """The group of each row; as many as there are groups for rows past the last."""
-    return group_rows(groups, rows, 0)[0]
-
-
-def _first_rows(groups: jax.Array, rows: int) -> jax.Array:
-    return jnp.minimum(jnp.cumsum(groups) - groups, rows - 1)
-
-
-def _members(x: jax.Array, groups: jax.Array) -> jax.Array:
-    """x with zeros in rows of no group."""
-    inside = jnp.arange(x.shape[0]) < jnp.sum(groups)
-    return jnp.where(inside[:, None], x, jnp.zeros_like(x))

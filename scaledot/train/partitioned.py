@@ -27,7 +27,7 @@ from scaledot.ops.partition import Axes, Split, spec_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.sharding import constrain
 from scaledot.state import State
-from scaledot.train.casts import Laid
+from scaledot.train.casts import CastRequest, Laid, Made
 from scaledot.train.flatten import Layout
 from scaledot.train.product import Operands, Rule, product
 from scaledot.train.splits import Splits, are_parts, check_axes, cut_words, mesh_of, whole_sizes
@@ -85,20 +85,11 @@ class Partitioned:
             raise ValueError(cut.sentence)
         return Part(tensor, laid, () if cast.delayed else self._sharing(tensor, laid))
 
-    def quantize(self, part: Part, x: jax.Array, groups, factor, key) -> Any:
-        uniform = None if key is None else self._uniform(part, key, x.shape)
-        flat = self._layout(part.tensor).enter(x)
-        return part.laid.quantize(flat, factor, uniform=uniform, amax_axes=part.shared)
-
-    def fused(self, tensor: str, laid: dict[str, Part], keys, later, x: jax.Array, groups, factor, amax, sums) -> Any:
-        (shared, *others) = {part.shared for part in laid.values()}
-        if others:
-            return None  # one pass has one scale
-        if any(part.laid.cast.rounding == "stochastic" for part in laid.values()):
-            return None  # kernels draw by places in the part
-        inner, flat = {p: part.laid for p, part in laid.items()}, self._layout(tensor).enter(x)
-        made = self.kind.fused(tensor, inner, keys, later, flat, groups, factor, amax, sums, shared)
-        return made if made is None or made.sums is None else made._replace(sums=self._bias(made.sums, x))
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+        """What one device would find: scales are shared, and random numbers are drawn by global indices."""
+        request = request.of_shards(lambda part, key: self._uniform(part, key, x.shape))
+        made = self.kind.cast(request, self._layout(request.tensor).enter(x), groups)
+        return made if made.sums is None else made._replace(sums=self._bias(made.sums, x))
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self._layout(tensor).enter(x)

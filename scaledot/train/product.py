@@ -22,9 +22,11 @@ from jax.ad_checkpoint import checkpoint_name
 from scaledot import state as states
 from scaledot.kernels.manual import summed_as, varying
 from scaledot.kernels.spec import sum_dtype
+from scaledot.kernels.table import XLA_CAST
 from scaledot.ops.operands import Choice
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
 from scaledot.state import AmaxHistory, State
+from scaledot.train.casts import CastRequest, Made
 
 # The names under which jax.checkpoint finds the results of products and what they keep for the backward pass.
 GEMM_NAME = "scaledot_gemm"
@@ -44,15 +46,8 @@ class Kind(Protocol):
         """The cast laid on a tensor; equal ones give equal codes."""
         ...
 
-    def quantize(self, laid, x: jax.Array, groups, factor: jax.Array | None, key: jax.Array | None) -> Any:
-        """Codes of x, in the form that `multiply` takes."""
-        ...
-
-    def fused(
-        self, tensor: str, laid: dict[str, Any], keys, later: str | None, x, groups, factor, amax: bool, sums: bool
-    ) -> "Made | None":
-        """The casts of several products made in one pass, which may also look for the largest magnitude and sum over
-        everything that shares a bias; None where no kernel does that. The product `later` takes codes."""
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+        """Codes of x for several products, in the forms that `multiply` takes."""
         ...
 
     def plain(self, product: str, tensor: str, x: jax.Array, groups) -> Any:
@@ -118,14 +113,6 @@ class Residuals(NamedTuple):
     groups: jax.Array | None
     key: jax.Array | None
     like: tuple[Like, Like, Like | None]
-
-
-class Made(NamedTuple):
-    """A tensor as each product takes it, and what its casts saw on the way; None where they did not look."""
-
-    operands: dict[str, Any]
-    amax: jax.Array | None = None
-    sums: jax.Array | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,25 +200,25 @@ class Casts:
         self.rule, self.groups, self.state, self.key = rule, groups, state, key
 
     def made(
-        self, tensor: str, x: jax.Array, products: tuple[str, ...], later: str | None = None, sums: bool = False
+        self, tensor: str, x: jax.Array, products: tuple[str, ...], residual: str | None = None, sums: bool = False
     ) -> Made:
-        """x as each product takes it: cast, in one pass where a kernel can, or as it is. That for `later` is kept."""
+        """x as each product takes it: cast, or as it is. That for `residual` is saved for the backward pass."""
         kind, recipe = self.rule.kind, self.rule.recipe
         casts = {p: cast for p in products if (cast := cast_of(recipe, p, tensor)) is not None}
-        laid = {p: kind.lay(cast, p, tensor) for p, cast in casts.items()}
-        plain = {p: kind.plain(p, tensor, x, self.groups) for p in products if p not in laid}
-        factors = {p: self._factor(cast, tensor) for p, cast in casts.items()}
-        keys = {p: self._key(laid[p], cast, tensor) for p, cast in casts.items()}
-        if laid and not plain and not isinstance(self.rule.kernel, str):
-            factor = next(iter(factors.values()))
-            fused = kind.fused(tensor, laid, keys, later, x, self.groups, factor, amax=tensor in self.state, sums=sums)
-            if fused is not None:
-                return fused
-        codes = {}
-        for p in laid:
-            if laid[p] not in codes:
-                codes[laid[p]] = kind.quantize(laid[p], x, self.groups, factors[p], keys[p])
-        return Made({p: codes[laid[p]] if p in laid else plain[p] for p in products})
+        plain = {p: kind.plain(p, tensor, x, self.groups) for p in products if p not in casts}
+        made = Made({})
+        for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):  # one pass has one factor
+            same = {p: cast for p, cast in casts.items() if cast.delayed == delayed}
+            found = kind.cast(self._request(tensor, same, residual, sums), x, self.groups)
+            made = Made(made.operands | found.operands, *(found[1:] if made.amax is None else made[1:]))
+        return made._replace(operands={p: (made.operands | plain)[p] for p in products})
+
+    def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, sums: bool) -> CastRequest:
+        laid = {p: self.rule.kind.lay(cast, p, tensor) for p, cast in casts.items()}
+        keys = {laid[p]: self._key(laid[p], cast, tensor) for p, cast in casts.items()}
+        factor = self._factor(next(iter(casts.values())), tensor)
+        kernel = XLA_CAST.name if isinstance(self.rule.kernel, str) else self.rule.kernel  # that names a matmul
+        return CastRequest(tensor, laid, keys, residual, factor, tensor in self.state, sums, kernel)
 
     def made_and_kept(self, tensor: str, x: jax.Array, later: str) -> tuple[Made, Any]:
         """x as forward takes it, and as a product of the backward pass does, named; straight-through they are one.

@@ -22,8 +22,8 @@ NOT_ON_A_CPU = {
     "scaledot/kernels/table.py:_mosaic": "runs a Mosaic kernel, or on a GPU its XLA replacement",
     "scaledot/kernels/table.py:_differentiated": "differentiates a Mosaic kernel",
     "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or on a GPU its XLA replacement",
-    "scaledot/train/dots.py:Dot.fused": "says whether Mosaic casts are taken, which they never are on a CPU",
-    "scaledot/train/groups.py:_levels_of_groups": "prepares a Mosaic cast",
+    "scaledot/kernels/table.py:_reference_cast": "runs on a GPU machine in the place of a Mosaic cast",
+    "scaledot/kernels/table.py:spacing": "asks whether Mosaic kernels cast rows in groups",
 }
 # Changes that no test can see, by name and change, and why.
 EQUIVALENT = {

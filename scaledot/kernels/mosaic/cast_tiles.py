@@ -1,23 +1,25 @@
 """One read of a matrix, 8-bit codes as they lie and transposed: one scale for all, for tiles or for lines of 128.
 
 Lines run along the rows for codes that are written as they lie, and down the columns for those that are written
-transposed, so a product finds them along its sum either way. So do the groups of a rotation, which a second tile in
-shared memory is for: there they run down the columns in any case, and a thread has a column.
+transposed, so a matmul finds them along its contracted axis either way. So do the groups of a rotation, which a second
+tile in shared memory is for: there they run down the columns in any case, and a thread has a column.
 
-A program has one tile. Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can: the even and the odd
-rows of a tile are read apart, and the codes of two rows that belong to one column are packed into one 16-bit word. The
-transposed matrix of words is the transposed matrix of codes.
+A program (CTA) has one tile of 128 rows. Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can: the
+even and the odd rows of a tile are read apart, and the codes of two rows that belong to one column are packed into one
+16-bit word. The transposed matrix of words is the transposed matrix of codes.
 
 Rows may also come in strips that a table names, each from any row on and no longer than a tile. Shared memory then has
 them in rows of 128 bytes, swizzled, because copies in tiles of eight rows begin at every eighth row only.
 
-Codes of NaN and infinities are NaN where one scale is for a whole matrix of 8-bit floats. Elsewhere the scale of what
-holds one is NaN.
+NaN and infinities either propagate or saturate. Propagating, the codes of both are NaN where one scale is for a whole
+matrix of 8-bit floats; elsewhere the scale of what holds one is NaN. Saturating, scales follow from finite elements,
+infinities become the largest code, and NaN the NaN code of a float or the integer 0.
 
-The last rows come first: the cache may still have them from who looked for the largest magnitude, and then has the
-first codes for who multiplies.
+The last rows come first: the cache may still have them from the search for the largest magnitude, and then has the
+first codes for the matmul.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -31,13 +33,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.mosaic.casts import LINE
 from scaledot.kernels.mosaic.memory import (
     LANES,
     SWIZZLE,
     THREADS,
     flushed,
     load,
+    magnitudes,
     rotated,
     scaled_or_nan,
     side_by_side,
@@ -45,7 +47,8 @@ from scaledot.kernels.mosaic.memory import (
     to_float8,
     to_int8,
 )
-from scaledot.numerics.bits import amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank
+from scaledot.kernels.mosaic.sizes import LINE
+from scaledot.numerics.bits import amax_of_rank, magnitude_rank
 from scaledot.numerics.encode import rounded
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
@@ -54,7 +57,7 @@ from scaledot.numerics.scale import levels_or_nan
 PAIRS = LINE // 2  # pairs of rows in a tile
 PART = 64  # columns that are in registers at a time
 SEARCHERS = 1024  # programs that look for the largest magnitude
-READS = 8  # that one of them has on their way
+READS = 8  # loads that one of them has in flight
 WGMMA = plgpu.Layout.WGMMA
 EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
 COLUMN = plgpu.Layout.TILED(  # one column of (rows, LINE) for each thread
@@ -120,7 +123,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
 
     finite: of its finite elements; otherwise infinite where a program has found NaN or infinities.
     """
-    ordered, amax_of = (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
+    ordered, amax_of = magnitudes(finite)
     vector = 16 // x.dtype.itemsize
     layout = side_by_side(LANES, vector)
     read = THREADS * vector // LANES, LANES
@@ -157,6 +160,7 @@ def cast(
     width: int = 0,
     rotations: Rotations = (None, None),
     strips: jax.Array | None = None,
+    saturates: bool = False,
 ) -> Result:
     """Codes of x (M, K), which must be multiples of 128; of 2 and 128 where there are strips.
 
@@ -164,148 +168,307 @@ def cast(
     int32 (M / 128, 2), with the M of the results. None: all rows as they come.
     seeds: the words of two keys, uint32 (2, 2), for codes as they lie and for transposed ones; None rounds to nearest.
     width: the length of rows by which elements are counted for stochastic rounding. rotations: along the lines of codes
-    as they lie and of transposed ones, before the cast.
+    as they lie and of transposed ones, before the cast. saturates: what becomes of NaN and infinities.
     """
-    k = x.shape[1]
-    m = x.shape[0] if strips is None else strips.shape[0] * LINE
-    dtype = format.code_dtype
-    of_lines = isinstance(scaling, OfBlocks) and not scaling.square
-    turns = [side for side, rotation in enumerate(rotations) if rotation is not None]
-    assert of_lines or not turns
-    parts = LINE // PART if isinstance(scaling, OfBlocks) else 1
-    deep, wide = m // LINE, k // (parts * PART)
-    pieces = 1 if strips is None else PART * x.dtype.itemsize // SWIZZLE
-    piece_columns = PART // pieces
-    has_scale = isinstance(scaling, Seen | OfBlocks) and (wanted.rows or not of_lines)
-    writes = (*wanted, has_scale, of_lines and wanted.transposed)
-    given = [] if isinstance(scaling, OfBlocks) else [scaling[0]]
-    if isinstance(scaling, OfRows):  # even rows come first in each tile
-        given = [scaling.factors.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
-
-    def kernel(x_gmem, *others):
-        refs: Any = iter(others)
-        given_gmem: Any = next(refs) if given else None
-        seeds_gmem: Any = None if seeds is None else next(refs)
-        strips_gmem: Any = None if strips is None else next(refs)
-        outs: tuple[Any, ...] = tuple(next(refs) if want else None for want in writes)
-        rows_gmem, words_gmem, amax_gmem, sums_gmem, row_scale, column_scale = outs
-        x_smem, rows_smem, words_smem, lines_smem, turned_smem, full = refs
-        turned_of: dict[int, Any] = {side: turned_smem.at[i] for i, side in enumerate(turns)}
-        row, column = deep - 1 - lax.axis_index("row"), lax.axis_index("column")
-        pairs = pl.ds(row * PAIRS, PAIRS)
-        along = [pl.ds((column * parts + part) * PART, PART) for part in range(parts)]
-        tile = Tile(x_smem, None if strips is None else strips_gmem[row, 1])
-        for part, parity, piece in itertools.product(range(parts), range(2), range(pieces)):
-            columns = pl.ds((column * parts + part) * PART + piece * piece_columns, piece_columns)
-            source = x_gmem.at[*_source(strips_gmem, row, parity), columns]
-            plgpu.copy_gmem_to_smem(source, x_smem.at[part, parity, piece], full)
-        factor: Any = None
-        if isinstance(scaling, Given):
-            factor = given_gmem[0]
-        elif isinstance(scaling, Seen):
-            factor = _scale_tensor(given_gmem, format, row_scale, (row == 0) & (column == 0))
-        elif isinstance(scaling, OfRows):
-            lines_smem[0] = load(given_gmem.at[row], EACH)
-        plgpu.barrier_wait(full)
-        if of_lines:
-            _longest_lines(tile, lines_smem, [side for side in range(2) if side not in turns])
-            for side in turns:
-                _rotate(tile, turned_of[side], lines_smem, side, rotations[side])
-            _scale_lines(format, lines_smem, row_scale, column_scale, row, column)
-        elif isinstance(scaling, OfBlocks):
-            factor = _scale_square(tile, format, row_scale, row, column)
-
-        def factor_of(part: int, parity: int, transposed: int) -> Any:
-            if of_lines and transposed:
-                return _spread(lines_smem.at[1], part * PART, 1)
-            return factor if factor is not None else _spread(lines_smem.at[0], parity * PAIRS, 0)
-
-        def codes(part: int, values: list[jax.Array], transposed: int) -> list[jax.Array]:
-            made = []
-            if transposed in turns:
-                values = _turned_values(turned_of[transposed], part, transposed)
-            for parity, value in enumerate(values):
-                by = factor_of(part, parity, transposed)
-                up = flushed(value) * by if isinstance(scaling, OfBlocks) else scaled_or_nan(value, by)
-                place = row * LINE + parity, (column * parts + part) * PART
-                uniform = None if seeds is None else _uniform(seeds_gmem.at[transposed], place, width)
-                made.append(_code(up, format, uniform))
-            return made
-
-        one_cast = not of_lines and seeds is None
-        largest = plgpu.layout_cast(jnp.zeros((PAIRS, PART), jnp.uint32), WGMMA)
-        for part in range(parts):
-            values = tile.values(part)
-            if wanted.amax:
-                largest = functools.reduce(jnp.maximum, map(magnitude_rank, values), largest)
-            if wanted.sums:
-                sums_gmem[row, along[part]] = jnp.sum(values[0] + values[1], axis=0)
-            rows = codes(part, values, 0) if wanted.rows or one_cast else []
-            if wanted.rows:
-                for parity in range(2):
-                    rows_smem[part, parity] = rows[parity]
-            if wanted.transposed:
-                if seeds is not None:  # registers would not hold them until now
-                    values = tile.values(part)
-                turned = rows if one_cast else codes(part, values, 1)
-                even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in turned)
-                if format.is_integer:  # Mosaic still extends their sign
-                    even &= np.uint16(0xFF)
-                words_smem.at[part].T[...] = even | (odd << 8)
-        if wanted.amax:
-            amax_gmem[row, column] = amax_of_rank(_largest(largest))
-        plgpu.commit_smem()
-        for part in range(parts):
-            if wanted.rows:
-                for parity in range(2):
-                    plgpu.copy_smem_to_gmem(rows_smem.at[part, parity], rows_gmem.at[pairs, parity, along[part]])
-            if wanted.transposed:
-                plgpu.copy_smem_to_gmem(words_smem.at[part], words_gmem.at[along[part], pairs])
-        plgpu.wait_smem_to_gmem(0)
-
-    scales = (1,) if isinstance(scaling, Seen) else (wide, deep, LINE) if of_lines else (deep, wide)
-    outputs = (
-        jax.ShapeDtypeStruct((m // 2, 2, k), dtype),
-        jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
-        jax.ShapeDtypeStruct((deep, wide), jnp.float32),
-        jax.ShapeDtypeStruct((deep, k), jnp.float32),
-        jax.ShapeDtypeStruct(scales, jnp.float32),
-        jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+    rows = x.shape[0] if strips is None else strips.shape[0] * LINE
+    call = Call(
+        (rows, x.shape[1]),
+        x.dtype,
+        format,
+        type(scaling),
+        isinstance(scaling, OfBlocks) and scaling.square,
+        wanted,
+        seeds is not None,
+        strips is not None,
+        width,
+        rotations,
+        saturates,
     )
-    transforms = tiled(piece_columns, x.dtype)[0 if strips is None else 1 :]
+    assert call.of_lines or not call.turns
+
+    def kernel(*refs) -> None:
+        _kernel(call, *refs)
+
     run = plgpu.kernel(
         kernel,
-        out_type=tuple(output for output, want in zip(outputs, writes, strict=True) if want),
-        grid=(deep, wide),
+        out_type=tuple(output for output, want in zip(call.outputs, call.writes, strict=True) if want),
+        grid=call.grid,
         grid_names=("row", "column"),
-        scratch_types=[
-            plgpu.SMEM((parts, 2, pieces, PAIRS, piece_columns), x.dtype, transforms=transforms),
-            plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=tiled(PART, dtype)) if wanted.rows else None,
-            plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=tiled(PAIRS, jnp.uint16))
-            if wanted.transposed
-            else None,
-            plgpu.SMEM((2, LINE), jnp.float32) if of_lines or isinstance(scaling, OfRows) else None,
-            plgpu.SMEM((len(turns), LINE, PITCH), jnp.bfloat16) if turns else None,
-            plgpu.Barrier(num_arrivals=2 * parts * pieces),
-        ],
+        scratch_types=call.scratch,
         compiler_params=_PARAMETERS,
     )
-    written = iter(run(x.reshape(-1, 2, k), *given, *(each for each in (seeds, strips) if each is not None)))
-    rows, words, largest, sums, scale, column_scale = (next(written) if want else None for want in writes)
-    if of_lines and scale is not None:  # even rows come first in each tile
-        scale = scale.reshape(wide, deep, 2, PAIRS).transpose(1, 3, 2, 0).reshape(m, wide)
-    return Result(
-        None if rows is None else rows.reshape(m, k),
-        None if words is None else lax.bitcast_convert_type(words, dtype).reshape(k, m),
-        largest,
-        sums,
-        scale,
-        None if column_scale is None else column_scale.reshape(deep, k).T,
-    )
+    optional = (*call.factors(scaling), seeds, strips)
+    written = iter(run(x.reshape(-1, 2, x.shape[1]), *(each for each in optional if each is not None)))
+    return call.result(*(next(written) if want else None for want in call.writes))
 
 
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 _FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One launch, before data: shapes of its grid, outputs and shared memory. shape: (M, K) of the results."""
+
+    shape: tuple[int, int]
+    input_dtype: Any
+    format: Format
+    scaling: type
+    square: bool
+    wanted: Wanted
+    stochastic: bool
+    has_strips: bool
+    width: int
+    rotations: Rotations
+    saturates: bool
+
+    @property
+    def of_blocks(self) -> bool:
+        return self.scaling is OfBlocks
+
+    @property
+    def of_lines(self) -> bool:
+        return self.of_blocks and not self.square
+
+    @property
+    def turns(self) -> list[int]:
+        """Which results are rotated: 0 for codes as they lie, 1 for transposed ones."""
+        return [side for side, rotation in enumerate(self.rotations) if rotation is not None]
+
+    @property
+    def parts(self) -> int:
+        """Parts of PART columns that a tile has."""
+        return LINE // PART if self.of_blocks else 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.shape[0] // LINE, self.shape[1] // (self.parts * PART)
+
+    @property
+    def pieces(self) -> int:
+        """Copies that fetch a part: rows of strips are at most 128 bytes long in shared memory."""
+        return PART * self.input_dtype.itemsize // SWIZZLE if self.has_strips else 1
+
+    @property
+    def casts_once(self) -> bool:
+        """Whether codes as they lie and transposed ones are the same."""
+        return not self.of_lines and not self.stochastic
+
+    @property
+    def writes(self) -> tuple[bool, ...]:
+        """Which of the outputs are written."""
+        has_scale = self.scaling in (Seen, OfBlocks) and (self.wanted.rows or not self.of_lines)
+        return *self.wanted, has_scale, self.of_lines and self.wanted.transposed
+
+    @property
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        (m, k), (deep, wide) = self.shape, self.grid
+        scales = (1,) if self.scaling is Seen else (wide, deep, LINE) if self.of_lines else (deep, wide)
+        return (
+            jax.ShapeDtypeStruct((m // 2, 2, k), self.format.code_dtype),
+            jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
+            jax.ShapeDtypeStruct((deep, wide), jnp.float32),
+            jax.ShapeDtypeStruct((deep, k), jnp.float32),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+            jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+        )
+
+    @property
+    def scratch(self) -> list[Any]:
+        """Shared memory: the tile, its codes as they lie and as words, factors of lines, rotated tiles. A barrier."""
+        parts, pieces, dtype = self.parts, self.pieces, self.format.code_dtype
+        transforms = tiled(PART // pieces, self.input_dtype)[1 if self.has_strips else 0 :]
+        has_lines = self.of_lines or self.scaling is OfRows
+        rows = plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=tiled(PART, dtype))
+        words = plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=tiled(PAIRS, jnp.uint16))
+        return [
+            plgpu.SMEM((parts, 2, pieces, PAIRS, PART // pieces), self.input_dtype, transforms=transforms),
+            rows if self.wanted.rows else None,
+            words if self.wanted.transposed else None,
+            plgpu.SMEM((2, LINE), jnp.float32) if has_lines else None,
+            plgpu.SMEM((len(self.turns), LINE, PITCH), jnp.bfloat16) if self.turns else None,
+            plgpu.Barrier(num_arrivals=2 * parts * pieces),
+        ]
+
+    def factors(self, scaling: Scaling) -> list[jax.Array]:
+        """The array of a scaling that has one; of each tile's rows the even ones come first."""
+        if isinstance(scaling, OfBlocks):
+            return []
+        if not isinstance(scaling, OfRows):
+            return [scaling[0]]
+        deep = self.grid[0]
+        return [scaling.factors.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
+
+    def result(self, rows, words, largest, sums, scale, column_scale) -> Result:
+        """What the launch has written, in the shapes of Result."""
+        (m, k), (deep, wide) = self.shape, self.grid
+        if self.of_lines and scale is not None:  # even rows come first in each tile
+            scale = scale.reshape(wide, deep, 2, PAIRS).transpose(1, 3, 2, 0).reshape(m, wide)
+        return Result(
+            None if rows is None else rows.reshape(m, k),
+            None if words is None else lax.bitcast_convert_type(words, self.format.code_dtype).reshape(k, m),
+            largest,
+            sums,
+            scale,
+            None if column_scale is None else column_scale.reshape(deep, k).T,
+        )
+
+
+def _kernel(call: Call, x_gmem, *others) -> None:
+    """One program: fetch a tile, decide its factors, cast it part by part, store codes."""
+    program = _program(call, others)
+    program.fetch(x_gmem)
+    factor = program.known_factor()
+    plgpu.barrier_wait(program.full)
+    if call.of_lines:
+        program.scale_lines()
+    elif call.of_blocks:
+        factor = program.scale_square()
+    program.cast(factor)
+    program.store()
+
+
+def _program(call: Call, others: tuple[Any, ...]) -> "Program":
+    """The references of a program by name; those that a call does not have are None."""
+    refs: Any = iter(others)
+    given = None if call.of_blocks else next(refs)
+    seeds = next(refs) if call.stochastic else None
+    strips = next(refs) if call.has_strips else None
+    outs = Result(*(next(refs) if want else None for want in call.writes))
+    x_smem, rows_smem, words_smem, lines_smem, turned_smem, full = refs
+    row, column = call.grid[0] - 1 - lax.axis_index("row"), lax.axis_index("column")
+    tile = Tile(x_smem, None if strips is None else strips[row, 1])
+    turned = {side: turned_smem.at[i] for i, side in enumerate(call.turns)}
+    return Program(call, row, column, tile, given, seeds, strips, outs, rows_smem, words_smem, lines_smem, turned, full)
+
+
+class Program(NamedTuple):
+    """A program and all it reads and writes: the tile at (row, column) of the grid."""
+
+    call: Call
+    row: Any
+    column: Any
+    tile: "Tile"
+    given: Any
+    seeds: Any
+    strips: Any
+    outs: Result
+    rows_smem: Any
+    words_smem: Any
+    lines_smem: Any
+    turned: dict[int, Any]
+    full: Any
+
+    @property
+    def pairs(self) -> Any:
+        return pl.ds(self.row * PAIRS, PAIRS)
+
+    def along(self, part: int) -> Any:
+        """The columns of a part."""
+        return pl.ds((self.column * self.call.parts + part) * PART, PART)
+
+    def fetch(self, x_gmem) -> None:
+        """Start the copies of the even and the odd rows."""
+        call, width = self.call, PART // self.call.pieces
+        for part, parity, piece in itertools.product(range(call.parts), range(2), range(call.pieces)):
+            columns = pl.ds((self.column * call.parts + part) * PART + piece * width, width)
+            source = x_gmem.at[*_source(self.strips, self.row, parity), columns]
+            plgpu.copy_gmem_to_smem(source, self.tile.smem.at[part, parity, piece], self.full)
+
+    def known_factor(self) -> Any:
+        """The factor of the whole matrix; those of rows go to shared memory instead."""
+        if self.call.scaling is Given:
+            return self.given[0]
+        if self.call.scaling is Seen:
+            is_first = (self.row == 0) & (self.column == 0)
+            return _scale_tensor(self.given, self.call.format, self.outs.row_scale, is_first)
+        if self.call.scaling is OfRows:
+            self.lines_smem[0] = load(self.given.at[self.row], EACH)
+        return None
+
+    def scale_lines(self) -> None:
+        """Leave the factors of rows and columns in shared memory, and write their scales."""
+        call = self.call
+        sides = [side for side in range(2) if side not in call.turns]
+        _longest_lines(self.tile, self.lines_smem, sides, call.saturates)
+        for side in call.turns:
+            _rotate(self.tile, self.turned[side], self.lines_smem, side, call.rotations[side], call.saturates)
+        places = (self.column, self.row), (self.row, self.column)
+        for side, scale_gmem in enumerate((self.outs.row_scale, self.outs.column_scale)):
+            levels = levels_or_nan(load(self.lines_smem.at[side], EACH), call.format, _FLOAT32)
+            if scale_gmem is not None:
+                scale_gmem[places[side]] = levels.scale
+            self.lines_smem[side] = levels.factors[0]
+
+    def scale_square(self) -> jax.Array:
+        """The factor of the tile, whose scale is written."""
+        ordered, amax_of = magnitudes(self.call.saturates)
+        sizes = [ordered(value) for part in self.tile.parts for value in self.tile.values(part)]
+        largest = amax_of(_largest(functools.reduce(jnp.maximum, sizes)))
+        levels = levels_or_nan(largest, self.call.format, _FLOAT32)
+        self.outs.row_scale[self.row, self.column] = levels.scale
+        return levels.factors[0]
+
+    def cast(self, factor) -> None:
+        """Codes of each part into shared memory; magnitudes and sums on the way."""
+        wanted = self.call.wanted
+        largest = plgpu.layout_cast(jnp.zeros((PAIRS, PART), jnp.uint32), WGMMA)
+        for part in range(self.call.parts):
+            values = self.tile.values(part)
+            if wanted.amax:
+                largest = functools.reduce(jnp.maximum, map(magnitude_rank, values), largest)
+            if wanted.sums:
+                self.outs.sums[self.row, self.along(part)] = jnp.sum(values[0] + values[1], axis=0)
+            self._cast_part(part, values, factor)
+        if wanted.amax:
+            self.outs.amax[self.row, self.column] = amax_of_rank(_largest(largest))
+
+    def _cast_part(self, part: int, values: list[jax.Array], factor) -> None:
+        call = self.call
+        rows = self._codes(part, values, 0, factor) if call.wanted.rows or call.casts_once else []
+        if call.wanted.rows:
+            for parity in range(2):
+                self.rows_smem[part, parity] = rows[parity]
+        if not call.wanted.transposed:
+            return
+        if call.stochastic:  # loaded again: registers would not hold them until now
+            values = self.tile.values(part)
+        turned = rows if call.casts_once else self._codes(part, values, 1, factor)
+        even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in turned)
+        if call.format.is_integer:  # Mosaic still extends their sign
+            even &= np.uint16(0xFF)
+        self.words_smem.at[part].T[...] = even | (odd << 8)
+
+    def _codes(self, part: int, values: list[jax.Array], transposed: int, factor) -> list[jax.Array]:
+        """Of the even and the odd rows of a part."""
+        call, made = self.call, []
+        if transposed in call.turns:
+            values = _turned_values(self.turned[transposed], part, transposed)
+        for parity, value in enumerate(values):
+            by = self._factor(part, parity, transposed, factor)
+            up = flushed(value) * by if call.of_blocks or call.saturates else scaled_or_nan(value, by)
+            place = self.row * LINE + parity, (self.column * call.parts + part) * PART
+            uniform = _uniform(self.seeds.at[transposed], place, call.width) if call.stochastic else None
+            made.append(_code(up, call.format, uniform, call.saturates))
+        return made
+
+    def _factor(self, part: int, parity: int, transposed: int, factor) -> Any:
+        if self.call.of_lines and transposed:
+            return _spread(self.lines_smem.at[1], part * PART, 1)
+        return factor if factor is not None else _spread(self.lines_smem.at[0], parity * PAIRS, 0)
+
+    def store(self) -> None:
+        """Copy codes from shared memory to the results."""
+        plgpu.commit_smem()
+        for part in range(self.call.parts):
+            if self.call.wanted.rows:
+                for parity in range(2):
+                    target = self.outs.rows.at[self.pairs, parity, self.along(part)]
+                    plgpu.copy_smem_to_gmem(self.rows_smem.at[part, parity], target)
+            if self.call.wanted.transposed:
+                target = self.outs.transposed.at[self.along(part), self.pairs]
+                plgpu.copy_smem_to_gmem(self.words_smem.at[part], target)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _source(strips_gmem, row, parity: int) -> tuple[Any, Any]:
@@ -354,32 +517,27 @@ def _scale_tensor(seen_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
     return levels.factors[0]
 
 
-def _scale_square(tile: Tile, format: Format, scale_gmem, row, column) -> jax.Array:
-    sizes = [magnitude_bits(value) for part in tile.parts for value in tile.values(part)]
-    levels = levels_or_nan(amax_of_bits(_largest(functools.reduce(jnp.maximum, sizes))), format, _FLOAT32)
-    scale_gmem[row, column] = levels.scale
-    return levels.factors[0]
-
-
-def _longest_lines(tile: Tile, lines_smem, sides: list[int]) -> None:
+def _longest_lines(tile: Tile, lines_smem, sides: list[int], finite: bool) -> None:
     """Leaves the largest magnitudes of the rows (0), even ones first, and of the columns (1) in shared memory."""
+    ordered, amax_of = magnitudes(finite)
     longest: list[Any] = [None, None]
     for part in tile.parts if sides else ():
-        sizes = [magnitude_bits(value) for value in tile.values(part)]
+        sizes = [ordered(value) for value in tile.values(part)]
         if 1 in sides:
-            lines_smem[1, pl.ds(part * PART, PART)] = amax_of_bits(jnp.max(jnp.maximum(*sizes), axis=0))
+            lines_smem[1, pl.ds(part * PART, PART)] = amax_of(jnp.max(jnp.maximum(*sizes), axis=0))
         if 0 in sides:
             ends = [jnp.max(size, axis=1) for size in sizes]
             longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
     for parity in range(2 if 0 in sides else 0):
-        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of_bits(longest[parity])
+        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of(longest[parity])
 
 
-def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any) -> None:
+def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any, finite: bool) -> None:
     """Leaves the tile rotated, lines down its columns; and the largest magnitude of each where those of others are.
 
     Sums below 2^-126 are kept where the reference makes them zeros.
     """
+    ordered, amax_of = magnitudes(finite)
     for part in tile.parts:
         for parity, value in enumerate(tile.values(part)):
             _block(turned_smem, part, parity, side)[...] = value.astype(jnp.bfloat16)
@@ -393,10 +551,10 @@ def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any) -> No
         values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
         for strip, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
-        return functools.reduce(jnp.maximum, map(magnitude_bits, values), most)
+        return functools.reduce(jnp.maximum, map(ordered, values), most)
 
     nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
-    lines_smem[pl.ds(side, 1)] = amax_of_bits(lax.fori_loop(0, LINE // size, group, nothing))
+    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, LINE // size, group, nothing))
 
 
 def _block(turned_smem, part: int, parity: int, side: int) -> Any:
@@ -410,21 +568,10 @@ def _turned_values(turned_smem, part: int, side: int) -> list[jax.Array]:
     return [load(block, WGMMA, optimized=False).astype(jnp.float32) for block in blocks]
 
 
-def _scale_lines(format: Format, lines_smem, row_scale, column_scale, row, column) -> None:
-    """Makes factors of the largest magnitudes that were found, in their place."""
-    for side, scale_gmem, at in ((0, row_scale, (column, row)), (1, column_scale, (row, column))):
-        levels = levels_or_nan(load(lines_smem.at[side], EACH), format, _FLOAT32)
-        if scale_gmem is not None:
-            scale_gmem[at] = levels.scale
-        lines_smem[side] = levels.factors[0]
-
-
-def _code(up: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+def _code(up: jax.Array, format: Format, uniform: jax.Array | None, saturates: bool) -> jax.Array:
     if format.is_integer:
         return to_int8(up, format, uniform)
-    if uniform is None:
-        return to_float8(up, format.code_dtype)
-    return rounded(up, format, uniform).astype(format.code_dtype)
+    return to_float8(up if uniform is None else rounded(up, format, uniform), format.code_dtype, saturates)
 
 
 def _spread(line_smem, first: int, axis: int) -> jax.Array:

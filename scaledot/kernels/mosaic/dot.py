@@ -19,7 +19,7 @@ from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
-from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
@@ -33,9 +33,6 @@ class Product:
     @property
     def values(self) -> bool:
         return self.kind == "values"
-
-    def supports(self, problem: Problem) -> str | None:
-        return self.problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
     def problem_reason(self, problem: Problem) -> str | None:
         """Why the kernel cannot compute it, whatever the device."""

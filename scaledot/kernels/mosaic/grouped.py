@@ -11,14 +11,10 @@ from scaledot.contraction import Contraction
 from scaledot.kernels import operands
 from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
-from scaledot.kernels.mosaic.casts import LINE
+from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.operands import Factor, filled_up
 from scaledot.kernels.spec import Problem, is_default_precision
 from scaledot.numerics.grouped import spaced
-
-
-def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
 
 
 def problem_reason(problem: Problem) -> str | None:

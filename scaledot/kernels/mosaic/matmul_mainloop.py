@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.kernels.mosaic.casts import LINE
 from scaledot.kernels.mosaic.matmul_epilogue import along_columns
 from scaledot.kernels.mosaic.memory import SWIZZLE, load
+from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.mosaic.tiles import Config, Tile, Warpgroup
 
 

@@ -1,5 +1,6 @@
 """Tiles in shared memory, layouts and loads of registers, and arithmetic there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.mosaic import support
-from scaledot.numerics.bits import MIN_NORMAL
+from scaledot.numerics.bits import MIN_NORMAL, amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank
 from scaledot.numerics.hadamard import Hadamard
 
 LANES, WARPS = 32, 4
@@ -18,6 +19,7 @@ THREADS = LANES * WARPS  # of a warpgroup
 SWIZZLE = 128  # bytes of a row of a tile in shared memory
 ROW_TILE = 8  # rows of such a tile
 LEAST = MIN_NORMAL.view(np.float32)
+_HARDWARE_NAN = 0x7F  # what PTX's cvt to E4M3 and E5M2 makes of NaN
 
 
 def tiled(columns: int, dtype) -> tuple[Any, Any]:
@@ -54,10 +56,26 @@ def scaled_or_nan(x: jax.Array, factor: jax.Array) -> jax.Array:
     return x * jnp.where(jnp.abs(x) < LEAST, zero, factor) + x * zero
 
 
-def to_float8(x: jax.Array, dtype) -> jax.Array:
-    """float32 to nearest, saturated. A GPU's conversion does both; that of the interpreter overflows to NaN."""
+def magnitudes(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """A function to uint32 that order as magnitudes do, and one from the largest of them back to float32.
+
+    finite: NaN and infinities are below all else; otherwise above, and the largest magnitude is then infinite.
+    """
+    return (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
+
+
+def to_float8(x: jax.Array, dtype, reference_nan: bool = False) -> jax.Array:
+    """float32 to nearest, saturated. A GPU's conversion does both; that of the interpreter overflows to NaN.
+
+    reference_nan: NaN as the bits that `encode` gives it. E5M2 has several, and a GPU's conversion gives another.
+    """
     limit = float(jnp.finfo(dtype).max)
-    return (jnp.clip(x, -limit, limit) if support.is_interpreted() else x).astype(dtype)
+    codes = (jnp.clip(x, -limit, limit) if support.is_interpreted() else x).astype(dtype)
+    nan = np.array(np.nan, dtype).view(np.uint8)
+    if not reference_nan or nan == _HARDWARE_NAN:
+        return codes
+    bits = lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)  # Mosaic selects among words, not bytes
+    return lax.bitcast_convert_type(jnp.where(x == x, bits, np.uint32(nan)).astype(jnp.uint8), dtype)
 
 
 def to_int8(x: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:

@@ -13,7 +13,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.mosaic.casts import FLOAT8_ELEMENTS, LINE
+from scaledot.kernels.mosaic.sizes import FLOAT8_ELEMENTS, LINE
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.spec import Problem
 from scaledot.numerics import blocks

@@ -1,10 +1,8 @@
 """Where the Mosaic kernels run, without loading them."""
 
-import math
-from typing import Any
-
 import jax
-from jax.core import Tracer
+
+from scaledot.kernels.placement import devices_of, partition_reason
 
 OLDEST_JAX = (0, 11)
 MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
@@ -13,6 +11,11 @@ MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
 def device_reason() -> str | None:
     """Why this process cannot use them here, whatever the arrays."""
     return machine_reason() or partition_reason(devices_of())
+
+
+def place_reason(devices: int | None) -> str | None:
+    """Why they do not run in a program that XLA partitions over so many devices, or inside a shard_map for None."""
+    return machine_reason() if devices is None else device_reason() or partition_reason(devices)
 
 
 def machine_reason() -> str | None:
@@ -32,35 +35,6 @@ def machine_reason() -> str | None:
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         return "its programs count in 32 bits, and jax_enable_x64 makes them count in 64"
     return None
-
-
-def partition_reason(devices: int) -> str | None:
-    """Why kernels are not taken in a program that XLA partitions over so many devices: it cannot look into them."""
-    if devices == 1:
-        return None
-    return f"XLA partitions this over {devices} devices; kernels run on one, or inside a shard_map over all mesh axes"
-
-
-def devices_of(*arrays: jax.Array) -> int:
-    """The devices that XLA may partition a program of these arrays over.
-
-    They are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
-    NamedSharding inside jit, too, along automatic axes as along explicit ones. Axes of a surrounding shard_map do not
-    count. What types do not say is not seen: `in_shardings` of jit for arrays that are not placed so yet, and a mesh
-    that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
-    """
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty and not _partitioned(context):
-        return 1
-    meshes = [context, *(jax.typeof(array).sharding.mesh for array in arrays)]
-    concrete = [array for array in arrays if isinstance(array, jax.Array) and not isinstance(array, Tracer)]
-    return max([math.prod(_partitioned(mesh)) for mesh in meshes] + [a.sharding.num_devices for a in concrete])
-
-
-def _partitioned(mesh: Any) -> list[int]:
-    """The sizes of the axes along which XLA partitions."""
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return [size for size, kind in kinds if kind != jax.sharding.AxisType.Manual]
 
 
 def multiprocessors() -> int:

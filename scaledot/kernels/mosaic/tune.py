@@ -20,8 +20,9 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.formats import FORMATS
+from scaledot.kernels.layouts import VALUES
 from scaledot.kernels.mosaic import dot, grouped, support, tuning
-from scaledot.kernels.mosaic.casts import LINE, VALUES
+from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.mosaic.tuning import Shape
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.numerics import blocks

@@ -30,10 +30,6 @@ LARGEST_ENTRY = 3.5  # of a codebook; 2^133 times a 127th of it is a bfloat16 (`
 BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # terms that share a scale of this dtype
 
 
-def supports(problem: Problem) -> str | None:
-    return problem_reason(problem) or support.device_reason() or support.partition_reason(problem.devices)
-
-
 def problem_reason(problem: Problem) -> str | None:
     """Why the kernel cannot compute it, whatever the device."""
     contraction, x, w = problem.contraction, problem.lhs, problem.rhs

@@ -1,6 +1,6 @@
 """Casts of rows in groups, and of one matrix per group."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,14 +11,11 @@ from scaledot.compat.transformer_engine.quantize.views import GroupedScaledTenso
 from scaledot.ops.plan import checked_groups
 from scaledot.ops.quantize import quantize, quantize_grouped
 
-if TYPE_CHECKING:
-    from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
-
 
 class GroupedCasts:
-    """Both orientations of rows in groups, or of one matrix per group."""
+    """Both orientations of rows in groups, or of one matrix per group, as a Quantizer asks for them."""
 
-    def __init__(self, quantizer: "Quantizer", x: jax.Array, group_sizes, flatten_axis: int, dtype):
+    def __init__(self, quantizer: Any, x: jax.Array, group_sizes, flatten_axis: int, dtype):
         self.quantizer, self.x, self.dtype = quantizer, x, dtype
         if cut_at(flatten_axis, x.ndim) != x.ndim - 1:
             raise ValueError(f"`flatten_axis` {flatten_axis} of a grouped tensor can only be -1")
@@ -65,7 +62,7 @@ class GroupedCasts:
         return jax.vmap(lambda matrix, key: _matrix(self.quantizer, matrix, is_colwise, key))(self.x, keys)
 
 
-def _matrix(quantizer: "Quantizer", x: jax.Array, is_colwise: bool, key: jax.Array | None) -> ScaledArray:
+def _matrix(quantizer: Any, x: jax.Array, is_colwise: bool, key: jax.Array | None) -> ScaledArray:
     cast = quantizer.cast(is_colwise)
     axes = (1, 0) if is_colwise else (0, 1)
     how = {"rounding": cast.rounding, "key": key, "pad": True}

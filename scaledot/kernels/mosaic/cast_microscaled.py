@@ -1,0 +1,162 @@
+"""MXFP8 and NVFP4 as a row of the cast table: blocks along rows, down columns or square, and several from one read."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.formats import E8M0_RULES, FORMATS, Format
+from scaledot.kernels.layouts import RowPairs, as_values
+from scaledot.kernels.mosaic import cast_support
+from scaledot.kernels.mosaic.cast_support import in_shape, tile_of, vary_all
+from scaledot.kernels.mosaic.sizes import BLOCKS, FLOAT8_ELEMENTS
+from scaledot.kernels.operands import filled_up
+from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.numerics import blocks
+from scaledot.numerics.bits import ONE, divide
+from scaledot.numerics.scale import tensor_level
+
+# By the dtype of the scale: a format that the kernel casts to, and what it computes beside that format's own fields.
+COMPUTED: dict[str, tuple[Format, dict[str, tuple]]] = {
+    "float8_e8m0fnu": (FORMATS["mxfp8"], {"element": FLOAT8_ELEMENTS, "rule": E8M0_RULES}),
+    "float8_e4m3fn": (FORMATS["nvfp4"], {}),
+}
+
+
+def problem_reason(problem: CastProblem) -> str | None:
+    """Why it does not make these casts, whatever the device."""
+    if problem.groups is not None:
+        return "it does not cast rows in groups"
+    if problem.given:
+        return f"`{min(problem.given)}` is given; it makes scales and random bits itself"
+    unknown = [view for view in problem.views if not shape_of(view, len(problem.shape))]
+    if unknown:
+        plan = unknown[0].plan
+        return f"{plan.format.name} in blocks of {plan.block} is not MXFP8 or NVFP4"
+    format = problem.views[0].plan.format
+    reason = cast_support.problem_reason(problem) or cast_support.field_reason(format, *COMPUTED[format.scale])
+    reasons = (reason, _packing_reason(problem), *(_rotation_reason(problem, view) for view in problem.views))
+    return next(filter(None, reasons), None)
+
+
+def shape_of(view: View, ndim: int) -> str:
+    """Of blocks: along rows, down columns or square, if they are as long as is computed; "" otherwise."""
+    size, tile = block_of(view.plan.format), tile_of(view, ndim) if ndim > 1 else (0, 0)
+    lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
+    contracted = size if view.contracted is None else tile[view.contracted]
+    return lines.get(tile, "") if size and contracted > 1 else ""
+
+
+def block_of(format: Format) -> int:
+    """The length of the blocks that the kernel casts to a format; 0 if it does not cast to it."""
+    return BLOCKS.get((format.element, format.scale), 0)
+
+
+def _packing_reason(problem: CastProblem) -> str | None:
+    """4-bit codes of an ordinary array are packed by columns, which needs pairs of bfloat16 in a 32-bit word."""
+    if problem.views[0].plan.format.bits == 8:
+        return None
+    if len({view.contracted is None for view in problem.views}) > 1:
+        return "it packs 4-bit codes by rows or by columns, not both"
+    if problem.views[0].contracted is None and problem.dtype != jnp.bfloat16:
+        return f"it packs 4-bit codes by columns from bfloat16, not from {problem.dtype}"
+    return None
+
+
+def _rotation_reason(problem: CastProblem, view: View) -> str | None:
+    rotation, size = view.plan.rotation, block_of(view.plan.format)
+    if rotation is None:
+        return None
+    if shape_of(view, len(problem.shape)) != "down" or rotation.axis != -2 or rotation.size != size:
+        return f"a rotation of {rotation.size} is made down columns in blocks of as many"
+    rows = problem.shape[-2]
+    return None if not rows % size else f"{rows} rows are not whole groups of a rotation of {size}"
+
+
+def how(problem: CastProblem) -> str:
+    ndim = len(problem.shape)
+    casts = [
+        f"{'values' if _is_values(view) else 'codes'} in blocks {_WORDS[shape_of(view, ndim)]}"
+        for view in problem.views
+    ]
+    reads = "two reads" if problem.views[0].plan.format.two_level else "one read"
+    return f"{' and '.join(casts)}, {reads} on Hopper"
+
+
+_WORDS = {"along": "along rows", "down": "down columns", "square": "of squares"}
+
+
+def _is_values(view: View) -> bool:
+    return view.contracted is not None and not view.is_residual
+
+
+def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
+    from scaledot.kernels.mosaic import cast_blocks
+
+    shape, views, ndim = cast_support.matrix_shape(problem), problem.views, len(problem.shape)
+    assert shape is not None
+    format, x = views[0].plan.format, x.reshape(shape)
+    filled = filled_up(x, block_of(format), cast_blocks.COLUMNS)
+    levels = _levels(filled, views)
+    up = None
+    if format.two_level:
+        up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
+    wanted = tuple(_wanted(view, shape_of(view, ndim)) for view in views)
+    made = cast_blocks.cast(filled, wanted, up, cast_support.seeds(views, given), shape[1])
+    arrays = (
+        _stored(view, tile_of(view, ndim), one, level, x) for view, one, level in zip(views, made, levels, strict=True)
+    )
+    return CastResult(
+        tuple(in_shape(problem, v, q) if v.contracted is None else q for v, q in zip(views, arrays, strict=True))
+    )
+
+
+def _wanted(view: View, shape: str) -> Any:
+    from scaledot.kernels.mosaic import cast_blocks
+
+    plan, packing = view.plan, ""
+    if plan.format.bits == 4 and not _is_values(view):
+        packing = "columns" if view.contracted is None else "rows"
+    saturates = plan.nonfinite == "saturate"
+    return cast_blocks.View(plan.format, shape, _is_values(view), view.is_stochastic, plan.rotation, packing, saturates)
+
+
+class Level(NamedTuple):
+    """What brings the largest block maximum to the largest scale, and what block scales are multiplied by to return."""
+
+    up: Any
+    down: Any
+
+
+def _levels(x: jax.Array, views: tuple[View, ...]) -> list[Level]:
+    from scaledot.kernels.mosaic import cast_blocks
+
+    plan = views[0].plan
+    if not plan.format.two_level:
+        return [Level(ONE, ONE)] * len(views)
+    rotations = tuple(dict.fromkeys(view.plan.rotation for view in views))
+    amaxes = cast_blocks.amaxes(x, rotations, block_of(plan.format))
+    amaxes = [cast_support.largest_of_devices(amax, x, plan.amax_axes) for amax in amaxes]
+    found = dict(zip(rotations, amaxes, strict=True))
+    return [Level(*tensor_level(plan.format, plan.input_dtype, None, found[view.plan.rotation])) for view in views]
+
+
+def _stored(view: View, tile: tuple[int, int], made, level: Level, x: jax.Array) -> Any:
+    """A matrix of the shape of x, from padded codes or values and bytes of scales."""
+    plan, (m, k), format = view.plan, x.shape, view.plan.format
+    if _is_values(view):
+        return vary_all(as_values(made.data[:m, :k], level.down, plan.dtype, plan.rotation), x)
+    pairs_rows = format.bits == 4 and view.contracted is not None
+    rows = m + m % 2 if pairs_rows else m  # of pairs, both are stored
+    grid = blocks.grid((rows, k), tile)
+    scale = lax.bitcast_convert_type(made.scale[: grid[0], : grid[1]], format.scale_dtype(plan.input_dtype))
+    tensor_scale = level.down if format.two_level else None
+    what = {"format": format, "block": blocks.trim(tile), "dtype": plan.dtype, "rotation": plan.rotation}
+    if pairs_rows:
+        return vary_all(RowPairs(ScaledArray(made.data[: rows // 2, :k], scale, tensor_scale, **what), m), x)
+    data = made.data
+    if format.bits == 4:
+        data = lax.bitcast_convert_type(data, format.code_dtype).reshape(data.shape[0], -1)
+    return vary_all(ScaledArray(data[:m, :k], scale, tensor_scale, **what), x)

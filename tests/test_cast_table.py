@@ -1,0 +1,81 @@
+"""Casts are chosen by the table of kernels: a kernel for another device is one more row, and everybody takes it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data import normal
+
+import scaledot as sd
+from scaledot import train
+from scaledot.kernels import table, xla_casts
+from scaledot.kernels.spec import CastArguments, CastProblem, CastResult
+from scaledot.kernels.table import Kernel
+
+ALONG = "blocks must run along the last axis"
+
+
+class Fake:
+    """A kernel of another device, which makes casts with blocks along the last axis; it remembers what it was asked."""
+
+    def __init__(self, joint: bool):
+        self.joint, self.ran = joint, []
+        self.row = Kernel("fake_cast", self.problem_reason, lambda problem: "as the reference does", self.run)
+
+    def problem_reason(self, problem: CastProblem) -> str | None:
+        if not self.joint and len(problem.views) > 1:
+            return "it makes one cast at a time"
+        return None if all(view.plan.block[:-1] == () for view in problem.views) else ALONG
+
+    def run(self, problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
+        self.ran.append(problem)
+        return xla_casts.run(problem, x, given)
+
+
+@pytest.fixture(params=[True, False], ids=["several casts at once", "one cast at a time"])
+def fake(monkeypatch, request):
+    kernel = Fake(request.param)
+    monkeypatch.setattr(table, "CASTS", (kernel.row, *table.CASTS))
+    return kernel
+
+
+def test_verbs_take_a_kernel_that_the_table_has(fake):
+    sd.quantize(normal(0, (64, 32)), "mxfp8")  # one shape for each verb: equal casts are traced once
+    sd.quantize_dbias(normal(0, (64, 96)), "mxfp8")
+    x = normal(0, (64, 64))
+    rows, columns = sd.quantize_both(x, "mxfp8")
+    expected = [sd.quantize(x, "mxfp8", axis=axis, kernel="xla_cast") for axis in (1, 0)]
+    for found, q in zip((rows, columns), expected, strict=True):
+        np.testing.assert_array_equal(found.data, q.data)
+    asked = [[view.plan.block for view in problem.views] for problem in fake.ran]
+    assert asked == [[(32,)], [(32,)], [(32,)]], "the columns, which it does not make, keep no row from it"
+    sd.quantize_grouped(x, jnp.array([20, 40]), "mxfp8")
+    assert fake.ran[-1].groups == 2
+
+
+def test_training_takes_a_kernel_that_the_table_has(fake):
+    x, w = normal(0, (64, 128)), normal(1, (128, 64))
+    jax.make_jaxpr(jax.grad(lambda w: train.dense(x, w, recipe="mxfp8").sum()))(w)
+    contracted = [view.contracted for problem in fake.ran for view in problem.views]
+    assert contracted == [1, 1, 1], "x of fwd, w and g of dgrad have blocks along their last axis"
+
+
+def test_explain_lists_casts_with_reasons(fake):
+    text = sd.explain(sd.quantize, jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), "mxfp8", axis=0)
+    assert text.startswith("cast bfloat16[64,64] -> mxfp8 in blocks of (32, 1)\n")
+    assert f"fake_cast                no: {ALONG}" in text
+    step = sd.explain(train.dense, jnp.ones((64, 128)), jnp.ones((128, 64)), recipe="mxfp8")
+    assert step.count("TAKEN: as the reference does") >= 3
+    assert [line.split()[0] for line in step.splitlines() if line[0] != " "].count("dot") == 3
+    assert "stochastically" in sd.explain(train.dense, jnp.ones((64, 128)), jnp.ones((128, 64)), recipe="nvfp4")
+
+
+def test_a_kernel_can_be_named():
+    x = normal(0, (8, 64))
+    with pytest.raises(NotImplementedError, match=r"'mosaic_cast_8bit' cannot compute cast float32\[8,64\] -> mxfp8"):
+        sd.quantize(x, "mxfp8", kernel="mosaic_cast_8bit")
+    with pytest.raises(ValueError, match="is not one of cast's; did you mean xla_cast"):
+        sd.quantize(x, "mxfp8", kernel="xla_cats")
+    chosen = []
+    sd.quantize(x, "mxfp8", kernel=lambda problem: chosen.append(str(problem)))
+    assert chosen == ["cast float32[8,64] -> mxfp8 in blocks of (32,)"]
