@@ -255,11 +255,13 @@ def print_comparison(layer: Experts, recipe: str, tokens: int, key: jax.Array) -
         raise SystemExit(f"the grouped layer is not the loop over experts: {', '.join(apart)} are too far apart")
 
 
-def print_kernel(layer: Experts, recipe: str, tokens: int) -> None:
+def print_kernels(layer: Experts, recipe: str, tokens: int) -> None:
     experts, width, _ = layer.up.shape
     rows, sizes = ((tokens * CHOSEN, width), jnp.bfloat16), ((experts,), jnp.int32)
     shapes = (jax.ShapeDtypeStruct(*kind) for kind in (rows, (layer.up.shape, layer.up.dtype), sizes))
-    print(f"\nThe first grouped product:\n\n{sd.explain(grouped_product(recipe), *shapes)}")
+    lines = sd.explain(grouped_product(recipe), *shapes).splitlines()
+    taken = [line for line in lines if not line.startswith(" ") or "TAKEN" in line]
+    print("\nThe kernels of the first grouped matmul, of its casts and of its gradients:\n", *taken, sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -283,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = start(start_key, args.width, args.hidden, args.experts)
     model = print_training(model, args.recipe, args.tokens, args.steps, data_key)
     print_comparison(model.experts, args.recipe, args.tokens, comparison_key)
-    print_kernel(model.experts, args.recipe, args.tokens)
+    print_kernels(model.experts, args.recipe, args.tokens)
 
 
 if __name__ == "__main__":
