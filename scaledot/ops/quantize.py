@@ -102,22 +102,6 @@ def quantize(
     x = float_array(x)
     plan = _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
-    return quantize_planned(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor, kernel)
-
-
-def quantize_planned(
-    plan: Plan,
-    x: jax.Array,
-    rounding: str = "nearest",
-    key=None,
-    uniform=None,
-    scale=None,
-    tensor_scale=None,
-    zero=None,
-    factor=None,
-    kernel: Choice = None,
-) -> ScaledArray:
-    """Codes and scales of x under a Plan; what a Plan does not hold is as in `quantize`."""
     given = arguments(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor)
     return make_casts(x, (view_of(plan, rounding),), given, kernel).arrays[0]
 
