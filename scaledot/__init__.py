@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, collective, flavours, orbax, recipes, sharding, state, train
+    from scaledot import checkpoint_policies, flavours, orbax, recipes, state, train
     from scaledot.array import ScaledArray
     from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
@@ -32,23 +32,24 @@ if TYPE_CHECKING:
         requantize,
     )
     from scaledot.ops.ragged import ragged_dot, ragged_dot_general
+    from scaledot.parallel import collective, sharding
     from scaledot.recipes import RECIPES, Cast, Delayed, Gemm, Recipe
     from scaledot.state import init_state
 
 __version__ = "0.1.0"
 
-_ROOMS = (
-    "checkpoint_policies",
-    "collective",
-    "flavours",
-    "linen",
-    "nnx",
-    "orbax",
-    "recipes",
-    "sharding",
-    "state",
-    "train",
-)
+_ROOMS = {
+    "checkpoint_policies": "checkpoint_policies",
+    "collective": "parallel.collective",
+    "flavours": "flavours",
+    "linen": "linen",
+    "nnx": "nnx",
+    "orbax": "orbax",
+    "recipes": "recipes",
+    "sharding": "parallel.sharding",
+    "state": "state",
+    "train": "train",
+}
 
 _HOMES = {
     "Cast": "recipes",
@@ -125,7 +126,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name in _ROOMS:
-        return importlib.import_module(f"scaledot.{name}")
+        return importlib.import_module(f"scaledot.{_ROOMS[name]}")
     if name in _HOMES:
         value = getattr(importlib.import_module(f"scaledot.{_HOMES[name]}"), name)
         globals()[name] = value

@@ -10,7 +10,7 @@ of kernels that are no dot.
 
 import jax
 
-from scaledot.train.product import BATCHED_GEMM_NAME, GEMM_NAME, RESIDUAL_NAME
+from scaledot.train.residuals import BATCHED_GEMM_NAME, GEMM_NAME, RESIDUAL_NAME
 
 _own, _jax = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies
 

@@ -43,7 +43,7 @@ from scaledot.contraction import parse_einsum
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named, unchecked
-from scaledot.train.convolutions import groups_reason
+from scaledot.train.conv import groups_reason
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"

@@ -36,7 +36,7 @@ from scaledot import train
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Layer, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
-from scaledot.train.convolutions import groups_reason
+from scaledot.train.conv import groups_reason
 
 KEY_STREAM = "sr_rng"
 

@@ -1,5 +1,8 @@
 """Casts are chosen by the table of kernels: a kernel for another device is one more row, and everybody takes it."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +61,33 @@ def test_training_takes_a_kernel_that_the_table_has(fake):
     jax.make_jaxpr(jax.grad(lambda w: train.dense(x, w, recipe="mxfp8").sum()))(w)
     contracted = [view.contracted for problem in fake.ran for view in problem.views]
     assert contracted == [1, 1, 1], "x of fwd, w and g of dgrad have blocks along their last axis"
+
+
+def test_x_passes_through_few_files_on_its_way_to_a_kernel(fake):
+    """Those of the library that have a function with x among its arguments, until the kernel has it."""
+    x, w, root = jnp.ones((3, 5, 64)), jnp.ones((64, 32)), Path(sd.__file__).parent
+    files: list[str] = []
+
+    def note(frame, event, _):
+        path, names = Path(frame.f_code.co_filename), frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if event != "call" or fake.ran or root not in path.parents:
+            return
+        given = [frame.f_locals.get(name) for name in names]
+        given += [each for argument in given if isinstance(argument, tuple) for each in argument]
+        if any(isinstance(each, jax.Array) and each.size == x.size for each in given):
+            files.append(str(path.relative_to(root)))
+
+    def run(x):
+        previous = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            return train.dense(x, w, recipe="mxfp8")
+        finally:
+            sys.setprofile(previous)
+
+    jax.eval_shape(run, x)
+    assert fake.ran, "the kernel was not reached"
+    assert len(set(files)) <= 8, f"besides the file of the kernel: {list(dict.fromkeys(files))}"
 
 
 def test_explain_lists_casts_with_reasons(fake):

@@ -15,10 +15,10 @@ from tables import table_of
 import scaledot as sd
 from scaledot import train
 from scaledot.__main__ import main
-from scaledot.kernels import placement
 from scaledot.kernels.mosaic import cast_8bit, cast_microscaled, support, tune, tuning
 from scaledot.kernels.spec import CastProblem, View
 from scaledot.kernels.table import CASTS
+from scaledot.parallel import types
 
 pytestmark = pytest.mark.jax_versions
 
@@ -415,7 +415,7 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
         assert "jax.default_device is" in str(support.device_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     assert support.device_reason() is None
-    assert "over 2 devices" in str(placement.partition_reason(2))
+    assert "over 2 devices" in str(types.partition_reason(2))
     with jax.enable_x64(True):
         assert "jax_enable_x64" in str(support.device_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
@@ -591,7 +591,7 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
             q = [quantize(a, "fp8_e4m3") for a in (x, w)]
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
             view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
-            problems = (CastProblem(a.shape, (view,), devices=placement.devices_of(a)) for a in (x, w))
+            problems = (CastProblem(a.shape, (view,), devices=types.devices_of(a)) for a in (x, w))
             found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
             return x
 
@@ -609,5 +609,5 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
         assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
     with jax.set_mesh(one):
         assert kernels_of(x, x) == kernels
-    assert placement.devices_of(rows) == 8
-    assert placement.devices_of(x) == 1
+    assert types.devices_of(rows) == 8
+    assert types.devices_of(x) == 1

@@ -20,7 +20,7 @@ from training import KEY, SHORT, conv_general_dilated, dense, einsum, ragged_dot
 import scaledot as sd
 from scaledot.formats import FORMATS, Format
 from scaledot.recipes import Cast, Gemm, Recipe
-from scaledot.train.casts import Laid, Sides
+from scaledot.train.laid import Laid, Sides
 
 BAD = (np.nan, np.inf, -np.inf)
 ROWS, INPUTS, OUTPUTS = 32, 128, 128

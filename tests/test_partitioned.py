@@ -27,13 +27,14 @@ from tables import STATELESS_RECIPES, table_of
 import scaledot as sd
 from scaledot import recipes, train
 from scaledot.contraction import Contraction
+from scaledot.parallel.specs import splits_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
-from scaledot.train import partitioned
-from scaledot.train.casts import CastRequest
-from scaledot.train.dots import Dot
-from scaledot.train.flatten import Layout, flattened
-from scaledot.train.splits import splits_of
+from scaledot.train.dot import Dot
+from scaledot.train.dot_sharded import Sharded
+from scaledot.train.flatten import Flattened, Layout
+from scaledot.train.kind import CastRequest, Operands
+from scaledot.train.options import Options
 
 
 def along_explicit_axes(lay, recipe):
@@ -101,17 +102,8 @@ def casts_of(recipe, kind):
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
     lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
-    rows, summed, columns = flattened(contraction, any(cast.cuts for *_, cast in recipe.casts()))
-    layouts = tuple(
-        Layout.of(*of)
-        for of in (
-            (contraction.lhs, rows + summed),
-            (contraction.rhs, summed + columns),
-            (contraction.out, rows + columns),
-            (contraction.rhs_free, columns),
-        )
-    )
-    one = Dot(Contraction(*(each.flat for each in layouts[:3])))
+    flat = Flattened.of(contraction, any(cast.cuts for *_, cast in recipe.casts()))
+    one = Dot(flat.flat)
     mesh = lay.mesh(AxisType.Auto)
     tensors, specs = {"x": whole.x, "w": whole.w, "g": whole.g}, {"x": lay.x, "w": lay.w, "g": lay.y}
     key = jax.random.key(3)
@@ -124,11 +116,11 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
 
     def on_parts(x, w, g):
         local = {"x": x, "w": w, "g": g}
-        splits = splits_of(contraction, x, w, lay.specs, None)
-        kind = partitioned.Partitioned.of(one, contraction, layouts, x, w, splits, "global")
+        splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), lay.specs, None)
+        kind = Sharded.of(one, flat, Operands(x, w, None, None), splits, Options(recipe, x.dtype))
         return {
             f"{p} {t}": unflattened(
-                layouts["xwg".index(t)],
+                flat.of_tensor(t),
                 cast_for(kind, t, p, part, local[t], key if part.laid.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
@@ -139,7 +131,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
     mapped = jax.shard_map(on_parts, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out_specs)
     found = jax.jit(mapped)(*tensors.values())
     for (p, t), laid in casts_of(recipe, one).items():
-        of = layouts["xwg".index(t)]
+        of = flat.of_tensor(t)
         stochastic = key if laid.cast.rounding == "stochastic" else None
         expected = unflattened(of, cast_for(one, t, p, laid, of.enter(tensors[t]), stochastic), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):

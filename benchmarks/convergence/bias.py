@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import scaledot as sd
 from scaledot import FORMATS, RECIPES, Cast, Hadamard
-from scaledot.train.casts import Laid, Sides
+from scaledot.train.laid import Laid, Sides
 
 DRAWS = (1, 10, 100, 1000)
 SLACK = 1.2

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import scaledot as sd
 from scaledot import FORMATS, RECIPES, Cast
 from scaledot.state import AmaxHistory, advance, factor_of
-from scaledot.train.casts import Laid, Sides
+from scaledot.train.laid import Laid, Sides
 
 STEPS = 600
 RATE, LAST_RATE = 1 / 40, 1 / 400

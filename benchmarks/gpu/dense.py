@@ -110,7 +110,7 @@ def scaledot_layer(recipe: str, kernel: str | None = None) -> Callable[..., Any]
     key = jax.random.key(1) if sd.RECIPES[recipe].stochastic else None
 
     def layer(x, w, *state):
-        y = train.dense(x, w, recipe=recipe, key=key, kernel=kernel, **({"state": state[0]} if state else {}))
+        y = train.dense(x, w, recipe=recipe, state=state[0] if state else None, key=key, kernel=kernel)
         return y[0] if state else y
 
     return layer

@@ -20,11 +20,11 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, from_dimension_numbers, labels
 from scaledot.formats import FORMATS, Format
-from scaledot.kernels.manual import summed_as
 from scaledot.kernels.spec import promoted
 from scaledot.numerics import blocks
 from scaledot.ops.operands import contract, float_operand
 from scaledot.ops.quantize import quantize
+from scaledot.parallel.types import Like
 
 __all__ = ["BlockScaleConfig", "get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"]
 
@@ -232,8 +232,8 @@ def _backward(rule: _Rule, residuals, g: jax.Array):
             for d, x, row, s in zip((dlhs, drhs), (lhs, rhs), rule.rows, global_scales, strict=False)
         )
     return (
-        summed_as(dlhs, jax.typeof(lhs)),
-        summed_as(drhs, jax.typeof(rhs)),
+        Like.of(lhs).reduced(dlhs),
+        Like.of(rhs).reduced(drhs),
         jax.tree.map(jnp.zeros_like, global_scales),
     )
 

@@ -12,10 +12,10 @@ from jax.nn import scaled_matmul as jax_scaled_matmul  # theirs, even where ours
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import lay
 from scaledot.kernels.spec import Operand, Problem
 from scaledot.numerics import blocks
+from scaledot.parallel.types import vary_as
 
 _KINDS = {  # (element, scale): elements that share one
     ("float8_e4m3fn", "float8_e8m0fnu"): 32,

@@ -18,10 +18,10 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.formats import Format
 from scaledot.hashing import hash_once
-from scaledot.kernels.placement import devices_of
 from scaledot.numerics import blocks
 from scaledot.numerics.cast import Plan
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.parallel.types import devices_of
 
 
 def sum_dtype(dtype) -> np.dtype:

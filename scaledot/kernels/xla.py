@@ -17,10 +17,10 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.forms import Form, codes_form, is_float_on_cuda
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.operands import Factor
 from scaledot.kernels.products import Steps, steps_of
 from scaledot.kernels.spec import Operand, Problem, promoted
+from scaledot.parallel.types import vary_as
 
 Array = jax.Array | ScaledArray
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from scaledot.numerics import explicit
+from scaledot.parallel.types import check_blocks, explicit_axes, reshape_sharded
 
 Block = tuple[int, ...]
 
@@ -96,7 +96,7 @@ def split(x: jax.Array, block: Block) -> tuple[jax.Array, tuple[int, ...]]:
     """x with each cut axis turned into (blocks, inside), zero-padded at its end; and the inside axes."""
     pads, shape, spec, inside = [], [], [], []
     for axis, (size, b) in enumerate(zip(x.shape, expand(block, x.ndim), strict=True)):
-        over = explicit.axes_of(x, axis)
+        over = explicit_axes(x, axis)
         if b == 1:
             pads.append((0, 0))
             shape.append(size)
@@ -104,14 +104,14 @@ def split(x: jax.Array, block: Block) -> tuple[jax.Array, tuple[int, ...]]:
             continue
         count, b = (1, size) if whole(size, b) else (-(-size // b), b)
         if count > 1:
-            explicit.check_whole(x, axis, b)
+            check_blocks(x, axis, b)
         pads.append((0, count * b - size))
         inside.append(len(shape) + 1)
         shape += [count, b]
         spec += [None, over] if count == 1 else [over, None]
     if any(after for _, after in pads):
         x = jnp.pad(x, pads)
-    return explicit.reshape(x, shape, spec), tuple(inside)
+    return reshape_sharded(x, shape, spec), tuple(inside)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
@@ -122,10 +122,10 @@ def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
         inner += [count, *(1 for _ in repeats)]
         outer += [count, *repeats]
         merged.append(count * math.prod(repeats))
-        spec += [explicit.axes_of(scale, axis), *(None for _ in repeats)]
+        spec += [explicit_axes(scale, axis), *(None for _ in repeats)]
     if outer == list(scale.shape):
         return scale
-    spread_out = jnp.broadcast_to(explicit.reshape(scale, inner, spec), outer)
-    repeated = explicit.reshape(spread_out, merged, [explicit.axes_of(scale, axis) for axis in range(scale.ndim)])
+    spread_out = jnp.broadcast_to(reshape_sharded(scale, inner, spec), outer)
+    repeated = reshape_sharded(spread_out, merged, [explicit_axes(scale, axis) for axis in range(scale.ndim)])
     cut = tuple(slice(0, size) if m > size else slice(None) for m, size in zip(merged, shape, strict=True))
     return repeated[cut]

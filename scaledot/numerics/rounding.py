@@ -5,7 +5,8 @@ the rest of the cast; here it is a hash of the key and of the element's flat ind
 the same codes on every backend and however the array is sharded.
 """
 
-import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
 
 def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32)."""
-    return uniform_at(_flat_index(shape), *seeds_of(key))
+    axes = [Positions(jnp.arange(size, dtype=jnp.uint32), size) for size in shape]
+    return uniform_at(flat_index(axes), *seeds_of(key))
 
 
 def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
@@ -74,11 +76,24 @@ def round_to(x: jax.Array, dtype) -> jax.Array:
     return jnp.where(jnp.abs(x) < np.float32(2.0**info.minexp), steps * np.float32(step), rounded)
 
 
-def _flat_index(shape: tuple[int, ...]) -> jax.Array:
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
-        stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
+class Positions(NamedTuple):
+    """Positions `at`, uint32 (n,), of some elements along an axis of so many."""
+
+    at: jax.Array
+    size: int
+
+
+def flat_index(axes: Sequence[Positions]) -> jax.Array:
+    """The row-major index, modulo 2^32, of every element at these positions along the axes of an array.
+
+    >>> columns = Positions(jnp.array([0, 3], jnp.uint32), size=4)
+    >>> flat_index([Positions(jnp.array([5, 6], jnp.uint32), size=8), columns])
+    Array([[20, 23],
+           [24, 27]], dtype=uint32)
+    """
+    index = jnp.zeros((), jnp.uint32)
+    for axis, positions in enumerate(axes):
+        index = index[..., None] * np.uint32(positions.size % 2**32) + positions.at.reshape((1,) * axis + (-1,))
     return index
 
 

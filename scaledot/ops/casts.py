@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from scaledot.kernels import table
-from scaledot.kernels.placement import devices_of
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.kernels.table import Kernel
 from scaledot.ops.operands import Choice
+from scaledot.parallel.types import devices_of
 
 
 def make_casts(

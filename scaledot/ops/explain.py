@@ -24,7 +24,8 @@ def explain(verb: Callable[..., Any], *args, **kwargs) -> str:
     cast float32[256,64] -> int8 in blocks of (0,)
     """
     parameters = inspect.signature(verb).parameters if callable(verb) else {}
-    if "kernel" not in parameters:
+    has_keywords = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "kernel" not in parameters and not has_keywords:
         raise TypeError(f"`verb` must take `kernel`, as scaledot.matmul and scaledot.quantize do; {verb!r} does not")
     trains = "recipe" in parameters
     if trains and "key" in parameters and kwargs.get("key") is None:

@@ -27,11 +27,12 @@ def as_operand(x, name: str) -> Array:
     if isinstance(x, ScaledArray):
         check_whole(x, name)
         return x
-    check_byte_order(name, x)
-    try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` must be a ScaledArray or an array of numbers, not {type(x).__name__}") from error
+    if not isinstance(x, jax.Array):
+        check_byte_order(name, x)
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"`{name}` must be a ScaledArray or an array of numbers, not {type(x).__name__}") from error
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"`{name}` is {x.dtype}; contractions with scaled operands take real numbers")
     return x

@@ -9,9 +9,9 @@ from jax import lax
 
 from scaledot.contraction import Contraction, from_dimension_numbers, labels
 from scaledot.kernels.spec import operand_of
-from scaledot.numerics import explicit
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
 from scaledot.ops.plan import checked_groups
+from scaledot.parallel.types import is_sharded
 
 _MATRIX_PER_GROUP = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -69,8 +69,8 @@ def ragged_dot_general(
         return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **wanted)
 
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    is_split = any(explicit.is_split(leaf) for leaf in jax.tree.leaves((lhs, rhs)))
-    if out_sharding is None and not is_split:
+    are_sharded = any(is_sharded(jax.typeof(leaf)) for leaf in jax.tree.leaves((lhs, rhs)))
+    if out_sharding is None and not are_sharded:
         return contract(lhs, rhs, group_sizes)
     if out_sharding is None:
         raise ValueError("`out_sharding` must say how the result lies where operands are split over explicit mesh axes")

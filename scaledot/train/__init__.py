@@ -1,12 +1,19 @@
-"""Training: products that are quantised forward and backward, as a Recipe says.
+"""Training: matmuls and convolutions that are quantised forward and backward, as a Recipe says.
 
-`dot_general`, `einsum` and `dense`; `ragged_dot` for rows in groups; `conv_general_dilated`. All of them are one
-custom_vjp (`product`) over a kind of layout.
+The verbs are `dot_general`, `einsum` and `dense` (`dot`), `ragged_dot` (`ragged`) and `conv_general_dilated` (`conv`);
+what they take beside operands is one record (`options`). All of them are one custom_vjp (`vjp`), which asks `casts` for
+quantised operands and keeps `residuals`. What differs between them is a Kind (`kind`): how a cast lies on a tensor and
+how its three matmuls are computed. Mesh forms lie beside their kinds: `dot_sharded`, for convolutions as well, and
+`ragged_sharded`.
+
+A forward pass of `dense(x, w)` with x (8, 2048, 4096) and w (4096, 1024): `dot` flattens x to (16384, 4096), `casts`
+has x and w cast, each for fwd and for the backward matmul that will contract it along another axis, `vjp` multiplies
+the first and saves the second.
 """
 
-from scaledot.train.convolutions import conv_general_dilated
-from scaledot.train.dots import dense, dot_general, einsum
-from scaledot.train.groups import ragged_dot
-from scaledot.train.splits import Specs, SpecsByPath
+from scaledot.parallel.specs import Specs, SpecsByPath
+from scaledot.train.conv import conv_general_dilated
+from scaledot.train.dot import dense, dot_general, einsum
+from scaledot.train.ragged import ragged_dot
 
 __all__ = ["Specs", "SpecsByPath", "conv_general_dilated", "dense", "dot_general", "einsum", "ragged_dot"]

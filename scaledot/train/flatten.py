@@ -1,6 +1,7 @@
-"""Contractions whose kept and summed axes are one axis each, so that blocks can run along them.
+"""Contractions whose free and contracted axes are one axis each, so that blocks can run along them.
 
-Blocks of a flattened axis run across the axes it is made of, row-major.
+Blocks of a flattened axis run across the axes it is made of, row-major. `bsk,khd->bshd` becomes `bk,kh->bh`: b stands
+for (b, s) and h for (h, d).
 """
 
 import math
@@ -16,21 +17,6 @@ class Group(NamedTuple):
 
     label: str
     members: str
-
-
-def flattened(contraction: Contraction, to_matrices: bool) -> tuple[tuple[Group, ...], ...]:
-    """What to flatten among the rows of x, what is summed, and the columns of w, each one group or none.
-
-    A recipe that cuts no axis into blocks needs no matrices, only something to sum over.
-    """
-    sides = contraction.lhs_free, contraction.contracted, contraction.rhs_free
-    fresh = iter(labels(3, contraction.lhs + contraction.rhs))
-    flatten = [not members or (to_matrices and len(members) > 1) for members in sides]
-    rows, summed, columns = (
-        (Group(members[:1] or next(fresh), members),) if flat else ()
-        for members, flat in zip(sides, flatten, strict=True)
-    )
-    return rows, summed, columns
 
 
 class Layout(NamedTuple):
@@ -49,19 +35,70 @@ class Layout(NamedTuple):
     @property
     def grouped(self) -> str:
         """The original labels, in the order of the flat ones."""
-        members = {group.label: group.members for group in self.groups}
-        return "".join(members.get(c, c) for c in self.flat)
+        return "".join(map(self.members, self.flat))
+
+    def members(self, label: str) -> str:
+        """The original labels that a flat one is made of."""
+        return next((group.members for group in self.groups if group.label == label), label)
 
     def enter(self, x: jax.Array) -> jax.Array:
+        """x with its axes flattened."""
         if not self.groups:
             return x
         sizes = dict(zip(self.labels, x.shape, strict=True))
-        members = {group.label: group.members for group in self.groups}
         x = x.transpose([self.labels.index(c) for c in self.grouped])
-        return x.reshape([math.prod(sizes[m] for m in members.get(c, c)) for c in self.flat])
+        return x.reshape([math.prod(sizes[m] for m in self.members(c)) for c in self.flat])
 
     def leave(self, y: jax.Array, sizes: dict[str, int]) -> jax.Array:
+        """The inverse, for axes of those sizes."""
         if not self.groups:
             return y
         y = y.reshape([sizes[c] for c in self.grouped])
         return y.transpose([self.grouped.index(c) for c in self.labels])
+
+
+class Flattened(NamedTuple):
+    """A contraction, the flattened one, and the layouts of x, w, the result (or its gradient g) and a bias."""
+
+    contraction: Contraction
+    flat: Contraction
+    x: Layout
+    w: Layout
+    g: Layout
+    bias: Layout
+
+    @classmethod
+    def of(cls, contraction: Contraction, to_matrices: bool) -> "Flattened":
+        """Each of the free axes of x, the contracted ones and the free axes of w as one axis.
+
+        A recipe that cuts no axis into blocks needs no matrices, only something to contract.
+        """
+        rows, summed, columns = _groups(contraction, to_matrices)
+        layouts = (
+            Layout.of(contraction.lhs, rows + summed),
+            Layout.of(contraction.rhs, summed + columns),
+            Layout.of(contraction.out, rows + columns),
+            Layout.of(contraction.rhs_free, columns),
+        )
+        return cls(contraction, Contraction(*(layout.flat for layout in layouts[:3])), *layouts)
+
+    @classmethod
+    def unchanged(cls, contraction: Contraction, bias: str) -> "Flattened":
+        """With every axis left alone."""
+        layouts = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, bias))
+        return cls(contraction, contraction, *layouts)
+
+    def of_tensor(self, tensor: str) -> Layout:
+        return {"x": self.x, "w": self.w, "g": self.g}[tensor]
+
+
+def _groups(contraction: Contraction, to_matrices: bool) -> tuple[tuple[Group, ...], ...]:
+    """What to flatten of rows, contracted axes and columns, each one group or none."""
+    sides = contraction.lhs_free, contraction.contracted, contraction.rhs_free
+    fresh = iter(labels(3, contraction.lhs + contraction.rhs))
+    flatten = [not members or (to_matrices and len(members) > 1) for members in sides]
+    rows, summed, columns = (
+        (Group(members[:1] or next(fresh), members),) if flat else ()
+        for members, flat in zip(sides, flatten, strict=True)
+    )
+    return rows, summed, columns

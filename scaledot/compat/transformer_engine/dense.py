@@ -25,8 +25,9 @@ from scaledot.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
 from scaledot.state import State, is_zero, unchecked
 from scaledot.train import ragged_dot
-from scaledot.train.dots import contract_under
-from scaledot.train.product import RESIDUAL_NAME
+from scaledot.train.dot import contract_under
+from scaledot.train.options import Keywords, Options
+from scaledot.train.residuals import RESIDUAL_NAME
 
 
 def dense(
@@ -63,12 +64,13 @@ def dense(
     contraction = from_dimension_numbers((axes, ((), ())), x.ndim, kernel.ndim)
     check_bias(bias, tuple(size for axis, size in enumerate(kernel.shape) if axis not in axes[1]))
     recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
-    how = {"precision": None, "out_sharding": None, "residual_name": quantizer_set.checkpoint_name or RESIDUAL_NAME}
-    specs = collective_specs(collective_op_set.forward, x, kernel, kernel_axes)
+    specs, how = collective_specs(collective_op_set.forward, x, kernel, kernel_axes), Keywords()
     if specs is not None:
-        how |= {"specs": specs, "overlap": global_mesh_resource().tpsp_resource, "on_indivisible": "gather"}
+        how = Keywords(specs=specs, overlap=global_mesh_resource().tpsp_resource or (), on_indivisible="gather")
+    name = quantizer_set.checkpoint_name or RESIDUAL_NAME
+    options = Options.of(recipe, x.dtype, None, how, residual_name=name)
     with unchecked():  # `_state_of` has seen to it
-        y = _result(contract_under(recipe, contraction, x, kernel, bias, x.dtype, state, quantizer_set.key, **how))
+        y = _result(contract_under(options, contraction, x, kernel, bias, state, quantizer_set.key))
     return constrained(y, output_axes)
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scaledot.compat.transformer_engine.not_offered import refuse
-from scaledot.sharding import constrain_what_divides
+from scaledot.parallel.sharding import constrain_what_divides
 
 Names = Sequence[str | None] | None
 

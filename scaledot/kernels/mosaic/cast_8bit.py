@@ -15,7 +15,6 @@ from scaledot.array import ScaledArray
 from scaledot.formats import FLOAT_RULES, FORMATS
 from scaledot.kernels import xla_casts
 from scaledot.kernels.layouts import PerGroup, Transposed
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import cast_support
 from scaledot.kernels.mosaic.cast_support import in_shape, tile_of, vary_all
 from scaledot.kernels.mosaic.sizes import FLOAT8_ELEMENTS, LINE
@@ -25,6 +24,7 @@ from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import ONE, divide, flush
 from scaledot.numerics.grouped import room, spaced_strips, strips, whole_groups
 from scaledot.numerics.scale import Levels, levels_or_nan
+from scaledot.parallel.types import vary_as
 
 ELEMENTS = (*FLOAT8_ELEMENTS, "int8")
 LIKE = FORMATS["fp8_e4m3"]

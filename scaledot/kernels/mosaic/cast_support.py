@@ -11,12 +11,12 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.rounding import seeds_of
+from scaledot.parallel.types import vary_as
 
 INPUTS = ("bfloat16", "float16", "float32")
 MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows

@@ -17,11 +17,11 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.forms import folds_exactly
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
 from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
+from scaledot.parallel.types import vary_as
 
 
 @dataclasses.dataclass(frozen=True)

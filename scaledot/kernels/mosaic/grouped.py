@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels import operands
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import sides, support, tuning
 from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.operands import Factor, filled_up
 from scaledot.kernels.spec import Problem, is_default_precision
 from scaledot.numerics.grouped import spaced
+from scaledot.parallel.types import vary_as
 
 
 def problem_reason(problem: Problem) -> str | None:

@@ -2,7 +2,7 @@
 
 import jax
 
-from scaledot.kernels.placement import devices_of, partition_reason
+from scaledot.parallel.types import devices_of, partition_reason
 
 OLDEST_JAX = (0, 11)
 MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say

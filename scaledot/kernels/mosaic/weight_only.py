@@ -15,11 +15,11 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
 from scaledot.kernels import operands
-from scaledot.kernels.manual import vary_as
 from scaledot.kernels.mosaic import support
 from scaledot.kernels.mosaic.sides import result_reason
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
+from scaledot.parallel.types import vary_as
 
 MOST_ROWS = 64
 STEP = 64  # a group of terms is a multiple of this

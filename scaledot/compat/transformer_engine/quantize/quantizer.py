@@ -31,7 +31,7 @@ from scaledot.ops.plan import float_array
 from scaledot.ops.quantize import amax as largest
 from scaledot.recipes import Cast, Delayed
 from scaledot.state import AmaxHistory, advance, factor_from, factor_of
-from scaledot.train.casts import Laid, Sides
+from scaledot.train.laid import Laid, Sides
 
 _STATIC: Any = {"static": True}
 

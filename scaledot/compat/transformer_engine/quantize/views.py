@@ -24,7 +24,7 @@ from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, SMALLEST_SCALE, divide
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.ops.quantize import dequantize
-from scaledot.train.product import as_bits, from_bits
+from scaledot.train.residuals import as_bits, from_bits
 
 ROTATION = Hadamard()  # the one sign mask that they have
 _STATIC: Any = {"static": True}

@@ -1,8 +1,8 @@
-"""Arrays on their way to the devices that work on them, and back: the collectives of a grouped product.
+"""Dispatch of rows and weights to the devices of their experts, and the way back (combine).
 
-A way is a tuple of steps inside a shard_map. Going there and coming back are each other's gradients, so a result comes
-back as the gradient of an operand does, and its own gradient goes there. JAX would find the same sums, but gather
-gradients by adding them to zeros, twice the bytes.
+A route is a tuple of collectives inside a shard_map. Dispatch and combine are each other's transposes, so the result of
+a ragged matmul is combined as the gradient of an operand is, and its own gradient is dispatched. JAX would derive the
+same sums, but gather gradients by adding them to zeros, which moves twice the bytes.
 """
 
 import functools
@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scaledot.kernels.manual import summed_as
-from scaledot.ops import partition
-from scaledot.ops.moving import Axes, own_part
-from scaledot.ops.partition import Split
-from scaledot.train.product import Like
+from scaledot.parallel import partition
+from scaledot.parallel.partition import Split
+from scaledot.parallel.transfers import Axes, own_part
+from scaledot.parallel.types import Like
 
 
 class Gather(NamedTuple):
-    """An axis that is split over mesh axes and shall be whole; the same everywhere then, and typed so."""
+    """All-gather of an axis that is sharded over mesh axes; the result does not vary along them."""
 
     axis: int
     axes: Axes
@@ -35,7 +34,7 @@ class Gather(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The other way round."""
+    """The transpose of Gather: each device takes its own shard of an axis."""
 
     axis: int
     axes: Axes
@@ -48,7 +47,7 @@ class Cut(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An axis that is split over mesh axes shall be whole, and another one split instead."""
+    """All-to-all: an axis that is sharded over mesh axes is gathered, and `split` sharded over them instead."""
 
     axis: int
     split: int
@@ -62,9 +61,9 @@ class Exchange(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """All rows, which are split over `axes`, those of a device's own groups first; groups are split over `groups`.
+    """All rows, which are sharded over `axes`, those of a device's own groups first; `groups` shard the groups.
 
-    On the way back every row is one device's own and zeros from the others, so adding them rounds nothing.
+    On the way back every row is one device's own and zeros from the others, so the reduction is exact.
     """
 
     axes: Axes
@@ -83,19 +82,19 @@ class Rows(NamedTuple):
         return lax.psum(x, elsewhere) if elsewhere else x
 
 
-Steps = tuple[Gather | Cut | Exchange | Rows, ...]
+Route = tuple[Gather | Cut | Exchange | Rows, ...]
 
 
-def way_of_rows(labels: str, split: Split, work: dict[str, Axes]) -> Steps:
-    """From parts of rows to the rows of a device's groups."""
+def route_of_rows(labels: str, split: Split, work: dict[str, Axes]) -> Route:
+    """From a device's shard of the rows to the rows of its groups."""
     rows, feature = labels
     moves = partition.moves_between(feature, dict(split), work)
     gathers, cuts = _gathers_and_cuts(labels, moves)
     return *gathers, Rows(dict(split).get(rows, ()), work["g"]), *cuts
 
 
-def way_of_matrices(labels: str, split: Split, work: dict[str, Axes]) -> Steps:
-    """From parts of matrices, or of biases, to those of a device's groups."""
+def route_of_weights(labels: str, split: Split, work: dict[str, Axes]) -> Route:
+    """From a device's shard of the weights, or of the biases, to those of its groups."""
     has, steps = dict(split), []
     for axis in work["g"][len(has.get("g", ())) :]:
         along = next((c for c, axes in split if axis in axes), None)
@@ -108,35 +107,35 @@ def way_of_matrices(labels: str, split: Split, work: dict[str, Axes]) -> Steps:
     return *steps, *gathers, *cuts
 
 
-def _gathers_and_cuts(labels: str, moves: partition.Moves) -> tuple[Steps, Steps]:
+def _gathers_and_cuts(labels: str, moves: partition.Moves) -> tuple[Route, Route]:
     gathers = tuple(Gather(labels.index(c), axes) for c, axes in moves.gathered)
     return gathers, tuple(Cut(labels.index(c), axes) for c, axes in moves.cut)
 
 
-def sent(steps: Steps, x: jax.Array, start: jax.Array) -> jax.Array:
-    """x where it is worked on. start: where rows of a device's groups start among all."""
-    return cast(jax.Array, _moved(steps, True, x, start))
+def dispatch(route: Route, x: jax.Array, start: jax.Array) -> jax.Array:
+    """x on the devices that work on it. start: the first row, among all, of a device's own groups."""
+    return cast(jax.Array, _moved(route, True, x, start))
 
 
-def sent_back(steps: Steps, y: jax.Array, start: jax.Array) -> jax.Array:
-    return cast(jax.Array, _moved(steps, False, y, start))
+def combine(route: Route, y: jax.Array, start: jax.Array) -> jax.Array:
+    return cast(jax.Array, _moved(route, False, y, start))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(steps: Steps, there: bool, x: jax.Array, start: jax.Array) -> jax.Array:
-    """x after the steps, or after the ways back in reverse; either is the gradient of the other."""
-    for step in steps if there else reversed(steps):
+def _moved(route: Route, there: bool, x: jax.Array, start: jax.Array) -> jax.Array:
+    """x after the route, or after its way back in reverse order; either is the transpose of the other."""
+    for step in route if there else reversed(route):
         x = (step.there if there else step.back)(x, start)
     return x
 
 
-def _moved_forward(steps: Steps, there: bool, x: jax.Array, start: jax.Array):
-    return _moved(steps, there, x, start), (start, Like(jax.typeof(x)))
+def _moved_forward(route: Route, there: bool, x: jax.Array, start: jax.Array):
+    return _moved(route, there, x, start), (start, Like.of(x))
 
 
-def _moved_backward(steps: Steps, there: bool, kept: tuple[jax.Array, Like], g: jax.Array) -> tuple[jax.Array, Any]:
+def _moved_backward(route: Route, there: bool, kept: tuple[jax.Array, Like], g: jax.Array) -> tuple[jax.Array, Any]:
     start, like = kept
-    return summed_as(cast(jax.Array, _moved(steps, not there, g, start)), like.type), np.zeros((), jax.dtypes.float0)
+    return like.reduced(cast(jax.Array, _moved(route, not there, g, start))), np.zeros((), jax.dtypes.float0)
 
 
 _moved.defvjp(_moved_forward, _moved_backward)

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
+from scaledot.parallel.divisibility import Misfit, misfit
 
 Rules = Iterable[tuple[str, Any]]
 
@@ -188,19 +189,20 @@ def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, dropped: li
     if parts == 1:
         return entry
     over = f"{parts} devices of {_quoted(entry)}"
-    if size % parts:
-        wanted = f"axis {axis} of {size} cannot be split evenly over {over}"
+    uneven = misfit(size, parts)
+    if uneven is not None:
         if on_indivisible != "gather":
-            sizes = sorted({size // parts * parts, -(-size // parts) * parts} - {0})
-            raise ValueError(f"{wanted}; {_either(sizes)} would fit, or gather it with on_indivisible='gather'")
+            wanted, sizes = f"axis {axis} of {size} cannot be split evenly over {over}", _either(uneven.fitting_sizes)
+            raise ValueError(f"{wanted}; {sizes} would fit, or gather it with on_indivisible='gather'")
         dropped.append(Dropped("data", f"axis {axis} is not split: {size} elements do not divide by {over}"))
         return None
     cut = _cut(x, axis, parts)
     if cut is None or on_indivisible == "drop":
         return entry
     if on_indivisible == "raise":
-        raise ValueError(f"{cut}; {_fitting(x, axis, parts)}, or use on_indivisible='gather' or 'drop'")
-    dropped.append(Dropped("data", f"axis {axis} is not split: {cut}"))
+        fitting = f"split it in {cut.fewer_devices} or make it {cut.fitting_size} long"
+        raise ValueError(f"{_sentence(axis, cut)}; {fitting}, or use on_indivisible='gather' or 'drop'")
+    dropped.append(Dropped("data", f"axis {axis} is not split: {_sentence(axis, cut)}"))
     return None
 
 
@@ -213,7 +215,7 @@ def _scale_entry(q: ScaledArray, axis: int, entry: Any, mesh, dropped: list[Drop
         return entry if parts == 1 and _blocked(q, axis) else None
     cut = _cut(q, axis, parts)
     if cut is not None:
-        dropped.append(Dropped("scale", f"axis {axis} is not split: {cut}"))
+        dropped.append(Dropped("scale", f"axis {axis} is not split: {_sentence(axis, cut)}"))
     return entry if cut is None else None
 
 
@@ -221,21 +223,15 @@ def _blocked(q: ScaledArray, axis: int) -> bool:
     return q.scale.shape[axis] > 1
 
 
-def _cut(x, axis: int, parts: int) -> str | None:
-    """Why parts of an axis are not whole blocks."""
+def _cut(x, axis: int, parts: int) -> Misfit | None:
+    """Blocks of an axis that sharding it would cut."""
     if not isinstance(x, ScaledArray) or not _blocked(x, axis):
         return None
-    size, block = x.shape[axis], blocks.expand(x.block, x.ndim)[axis]
-    if not size // parts % block:
-        return None
-    return f"axis {axis} of {size} in {parts} parts of {size // parts} would cut blocks of {block}"
+    return misfit(x.shape[axis], parts, blocks.expand(x.block, x.ndim)[axis])
 
 
-def _fitting(x: ScaledArray, axis: int, parts: int) -> str:
-    """The number of parts, or the size, nearest to what was asked for, that leaves blocks whole."""
-    size, block = x.shape[axis], blocks.expand(x.block, x.ndim)[axis]
-    fewer = max(p for p in range(1, parts + 1) if not size % p and not size // p % block) if not size % block else 1
-    return f"split it in {fewer} or make it {-(-size // (parts * block)) * parts * block} long"
+def _sentence(axis: int, cut: Misfit) -> str:
+    return f"axis {axis} of {cut.size} in {cut.devices} parts of {cut.shard} would cut blocks of {cut.block}"
 
 
 def _parts(mesh, entry: Any) -> int:

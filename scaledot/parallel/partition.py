@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from scaledot.contraction import Contraction
-from scaledot.ops import moving
-from scaledot.ops.moving import Axes
+from scaledot.parallel import transfers
+from scaledot.parallel.transfers import Axes
 
 Split = tuple[tuple[str, Axes], ...]  # labels and the mesh axes that they are split over, the slowest first
 
@@ -128,9 +128,9 @@ def _nonempty(split: list[tuple[str, Axes]]) -> Split:
 def moved(x: Any, labels: str, moves: Moves) -> Any:
     """An operand, plain or quantised, as the work is split; inside a shard_map."""
     for c, axes in moves.gathered:
-        x = moving.gathered(x, labels.index(c), axes)
+        x = transfers.gathered(x, labels.index(c), axes)
     for c, axes in moves.cut:
-        x = moving.own_part(x, labels.index(c), axes)
+        x = transfers.own_part(x, labels.index(c), axes)
     return x
 
 

@@ -9,7 +9,7 @@ wgrad, which has one matrix per group.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
-from scaledot.kernels.placement import devices_of
 from scaledot.kernels.spec import CastProblem, CastResult, View, sum_dtype
 from scaledot.kernels.xla_casts import group_of, members
 from scaledot.numerics.cast import Plan
@@ -28,13 +27,14 @@ from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan, propagating
 from scaledot.ops.quantize import amax, plan_of_groups
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
-from scaledot.recipes import Cast, Gemm, Recipe, find_recipe
+from scaledot.parallel.types import devices_of
+from scaledot.recipes import Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.arguments import checked_state, result_dtype, returned
-from scaledot.train.casts import CastRequest, Laid, Made, Sides
-from scaledot.train.experts import experts_of, product_of_experts
-from scaledot.train.product import Operands, Rule, multiply_then_add, product
-from scaledot.train.splits import Specs
+from scaledot.train.kind import CastRequest, Made, Matmul, Operands, Step
+from scaledot.train.laid import Laid, Sides
+from scaledot.train.options import Keywords, Options, result_dtype
+from scaledot.train.ragged_sharded import experts_of, multiply_experts
+from scaledot.train.vjp import multiply
 
 
 def ragged_dot(
@@ -48,16 +48,14 @@ def ragged_dot(
     recipe: str | Recipe,
     state: State | None = None,
     key=None,
-    out_sharding=None,
-    specs: Specs | None = None,
-    kernel: Choice = None,
+    **options: Unpack[Keywords],
 ):
     """`jax.lax.ragged_dot` under a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
 
     Rows come in consecutive groups, which may be empty; rows past the last one give zeros and take no part in scales
     or gradients. Every group is quantised as if it were alone, except that delayed scaling has one factor for all.
-    Other arguments as in `dot_general`. On a mesh matrices may be split along groups, as experts are, and b lies as
-    they do; `group_sizes` are those of all groups, on every device.
+    Other arguments as in `dot_general`, without `overlap` and `on_indivisible`. On a mesh weights may be sharded along
+    groups, as experts are, and b as they are; `group_sizes` are those of all groups, on every device.
 
     >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
@@ -65,29 +63,30 @@ def ragged_dot(
     """
     x, w = float_operand(x, "x"), float_operand(w, "w")
     b = None if b is None else float_operand(b, "b")
-    if x.ndim != 2 or w.ndim != 3 or (specs is None and x.shape[1] != w.shape[1]):
+    dtype, refused = result_dtype(preferred_element_type, x.dtype, w.dtype), ("overlap", "on_indivisible")
+    how = Options.of(recipe, dtype, precision, options, refused)
+    if x.ndim != 2 or w.ndim != 3 or (how.specs is None and x.shape[1] != w.shape[1]):
         raise ValueError(f"`x` (rows, k) and `w` (groups, k, n) must share k, not be of shapes {x.shape} and {w.shape}")
-    experts = experts_of(x, w, specs, out_sharding)
+    experts = experts_of(x, w, how.specs, how.out_sharding)
     rows, count = (x.shape[0], w.shape[0]) if experts is None else (experts.sizes["t"], experts.sizes["g"])
     groups = checked_groups(group_sizes, rows)
     if groups.shape[0] != count:
         raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
-    recipe = find_recipe(recipe)
-    dtype = result_dtype(preferred_element_type, x, w)
+    operands, state = Operands(x, w, b, groups), how.checked_state(state, w)
+    how = dataclasses.replace(how, out_sharding=None)  # the matmuls of shards, or of whole arrays, have none
 
-    def kind_of(groups: int, rows: int, k: int, n: int) -> Groups:
+    def kind_of(groups: int, rows: int, k: int, n: int) -> Ragged:
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
-        return Groups(_spacing(recipe.wgrad, groups, kernel, arrays))
+        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays))
 
-    rule = Rule(kind_of(count, rows, *w.shape[1:]), recipe, dtype, precision, kernel=kernel)
-    operands, state = Operands(x, w, b, groups), checked_state(recipe, state, w)
     if experts is not None:
-        return returned(recipe, *product_of_experts(rule, kind_of, experts, operands, state, key))
+        return how.returned(*multiply_experts(kind_of, how, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none
-    y, state = product(rule, operands._replace(x=x), state, key)
-    return returned(recipe, y[:rows], state)
+    step = Step(kind_of(count, rows, *w.shape[1:]), how)
+    y, state = multiply(step, operands._replace(x=x), state, key)
+    return how.returned(y[:rows], state)
 
 
 def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any]) -> int:
@@ -126,6 +125,20 @@ class LaidRows(NamedTuple):
     axis: int  # that blocks and rotations run along
     together: int
 
+    @property
+    def rows_reason(self) -> str | None:
+        """Why groups whose sizes are data cannot be cast so, or None."""
+        if self.cast.calibration != "absmax":
+            return f"has `calibration` {self.cast.calibration!r}, which is not offered for rows in groups"
+        (down, across), along_features = self.tile, self.axis == 1
+        is_tensor_or_channel = across == 0 or (across == 1 and not along_features)
+        if down or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
+            return None
+        return (
+            "has scales for all rows of a group at once, which rows in groups take for whole tensors or channels "
+            "without a rotation down the rows; use a block of rows"
+        )
+
     def plan(self, shape: tuple[int, ...], dtype, groups: int, amax_axes: tuple[str, ...] = ()) -> Plan:
         """The cast of rows of that shape in so many groups."""
         rows, features = shape[0] if self.together == 1 else room(shape[0], groups, self.together), shape[1]
@@ -140,26 +153,24 @@ class LaidRows(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class Ragged:
     """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
 
     together: int
     has_batch = False
 
-    def lay(self, cast: Cast, product: str, tensor: str) -> Laid | LaidRows:
+    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid | LaidRows:
         if tensor == "w":
-            return Laid.on(cast, Sides("kn", "n", "k") if product == "fwd" else Sides("kn", "k", "n"))
-        if cast.calibration != "absmax":
-            raise ValueError(f"`calibration` {cast.calibration!r} of {cast} is not offered for rows in groups")
-        kept, summed = cast.tile
-        along_features = product != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
-        tile, axis = ((kept, summed), 1) if along_features else ((summed, kept), 0)
-        if tile[0] == 0 and (tile[1] > 1 or (tile[1] == 1 and along_features) or (cast.rotation and axis == 0)):
-            raise ValueError(
-                f"{cast} of {tensor} in {product} has scales for all rows of a group at once, which rows in groups "
-                "take for whole tensors or channels without a rotation down the rows; use a block of rows"
-            )
-        return LaidRows(cast, tile, axis, self.together if product == "wgrad" else 1)
+            return Laid.on(cast, Sides("kn", "n", "k") if matmul == "fwd" else Sides("kn", "k", "n"))
+        free, contracted = cast.tile
+        # One scale without a rotation gives the same codes for both matmuls of a tensor: they are made once.
+        along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
+        tile, axis = ((free, contracted), 1) if along_features else ((contracted, free), 0)
+        laid = LaidRows(cast, tile, axis, self.together if matmul == "wgrad" else 1)
+        reason = laid.rows_reason
+        if reason is not None:
+            raise ValueError(f"{cast} of {tensor} in {matmul} {reason}")
+        return laid
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
         """A pass for each cast: in wgrad groups are spaced, elsewhere they are not."""
@@ -171,8 +182,8 @@ class Groups:
         first = next(iter(made.values()))
         return Made({p: made[laid].arrays[0] for p, laid in request.laid.items()}, first.amax)
 
-    def plain(self, product: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return spaced(x, groups, self.together) if product == "wgrad" else x
+    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return spaced(x, groups, self.together) if matmul == "wgrad" else x
 
     def inside(self, laid, x: jax.Array, q) -> jax.Array | None:
         if isinstance(laid, Laid):
@@ -182,15 +193,21 @@ class Groups:
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x if tensor == "w" else members(x, groups))
 
-    def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
-        wanted.pop("out_sharding")
-        if product != "wgrad":
-            lhs = _by_row(lhs, groups) if isinstance(lhs, PerGroup) else lhs
-            summed = 1 if product == "fwd" else 2
-            numbers = lax.RaggedDotDimensionNumbers((((1,), (summed,)), ((), ())), [0], [0])
-            return ragged_dot_general(lhs, rhs, groups, numbers, **wanted)
+    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+        if bias is not None:
+            y = self.multiply(matmul.wide, lhs, rhs, groups)
+            return self.add_bias(y, bias.astype(y.dtype), groups).astype(matmul.dtype)
+        if matmul.name == "wgrad":
+            return self._multiply_within_groups(matmul, lhs, rhs, groups)
+        lhs = _by_row(lhs, groups) if isinstance(lhs, PerGroup) else lhs
+        contracted = 1 if matmul.name == "fwd" else 2
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
+        return ragged_dot_general(lhs, rhs, groups, numbers, **matmul.keywords)
+
+    def _multiply_within_groups(self, matmul: Matmul, lhs, rhs, groups) -> jax.Array:
+        """wgrad, which contracts the rows of each group: (groups, k, n)."""
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        more = {"precision": wanted["precision"], "preferred": wanted["preferred_element_type"]}
+        more: dict[str, Any] = {"precision": matmul.precision, "preferred": matmul.dtype}
         if isinstance(lhs, PerGroup) or isinstance(rhs, PerGroup):
             one = jnp.ones((groups.shape[0], 1), jnp.float32)
             (lhs, left), (rhs, right) = (
@@ -199,10 +216,7 @@ class Groups:
             more["factors"] = left, right
         lhs, rhs = logical(lhs), logical(rhs)
         sizes = whole_groups(groups, self.together)
-        return contract_groups(lhs, rhs, sizes, numbers, wanted["kernel"], group_multiple=self.together, **more)
-
-    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
-        return multiply_then_add(self, x, w, bias, groups, **wanted)
+        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.together, **more)
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = group_of(groups, y.shape[0])

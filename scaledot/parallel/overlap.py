@@ -1,12 +1,12 @@
-"""Products whose operands, or whose results, move between devices while parts of them are being computed.
+"""Matmuls whose operands, or whose results, travel between devices while parts of them are being computed.
 
-A Partition says what devices gather, multiply, add and scatter. Along a mesh axis that is to `overlap`, an operand is
-not gathered before it is multiplied: its parts arrive around a ring, each is multiplied as it comes, and no device ever
-holds the whole. A result is not computed before it is scattered: each device's part of it is summed on the way there.
-Forward and backward these are each other's dual.
+A Partition says what devices gather, multiply, reduce and scatter. Along a mesh axis that is to `overlap`, an operand
+is not gathered before it is multiplied: its shards arrive around a ring, each is multiplied as it comes, and no device
+ever holds the whole. A result is not computed before it is scattered: each device's shard of it is summed on the way
+there. Forward and backward these are each other's transposes.
 
-`all_gather_matmul` and `matmul_reduce_scatter` are two such products, for the inside of a shard_map. Products under a
-recipe (`scaledot.train`) take `overlap`.
+On 4 devices that shard the rows of x (4096, k), a device first multiplies its own 1024 rows, then those of its two
+neighbours, which arrived meanwhile, then those of the device opposite.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from scaledot.array import ScaledArray
-from scaledot.contraction import Contraction, for_matmul
-from scaledot.kernels.manual import vary_as
-from scaledot.kernels.spec import sum_dtype
-from scaledot.numerics import blocks
-from scaledot.ops import moving, partition
-from scaledot.ops.operands import as_operand, contract
-from scaledot.ops.partition import STAYS, Axes, Moves, Partition
+from scaledot.contraction import Contraction
+from scaledot.parallel import partition, transfers
+from scaledot.parallel.partition import STAYS, Axes, Moves, Partition
+from scaledot.parallel.types import vary_as
 
 
 class Side(NamedTuple):
@@ -77,7 +72,7 @@ def adds(plan: Partition, contraction: Contraction, overlap: Axes) -> bool:
     return bool(plan.summed) or (ring is not None and ring.label in contraction.contracted)
 
 
-def product(
+def contract_overlapped(
     plan: Partition,
     contraction: Contraction,
     lhs: Side,
@@ -85,7 +80,7 @@ def product(
     multiply: Callable[[Any, Any, dict[str, int]], jax.Array],
     overlap: Axes = (),
 ) -> jax.Array:
-    """A product carried out as planned. `multiply` is that of two values, given the sizes of all labels."""
+    """A contraction carried out as planned. `multiply` is that of two values, given the sizes of all labels."""
 
     def times(sides: tuple[Side, Side]) -> jax.Array:
         left, right = sides
@@ -123,14 +118,14 @@ def _parts_around(out: str, sides: tuple[Side, Side], side: int, ring: Ring, tim
     def step(total: jax.Array | None, index: jax.Array, part) -> jax.Array:
         facing = other
         if whole is not None:
-            facing = other.with_contents(moving.part(whole, other.labels.index(ring.label), index, count))
+            facing = other.with_contents(transfers.part(whole, other.labels.index(ring.label), index, count))
         arrived = mine.with_contents(part)
         term = times((arrived, facing) if side == 0 else (facing, arrived))
         if ring.label in out:
             return _placed(total, term, out.index(ring.label), index, count)
         return term if total is None else total + term
 
-    return moving.fold_parts(step, mine.opened(), mine.labels.index(ring.label), ring.axis)
+    return transfers.fold_parts(step, mine.opened(), mine.labels.index(ring.label), ring.axis)
 
 
 def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Array, count: int) -> jax.Array:
@@ -148,74 +143,10 @@ def _sums_around(sides: tuple[Side, Side], ring: Ring, times) -> jax.Array:
 
     def term(opened: list[Any], index) -> jax.Array:
         left, right = (
-            side if x is None else side.with_contents(moving.part(x, side.labels.index(ring.label), index, count))
+            side if x is None else side.with_contents(transfers.part(x, side.labels.index(ring.label), index, count))
             for side, x in zip(sides, opened, strict=True)
         )
         return times((left, right))
 
     opened = [side.opened() if ring.label in side.labels else None for side in sides]
-    return moving.summed_on_the_way(term, opened, ring.axis)
-
-
-def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None) -> jax.Array:
-    """x (..., m, k) whose rows are split over a mesh axis, times w (k, n): all rows, as `matmul` of a gathered x.
-
-    Inside a shard_map. Operands may be ScaledArrays, of which codes move; a plain operand can be differentiated.
-
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    >>> specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
-    >>> f = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh, **specs)
-    >>> f(jnp.ones((4, 8)), jnp.ones((8, 2))).shape
-    (4, 2)
-    """
-    contraction, lhs, rhs = _matrices(x, w)
-    gathered = Moves(gathered=((contraction.lhs_free[-1], (axis_name,)),))
-    plan = Partition(gathered, STAYS, (), (), ())
-    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
-
-
-def matmul_reduce_scatter(
-    x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None
-) -> jax.Array:
-    """x (..., m, k) times w (k, n), whose k are split over a mesh axis: this device's share of the rows of the sum.
-
-    Inside a shard_map; sums are float32 until they have arrived. Operands as in `all_gather_matmul`.
-    """
-    contraction, lhs, rhs = _matrices(x, w)
-    rows = contraction.lhs_free[-1]
-    _check_parts(lhs, lhs.ndim - 2, axis_name)
-    plan = Partition(STAYS, STAYS, (axis_name,), ((rows, (axis_name,)),), ())
-    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
-
-
-def _matrices(x, w) -> tuple[Contraction, Any, Any]:
-    x, w = as_operand(x, "x"), as_operand(w, "w")
-    if x.ndim < 2 or w.ndim != 2:
-        raise ValueError(f"`x` (..., m, k) and `w` (k, n) must be matrices, not of shapes {x.shape} and {w.shape}")
-    return for_matmul(x.shape, w.shape), x, w
-
-
-def _check_parts(x, axis: int, axis_name: str) -> None:
-    """Raise where a share of the rows is not a whole number, or not of blocks."""
-    count, size = lax.axis_size(axis_name), x.shape[axis]
-    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
-    unit = count * max(block, 1)
-    if size % unit:
-        parts = f"parts for {count} devices of {axis_name!r}" + (f" in blocks of {block}" if block > 1 else "")
-        raise ValueError(f"{size} rows of `x` cannot be cut into equal {parts}; {-(-size // unit) * unit} would do")
-
-
-def _overlapped(plan: Partition, contraction: Contraction, lhs, rhs, preferred, **wanted) -> jax.Array:
-    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else np.dtype(preferred)
-    overlap = plan.summed or plan.lhs.gathered[0][1]
-    wide = sum_dtype(dtype) if adds(plan, contraction, overlap) else dtype
-
-    def multiply(left, right, sizes) -> jax.Array:
-        return contract(contraction, left, right, preferred_element_type=wide, **wanted)
-
-    left, right = (
-        Side(labels, x, dict(zip(labels, x.shape, strict=True)))
-        for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
-    )
-    return product(plan, contraction, left, right, multiply, overlap).astype(dtype)
+    return transfers.summed_on_the_way(term, opened, ring.axis)

@@ -7,6 +7,7 @@ one scale per image. The gradients of a convolution are convolutions with other 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,19 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, labels
-from scaledot.kernels.operands import Factor, lay
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
-from scaledot.ops.operands import Choice, float_operand
+from scaledot.ops.operands import float_operand
 from scaledot.ops.quantize import dequantize
-from scaledot.recipes import Cast, Recipe, find_recipe
+from scaledot.parallel.specs import Splits, splits_of
+from scaledot.recipes import Cast, Recipe
 from scaledot.state import State
-from scaledot.train.arguments import checked_state, result_dtype, returned
-from scaledot.train.casts import Arrays, Laid, Sides
-from scaledot.train.flatten import Layout
-from scaledot.train.partitioned import Partitioned, product_of_parts
-from scaledot.train.product import Operands, Rule, multiply_then_add, product
-from scaledot.train.splits import Specs, Splits, splits_of
+from scaledot.train.casts import Arrays
+from scaledot.train.dot_sharded import Sharded, multiply_sharded
+from scaledot.train.flatten import Flattened
+from scaledot.train.kind import Matmul, Operands, Step
+from scaledot.train.laid import Laid, Sides
+from scaledot.train.options import Keywords, Options, result_dtype
+from scaledot.train.vjp import multiply
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -46,14 +48,12 @@ def conv_general_dilated(
     recipe: str | Recipe,
     state: State | None = None,
     key=None,
-    out_sharding=None,
-    specs: Specs | None = None,
-    on_indivisible: str = "raise",
-    kernel: Choice = None,
+    **options: Unpack[Keywords],
 ):
-    """`jax.lax.conv_general_dilated` of image x and kernel w under a recipe; other arguments as in `dot_general`.
+    """`jax.lax.conv_general_dilated` of image x and kernel w under a recipe.
 
-    On a mesh images and features may be split, features in groups and positions not.
+    Other arguments as in `dot_general`, without `overlap`. On a mesh images and features may be sharded, features in
+    groups and positions not.
 
     >>> image, kernel = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
     >>> conv_general_dilated(image, kernel, (1,), "VALID", recipe="fp8_current").shape
@@ -62,30 +62,27 @@ def conv_general_dilated(
     x, w = float_operand(x, "x"), float_operand(w, "w")
     if batch_group_count != 1:
         raise ValueError(f"`batch_group_count` {batch_group_count} is not offered in training; use feature groups")
-    recipe = find_recipe(recipe)
+    how = Options.of(
+        recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options, refused=("overlap",)
+    )
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     spatial = len(numbers.lhs_spec) - 2
     ones = (1,) * spatial
     strides, before, within = (tuple(map(int, given or ones)) for given in (window_strides, lhs_dilation, rhs_dilation))
     window = Window(numbers, x.shape, w.shape, strides, (), before, within, feature_group_count)
     window = dataclasses.replace(window, padding=window.pairs(padding))
-    reason = groups_reason(recipe, feature_group_count, *window.features_of_a_group)
+    reason = groups_reason(how.recipe, feature_group_count, *window.features_of_a_group)
     if reason is not None:
         raise ValueError(reason)
-    dtype, kind = result_dtype(preferred_element_type, x, w), Convolution(window)
-    rule = Rule(kind, recipe, dtype, precision, out_sharding, kernel)
-    operands, state = Operands(x, w, None, None), checked_state(recipe, state, w)
-    contraction = kind.contraction
-    splits = splits_of(contraction, x, w, specs, out_sharding)
+    kind, operands, state = Conv(window), Operands(x, w, None, None), how.checked_state(state, w)
+    splits = splits_of(kind.contraction, jax.typeof(x), jax.typeof(w), how.specs, how.out_sharding)
     if splits is None:
-        return returned(recipe, *product(rule, operands, state, key))
+        return how.returned(*multiply(Step(kind, how), operands, state, key))
     _check_splits(splits, features_too=feature_group_count == 1)
-    left, right, out, bias = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, "o"))
-    parts = Partitioned.of(kind, contraction, (left, right, out, bias), x, w, splits, recipe.amax_scope)
-    sizes = dict(parts.sizes) | window.result_sizes(contraction.out)
-    parts = dataclasses.replace(parts, sizes=tuple(sizes.items()))
-    rule = dataclasses.replace(rule, out_sharding=None)
-    return returned(recipe, *product_of_parts(rule, parts, operands, state, key, on_indivisible))
+    shards = Sharded.of(kind, Flattened.unchanged(kind.contraction, kind.features), operands, splits, how)
+    sizes = dict(shards.sizes) | window.result_sizes(kind.contraction.out)
+    shards = dataclasses.replace(shards, sizes=tuple(sizes.items()))
+    return how.returned(*multiply_sharded(shards, how, operands, state, key))
 
 
 def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str | None:
@@ -244,7 +241,7 @@ _FIRST = {"x": "nc", "w": "oi", "g": "no"}  # the two axes of each tensor that a
 
 
 @dataclasses.dataclass(frozen=True)
-class Convolution(Arrays):
+class Conv(Arrays):
     """x is images of features, w kernels from features to features."""
 
     window: Window
@@ -257,7 +254,7 @@ class Convolution(Arrays):
 
     @property
     def contraction(self) -> Contraction:
-        """What each product keeps and sums over, apart from windows: positions of each tensor have their own labels.
+        """The free and contracted axes of each matmul, apart from windows: positions of each tensor have own labels.
 
         Features of the kernel are those of the image unless they come in groups.
         """
@@ -277,16 +274,11 @@ class Convolution(Arrays):
         letters = _FIRST[tensor] + labels(len(spec) - 2, "ncio")
         return "".join(letters[spec.index(axis)] for axis in range(len(spec)))
 
-    def lay(self, cast: Cast, product: str, tensor: str) -> Laid:
-        of, summed = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[product]
+    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid:
+        of, summed = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[matmul]
         [kept], [along] = ([c for c in _FIRST[tensor] if (c in summed) == is_summed] for is_summed in (False, True))
         return Laid.on(cast, Sides(of, kept, along + "".join(c for c in of if c not in _FIRST[tensor])))
 
-    def multiply_and_add(self, x, w, bias: jax.Array, groups, **wanted) -> jax.Array:
-        return multiply_then_add(self, x, w, bias, groups, **wanted)
-
-    def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        return y + lay(Factor(bias, self.features), self.out)
-
-    def multiply(self, product: str, lhs, rhs, groups, **wanted) -> jax.Array:
-        return getattr(self.window, product)(lhs, rhs, **wanted)
+    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+        assert bias is None, "the verb takes none"
+        return getattr(self.window, matmul.name)(lhs, rhs, **matmul.keywords)

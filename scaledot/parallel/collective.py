@@ -1,0 +1,83 @@
+"""Matmuls that overlap their communication, for the inside of a shard_map.
+
+Training matmuls (`scaledot.train`) take `overlap` instead.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction, for_matmul
+from scaledot.kernels.spec import sum_dtype
+from scaledot.numerics import blocks
+from scaledot.ops.operands import as_operand, contract
+from scaledot.parallel import overlap
+from scaledot.parallel.divisibility import misfit
+from scaledot.parallel.partition import STAYS, Moves, Partition
+
+
+def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None) -> jax.Array:
+    """x (..., m, k) whose rows are split over a mesh axis, times w (k, n): all rows, as `matmul` of a gathered x.
+
+    Inside a shard_map. Operands may be ScaledArrays, of which codes move; a plain operand can be differentiated.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    >>> specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+    >>> f = jax.shard_map(lambda x, w: all_gather_matmul(x, w, "tp"), mesh=mesh, **specs)
+    >>> f(jnp.ones((4, 8)), jnp.ones((8, 2))).shape
+    (4, 2)
+    """
+    contraction, lhs, rhs = _matrices(x, w)
+    gathered = Moves(gathered=((contraction.lhs_free[-1], (axis_name,)),))
+    plan = Partition(gathered, STAYS, (), (), ())
+    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
+
+
+def matmul_reduce_scatter(
+    x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None
+) -> jax.Array:
+    """x (..., m, k) times w (k, n), whose k are split over a mesh axis: this device's share of the rows of the sum.
+
+    Inside a shard_map; sums are float32 until they have arrived. Operands as in `all_gather_matmul`.
+    """
+    contraction, lhs, rhs = _matrices(x, w)
+    rows = contraction.lhs_free[-1]
+    _check_parts(lhs, lhs.ndim - 2, axis_name)
+    plan = Partition(STAYS, STAYS, (axis_name,), ((rows, (axis_name,)),), ())
+    return _overlapped(plan, contraction, lhs, rhs, preferred_element_type, precision=precision, kernel=kernel)
+
+
+def _matrices(x, w) -> tuple[Contraction, Any, Any]:
+    x, w = as_operand(x, "x"), as_operand(w, "w")
+    if x.ndim < 2 or w.ndim != 2:
+        raise ValueError(f"`x` (..., m, k) and `w` (k, n) must be matrices, not of shapes {x.shape} and {w.shape}")
+    return for_matmul(x.shape, w.shape), x, w
+
+
+def _check_parts(x, axis: int, axis_name: str) -> None:
+    """Raise where a share of the rows is not a whole number, or not of blocks."""
+    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
+    found = misfit(x.shape[axis], lax.axis_size(axis_name), max(block, 1))
+    if found is not None:
+        parts = f"parts for {found.devices} devices of {axis_name!r}" + (f" in blocks of {block}" if block > 1 else "")
+        raise ValueError(f"{found.size} rows of `x` cannot be cut into equal {parts}; {found.fitting_size} would do")
+
+
+def _overlapped(plan: Partition, contraction: Contraction, lhs, rhs, preferred, **wanted) -> jax.Array:
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred is None else np.dtype(preferred)
+    axes = plan.summed or plan.lhs.gathered[0][1]
+    wide = sum_dtype(dtype) if overlap.adds(plan, contraction, axes) else dtype
+
+    def multiply(left, right, sizes) -> jax.Array:
+        return contract(contraction, left, right, preferred_element_type=wide, **wanted)
+
+    left, right = (
+        overlap.Side(labels, x, dict(zip(labels, x.shape, strict=True)))
+        for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
+    )
+    return overlap.contract_overlapped(plan, contraction, left, right, multiply, axes).astype(dtype)

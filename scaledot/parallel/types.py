@@ -1,0 +1,132 @@
+"""What JAX's types and arrays say about mesh axes.
+
+A mesh axis is explicit, automatic or manual:
+
+* Along explicit axes the type of an array holds its sharding. JAX infers most shardings of results; a reshape that
+  splits a sharded axis into blocks has to be told.
+* Along automatic axes XLA partitions the program. It cannot partition Pallas kernels, so these need to know over how
+  many devices it would.
+* Along manual axes, inside a shard_map, an array is a device's shard, and its type says whether shards differ (vary).
+  A primitive without a rule and a custom_vjp have to set that themselves.
+
+For an x of type `bfloat16[8@dp,512]{V:tp}`, on 2 devices along "dp" and 4 along "tp": `explicit_axes(x, 0)` is "dp",
+`shards(x, 0)` is 2 and `varying(x)` is {"tp"}.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from scaledot.parallel.divisibility import misfit
+
+
+def explicit_axes(x: jax.Array, axis: int) -> Any:
+    """The explicit mesh axes that an axis is sharded over: a name, several, or None."""
+    spec = jax.typeof(x).sharding.spec
+    return spec[axis] if axis < len(spec) else None
+
+
+def is_sharded(type: Any) -> bool:
+    """Whether an array of that type (`jax.typeof`) is sharded over explicit mesh axes."""
+    return any(axes is not None for axes in type.sharding.spec)
+
+
+def shards(x: jax.Array, axis: int) -> int:
+    """The number of devices that an axis is sharded over, along explicit mesh axes."""
+    axes, mesh = explicit_axes(x, axis), jax.typeof(x).sharding.mesh
+    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def check_blocks(x: jax.Array, axis: int, block: int) -> None:
+    """Raise where the explicit sharding of an axis cuts blocks."""
+    found = misfit(x.shape[axis], shards(x, axis), block)
+    if found is not None:
+        raise ValueError(
+            f"axis {axis} of {found.size} is split over {explicit_axes(x, axis)!r} into {found.devices} parts of "
+            f"{found.shard}, which cut blocks of {block}; split it in {found.fewer_devices}, make it "
+            f"{found.fitting_size} long, or gather it first with jax.sharding.reshard"
+        )
+
+
+def reshape_sharded(x: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
+    """x.reshape(shape), with that sharding where x is sharded over explicit mesh axes."""
+    type = jax.typeof(x)
+    if not is_sharded(type):
+        return x.reshape(shape)
+    return lax.reshape(x, tuple(shape), out_sharding=NamedSharding(type.sharding.mesh, PartitionSpec(*spec)))
+
+
+def has_explicit_axes(sharding: NamedSharding) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def varying(x: jax.Array) -> frozenset:
+    """The manual mesh axes along which x differs from device to device."""
+    return _varying(jax.typeof(x))
+
+
+def _varying(type: Any) -> frozenset:
+    return type.manual_axis_type.varying
+
+
+def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """x, typed to vary along every manual axis that the others vary along."""
+    axes = frozenset().union(*map(varying, others)) - varying(x)
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Like:
+    """The type of a primal, which is all that its cotangent needs to know of it."""
+
+    type: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Like":
+        return cls(jax.typeof(x))
+
+    def reduced(self, cotangent: jax.Array) -> jax.Array:
+        """A cotangent summed over the manual axes along which it varies and its primal does not."""
+        axes = varying(cotangent) - _varying(self.type)
+        return lax.psum(cotangent, tuple(axes)) if axes else cotangent
+
+
+def devices_of(*arrays: jax.Array) -> int:
+    """The number of devices that XLA may partition a program of these arrays over.
+
+    They are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
+    NamedSharding inside jit, too, along automatic axes as along explicit ones. Axes of a surrounding shard_map do not
+    count. What types do not say is not seen: `in_shardings` of jit for arrays that are not placed so yet, and a mesh
+    that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and not _partitioned(context):
+        return 1
+    return max([math.prod(_partitioned(context)), *map(_devices_of, arrays)])
+
+
+def _devices_of(array: jax.Array) -> int:
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer):
+        return array.sharding.num_devices
+    return math.prod(_partitioned(jax.typeof(array).sharding.mesh))
+
+
+def _partitioned(mesh: Any) -> list[int]:
+    """The sizes of the axes along which XLA partitions."""
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [size for size, kind in kinds if kind != AxisType.Manual]
+
+
+def partition_reason(devices: int) -> str | None:
+    """Why Pallas kernels are not taken in a program that XLA partitions over so many devices."""
+    if devices == 1:
+        return None
+    return f"XLA partitions this over {devices} devices; kernels run on one, or inside a shard_map over all mesh axes"

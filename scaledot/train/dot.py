@@ -1,0 +1,199 @@
+"""dot_general, einsum and dense under a recipe."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax
+
+from scaledot.contraction import Contraction, from_dimension_numbers
+from scaledot.kernels import table
+from scaledot.kernels.layouts import logical
+from scaledot.ops.einsum import two_terms
+from scaledot.ops.operands import contract, float_operand
+from scaledot.parallel.specs import Splits, splits_of
+from scaledot.parallel.types import devices_of
+from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.state import State
+from scaledot.train.casts import Arrays
+from scaledot.train.dot_sharded import Sharded, multiply_sharded
+from scaledot.train.flatten import Flattened
+from scaledot.train.kind import Matmul, Operands, Step
+from scaledot.train.laid import Laid, Sides
+from scaledot.train.options import Keywords, Options, result_dtype
+from scaledot.train.vjp import multiply
+
+
+def dot_general(
+    x,
+    w,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key=None,
+    **options: Unpack[Keywords],
+):
+    """`jax.lax.dot_general` of operands that are quantised, forward and backward, as a recipe says.
+
+    The result has dtype `preferred_element_type` or the promotion of both; gradients have the dtypes of x and w. What
+    is kept for the backward pass is codes.
+
+    Args:
+      recipe: a Recipe or its name.
+      state: for a recipe with delayed scaling, from `init_state`; then (y, state) is returned, and the state that is
+        returned is the one to give to the next use within the same differentiated function. The gradient of a state
+        is the next state.
+      key: for a recipe that rounds stochastically, new in each step. A forward pass that nobody differentiates needs
+        it only if forward casts are stochastic.
+      **options: `out_sharding`, `specs`, `overlap`, `on_indivisible` and `kernel`; see
+        `scaledot.train.options.Keywords`.
+
+    >>> import jax.numpy as jnp
+    >>> x, w = jnp.ones((2, 64)), jnp.ones((64, 3))
+    >>> dot_general(x, w, (((1,), (0,)), ((), ())), recipe="mxfp8")
+    Array([[64., 64., 64.],
+           [64., 64., 64.]], dtype=float32)
+    """
+    x, w = float_operand(x, "x"), float_operand(w, "w")
+    contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
+    how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
+    return contract_under(how, contraction, x, w, None, state, key)
+
+
+def einsum(
+    subscripts: str,
+    x,
+    w,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key=None,
+    precision=None,
+    preferred_element_type=None,
+    **options: Unpack[Keywords],
+):
+    """`jnp.einsum` of two operands under a recipe; arguments as in `dot_general`.
+
+    >>> import jax.numpy as jnp
+    >>> x, w = jnp.ones((2, 5, 32)), jnp.ones((32, 4, 8))
+    >>> einsum("bsd,dhk->bshk", x, w, recipe="fp8_current").shape
+    (2, 5, 4, 8)
+    """
+    x, w = float_operand(x, "x"), float_operand(w, "w")
+    how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
+    (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
+    return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key)
+
+
+def dense(
+    x,
+    w,
+    b=None,
+    *,
+    recipe: str | Recipe,
+    state: State | None = None,
+    key=None,
+    precision=None,
+    preferred_element_type=None,
+    **options: Unpack[Keywords],
+):
+    """x (..., k) times w (k, ...) plus b, which has the trailing axes of w.
+
+    The bias is added in float32 before the one rounding of the result, which has the dtype of x unless
+    `preferred_element_type` says otherwise: w may be a float32 master weight. Other arguments as in `dot_general`.
+
+    >>> import jax.numpy as jnp
+    >>> dense(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.array([0.0, 0.5]), recipe="mxfp8")
+    Array([[32. , 32.5],
+           [32. , 32.5]], dtype=float32)
+    """
+    x, w = float_operand(x, "x"), float_operand(w, "w")
+    b = None if b is None else float_operand(b, "b")
+    are_whole = options.get("specs") is None  # shards inside a shard_map may be cut differently
+    if not x.ndim or not w.ndim or (are_whole and x.shape[-1] != w.shape[0]):
+        raise ValueError(f"the last axis of `x` {x.shape} must be as long as the first of `w` {w.shape}")
+    if b is not None and (b.ndim != w.ndim - 1 or (are_whole and b.shape != w.shape[1:])):
+        raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
+    contraction = from_dimension_numbers((((x.ndim - 1,), (0,)), ((), ())), x.ndim, w.ndim)
+    preferred = x.dtype if preferred_element_type is None else preferred_element_type
+    how = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
+    return contract_under(how, contraction, x, w, b, state, key)
+
+
+def contract_under(options: Options, contraction: Contraction, x, w, b, state: State | None, key):
+    """A contraction of checked operands: y, or (y, state) with delayed scaling."""
+    operands, state = Operands(x, w, b, None), options.checked_state(state, w)
+    splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    if splits is None:
+        return options.returned(*_contract_whole(options, contraction, operands, state, key))
+    return options.returned(*_contract_sharded(options, contraction, splits, operands, state, key))
+
+
+def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key):
+    """Operands on one device, or that XLA partitions as it likes."""
+    devices = devices_of(operands.x, operands.w)
+    flat = Flattened.of(contraction, table.casts_matrices(devices) or _cuts(options.recipe))
+    sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
+    if sharding is not None:
+        options = dataclasses.replace(options, out_sharding=None)
+    x, w, b, _ = operands
+    given = Operands(flat.x.enter(x), flat.w.enter(w), None if b is None else flat.bias.enter(b), None)
+    y, state = multiply(Step(Dot(flat.flat, devices), options), given, state, key)
+    y = flat.g.leave(y, dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True)))
+    return y if sharding is None else jax.sharding.reshard(y, sharding), state
+
+
+def _contract_sharded(options: Options, contraction: Contraction, splits: Splits, operands: Operands, state, key):
+    """Operands that are sharded as the splits say, multiplied inside a shard_map."""
+    flat = Flattened.of(contraction, table.casts_matrices(None) or _cuts(options.recipe))
+    kind = Sharded.of(Dot(flat.flat), flat, operands, splits, options)
+    return multiply_sharded(kind, options, operands, state, key)
+
+
+def _cuts(recipe: Recipe) -> bool:
+    """Whether a cast cuts axes into blocks, which run along flattened ones."""
+    return any(cast.cuts for _, _, cast in recipe.casts())
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(Arrays):
+    """A contraction of x (batch, free, contracted) and w (batch, contracted, free), with axes in any order."""
+
+    contraction: Contraction
+    devices: int = 1
+
+    @property
+    def out(self) -> str:
+        return self.contraction.out
+
+    @property
+    def features(self) -> str:
+        return self.contraction.rhs_free
+
+    @property
+    def has_batch(self) -> bool:
+        return bool(self.contraction.batch)
+
+    def of(self, matmul: str) -> Contraction:
+        return self.contraction if matmul == "fwd" else getattr(self.contraction, matmul)
+
+    def sides(self, matmul: str, tensor: str) -> Sides:
+        of, side = self.of(matmul), PRODUCTS[matmul].index(tensor)
+        return Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
+
+    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid:
+        return Laid.on(cast, self.sides(matmul, tensor))
+
+    def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
+        return self.sides(matmul, tensor).axis if ndim == 2 else None
+
+    def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
+        return super().inside(laid, x, logical(q))
+
+    def logical(self, q) -> Any:
+        return logical(q)
+
+    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+        return contract(self.of(matmul.name), logical(lhs), logical(rhs), bias=bias, **matmul.keywords)

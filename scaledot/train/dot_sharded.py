@@ -1,0 +1,286 @@
+"""The mesh form of contractions and convolutions: one program that every device runs on its shards.
+
+Devices cast their own shards, to the codes and scales that one device would find: the amax of what shares a scale is
+reduced across devices, random bits are those of an element's index in the whole array, and blocks must not be cut. What
+a matmul needs of other devices' operands is all-gathered as codes. Partial sums are reduced in float32.
+
+Row parallelism, x (m, k@tp) by w (k@tp, n): every device casts x and w of its part of k, multiplies them, and the
+float32 results are all-reduced over "tp".
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction
+from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import Positions, flat_index, seeds_of, uniform_at
+from scaledot.parallel import partition
+from scaledot.parallel.divisibility import misfit
+from scaledot.parallel.overlap import Side, adds, contract_overlapped, ring_of
+from scaledot.parallel.partition import Axes, Split, spec_of
+from scaledot.parallel.positions import flattened, padded, positions
+from scaledot.parallel.sharding import constrain
+from scaledot.parallel.specs import Splits, are_shards, check_axes, cut_sentence, device_count, mesh_of, whole_sizes
+from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.state import State
+from scaledot.train.flatten import Flattened, Layout
+from scaledot.train.kind import CastRequest, LaidOnShard, LocalKind, Made, Matmul, Operands, Step
+from scaledot.train.laid import Laid
+from scaledot.train.options import Options
+from scaledot.train.vjp import multiply
+
+
+class Cut(NamedTuple):
+    """A label whose sharding would cut blocks, and a sentence about it."""
+
+    label: str
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """A Kind of matmul of shards; `kind` is that of flattened ones.
+
+    sizes: of the labels of whole arrays. mesh: an AbstractMesh. amax_scope: as in Recipe. overlap: mesh axes along
+    which shards travel around a ring.
+    """
+
+    kind: LocalKind
+    flat: Flattened
+    sizes: tuple[tuple[str, int], ...]
+    mesh: Any
+    splits: Splits
+    amax_scope: str
+    overlap: Axes = ()
+
+    @classmethod
+    def of(cls, kind: LocalKind, flat: Flattened, operands: Operands, splits: Splits, options: Options) -> "Sharded":
+        """For these operands, on the mesh that they are sharded over or that of the context."""
+        mesh = mesh_of(operands.x, operands.w)
+        check_axes(mesh, (*splits.axes, *options.overlap))
+        sizes = whole_sizes(flat.contraction, operands.x, operands.w, splits, mesh)
+        return cls(kind, flat, sizes, mesh, splits, options.recipe.amax_scope, options.overlap)
+
+    @property
+    def contraction(self) -> Contraction:
+        return self.flat.contraction
+
+    @property
+    def has_batch(self) -> bool:
+        return self.kind.has_batch
+
+    def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
+        laid: Any = self.kind.lay(cast, matmul, tensor)
+        for cut in self._cuts(laid, tensor):
+            raise ValueError(cut.sentence)
+        return LaidOnShard(tensor, laid, () if cast.delayed else self._amax_axes(tensor, laid))
+
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+        """What one device would find: scales are shared, and random numbers are drawn by global indices."""
+        request = request.on_shards(lambda on, key: self._uniform(on, key, x.shape))
+        made = self.kind.cast(request, self._layout(request.tensor).enter(x), groups)
+        return made if made.sums is None else made._replace(sums=self._unflattened_bias(made.sums, x))
+
+    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return self._layout(tensor).enter(x)
+
+    def inside(self, laid: LaidOnShard, x: jax.Array, q) -> jax.Array | None:
+        layout = self._layout(laid.tensor)
+        found = self.kind.inside(laid.laid, layout.enter(x), q)
+        return None if found is None else layout.leave(found, dict(zip(layout.labels, x.shape, strict=True)))
+
+    def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return self.kind.amax(tensor, x, groups)
+
+    def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
+        return self._unflattened_bias(self.kind.bias_gradient(self._layout("g").enter(g), groups), g)
+
+    def _unflattened_bias(self, sums: jax.Array, g: jax.Array) -> jax.Array:
+        return self.flat.bias.leave(sums, dict(zip(self.contraction.out, g.shape, strict=True)))
+
+    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+        """The matmul of shards with its transfers; a bias is added to the result once, before it is rounded."""
+        plan, local = self.plan(matmul.name), matmul.on_shards
+        ring = ring_of(plan, self.overlap)
+        is_summed = adds(plan, self._of(matmul.name), self.overlap)
+        # Where terms are reduced, or columns of the result travel, a device cannot add the bias to what it multiplies.
+        is_added_last = is_summed or (ring is not None and ring.label in self.contraction.rhs_free)
+        if bias is not None and is_added_last:
+            return self._plus(self.multiply(matmul.wide, lhs, rhs, groups), bias).astype(matmul.dtype)
+        local = local.wide if is_summed else local
+        bias = None if bias is None else self.flat.bias.enter(bias)
+
+        def multiply_shards(lhs, rhs, sizes) -> jax.Array:
+            total = self.kind.multiply(local, lhs, rhs, groups, bias)
+            return self._layout(_result(matmul.name)).leave(total, sizes)
+
+        left, right = (self._side(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
+        y = contract_overlapped(plan, self._of(matmul.name), left, right, multiply_shards, self.overlap)
+        return y.astype(matmul.dtype)
+
+    def _plus(self, y: jax.Array, bias: jax.Array) -> jax.Array:
+        axes = [self.contraction.out.index(c) for c in self.contraction.rhs_free]
+        return y + lax.broadcast_in_dim(bias.astype(y.dtype), y.shape, axes)
+
+    def plan(self, matmul: str) -> partition.Partition:
+        """What devices gather, multiply, reduce and scatter."""
+        tensors = *PRODUCTS[matmul], _result(matmul)
+        return partition.plan(self._of(matmul), *(getattr(self.splits, tensor) for tensor in tensors))
+
+    def _of(self, matmul: str) -> Contraction:
+        return self.contraction if matmul == "fwd" else getattr(self.contraction, matmul)
+
+    def _layout(self, tensor: str) -> Layout:
+        return self.flat.of_tensor(tensor)
+
+    def _side(self, tensor: str, q) -> Side:
+        """An operand that can be unflattened to its labels where it moves or is cut."""
+        layout, q = self._layout(tensor), self.kind.logical(q)
+        rotation = q.rotation if isinstance(q, ScaledArray) else None
+        return Side(
+            layout.labels,
+            q,
+            self._shard_sizes(tensor),
+            open=lambda q, sizes: layout.leave(_with_rotation(q, None), sizes),
+            close=lambda x: _with_rotation(layout.enter(x), rotation),
+        )
+
+    def _axes(self, tensor: str, label: str) -> Axes:
+        """The mesh axes that a label of a tensor is sharded over."""
+        return dict(getattr(self.splits, tensor)).get(label, ())
+
+    def _shard_sizes(self, tensor: str) -> dict[str, int]:
+        sizes = dict(self.sizes)
+        return {c: sizes[c] // device_count(self.mesh, self._axes(tensor, c)) for c in self._layout(tensor).labels}
+
+    def _amax_axes(self, tensor: str, laid: Laid) -> Axes:
+        """Mesh axes over which a cast shares scales: those that shard what has one scale."""
+        layout = self._layout(tensor)
+        whole = [c for c, size in zip(layout.flat, laid.tile, strict=True) if size == 0 or laid.cast.format.two_level]
+        axes = [axis for c in whole for m in layout.members(c) for axis in self._axes(tensor, m)]
+        if self.amax_scope == "global":
+            return tuple(axes)
+        return tuple(axis for axis in axes if axis in self._gathered_over(tensor))
+
+    def _gathered_over(self, tensor: str) -> set[str]:
+        """Mesh axes over which shards of a tensor are put together, and must have one scale."""
+        moves = [
+            (plan.lhs, plan.rhs)[PRODUCTS[matmul].index(tensor)]
+            for matmul in PRODUCTS
+            if tensor in PRODUCTS[matmul] and (plan := self.plan(matmul))
+        ]
+        return {axis for move in moves for _, axes in move.gathered for axis in axes}
+
+    def without_cuts(self, recipe: Recipe) -> "Sharded":
+        """The same with axes replicated that do not divide, or whose sharding would cut blocks."""
+        uneven = {
+            c
+            for split in self.splits
+            for c, axes in split
+            if misfit(dict(self.sizes)[c], device_count(self.mesh, axes)) is not None
+        }
+        even = self._without(uneven)
+        casts: list[tuple[str, Any]] = [
+            (tensor, self.kind.lay(cast, of, tensor)) for of, tensor, cast in recipe.casts()
+        ]
+        return even._without({cut.label for tensor, laid in casts for cut in even._cuts(laid, tensor)})
+
+    def _without(self, labels: set[str]) -> "Sharded":
+        splits = (tuple((c, axes) for c, axes in split if c not in labels) for split in self.splits)
+        return dataclasses.replace(self, splits=Splits(*splits))
+
+    def _cuts(self, laid: Laid, tensor: str) -> Iterator[Cut]:
+        """Axes of which a shard would hold parts of what has one scale, or is rotated together."""
+        flat, rotation = self._layout(tensor).flat, laid.cast.rotation
+        if rotation is not None and laid.rotated_axis is not None:
+            yield from self._cut(tensor, flat[laid.rotated_axis], rotation.size, "groups of a rotation")
+        for label, size in zip(flat, laid.tile, strict=True):
+            if size > 1:
+                yield from self._cut(tensor, label, size, "blocks")
+
+    def _cut(self, tensor: str, label: str, block: int, what: str) -> Iterator[Cut]:
+        """Blocks run on into the axes that are flattened behind a sharded one."""
+        members, shard = self._layout(tensor).members(label), self._shard_sizes(tensor)
+        last = max((i for i, c in enumerate(members) if self._axes(tensor, c)), default=None)
+        if last is None:
+            return
+        axes, consecutive = self._axes(tensor, members[last]), math.prod(shard[c] for c in members[last:])
+        devices = device_count(self.mesh, axes)
+        found = misfit(consecutive * devices, devices, block)
+        if found is not None:
+            sentence = cut_sentence(tensor, axes, found, what)
+            yield Cut(members[last], f"{sentence}, or gather it with on_indivisible='gather'")
+
+    def _uniform(self, on: LaidOnShard, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """What one device would draw for these elements: by their indices in the whole flattened array."""
+        layout, rotation = self._layout(on.tensor), on.laid.cast.rotation
+        shard, axes = dict(zip(layout.labels, shape, strict=True)), []
+        for axis, label in enumerate(layout.flat):
+            along = self._positions(on.tensor, label, shard)
+            axes.append(padded(along, rotation.size) if rotation and axis == on.laid.rotated_axis else along)
+        return uniform_at(flat_index(axes), *seeds_of(key))
+
+    def _positions(self, tensor: str, label: str, shard: dict[str, int]) -> Positions:
+        """Of a device's elements along a flat axis."""
+        sizes, members = dict(self.sizes), self._layout(tensor).members(label)
+        return flattened([positions(shard[c], sizes[c], self._axes(tensor, c)) for c in members])
+
+
+def _with_rotation(q, rotation: Hadamard | None) -> Any:
+    """An operand with that `rotation`: reshapes refuse to split a rotated axis, whose groups no transfer cuts."""
+    return dataclasses.replace(q, rotation=rotation) if isinstance(q, ScaledArray) else q
+
+
+def _result(matmul: str) -> str:
+    """The tensor that a matmul makes, or whose gradient."""
+    (result,) = {"x", "w", "g"} - set(PRODUCTS[matmul])
+    return result
+
+
+def multiply_sharded(kind: Sharded, options: Options, operands: Operands, state: State, key) -> tuple[jax.Array, State]:
+    """The result and the next state; inside a shard_map over its mesh axes, of operands that are shards already."""
+    options = dataclasses.replace(options, out_sharding=None)
+    if are_shards(kind.mesh, kind.splits.axes):
+        return multiply(Step(kind, options), operands, state, key)
+    fitting = kind.without_cuts(options.recipe) if options.on_indivisible == "gather" else kind
+    y, state = _mapped(fitting, options, operands, state, key)
+    wanted = spec_of(kind.contraction.out, kind.splits.g)
+    return constrain(y, wanted, mesh=kind.mesh, on_indivisible="drop" if fitting is kind else "gather"), state
+
+
+def _mapped(kind: Sharded, options: Options, operands: Operands, state: State, key) -> tuple[jax.Array, State]:
+    """A matmul of whole arrays, of which every device computes its shard."""
+    contraction, plan = kind.contraction, kind.plan("fwd")
+    splits = Splits(_split_further(kind.splits.x, plan.lhs), _split_further(kind.splits.w, plan.rhs), plan.out)
+    step = Step(dataclasses.replace(kind, splits=splits), options)
+    features = contraction.rhs_free
+    of_bias = tuple((c, axes) for c, axes in plan.out if c in features)
+    labels = (contraction.lhs, splits.x), (contraction.rhs, splits.w), (features, of_bias)
+    specs = [spec_of(*of) for of in labels]
+    x, w, bias = (
+        None if a is None else constrain(a, spec, mesh=kind.mesh) for a, spec in zip(operands[:3], specs, strict=True)
+    )
+
+    def run(x, w, bias, state, key):
+        return multiply(step, Operands(x, w, bias, None), state, key)
+
+    mapped = jax.shard_map(
+        run,
+        mesh=kind.mesh,
+        in_specs=(*specs, PartitionSpec(), PartitionSpec()),
+        out_specs=(spec_of(contraction.out, plan.out), PartitionSpec()),
+    )
+    return mapped(x, w, bias, state, key)
+
+
+def _split_further(split: Split, moves: partition.Moves) -> Split:
+    """A split with the cuts that need nothing from other devices."""
+    known, gathered = dict(split), {c for c, _ in moves.gathered}
+    return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.cut if c not in gathered}).items())
