@@ -59,6 +59,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --suite cpu
 	$(BIN)/python -m benchmarks.run --suite contractions
+	$(BIN)/python -m benchmarks.run --suite eager
 
 # A change of interpreter, pins or dependencies rebuilds the environment.
 $(STAMP): pyproject.toml $(CONSTRAINTS)

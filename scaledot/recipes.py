@@ -16,6 +16,7 @@ multiplied, and gradients are zero where the forward cast clipped.
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from scaledot.formats import FORMATS, Format, Quirks, find_format, row_of
+from scaledot.hashing import hash_once
 from scaledot.numerics import calibrate
 from scaledot.numerics.hadamard import Hadamard
 
@@ -146,6 +148,7 @@ class Gemm:
             raise ValueError(f"a rotation cancels only if both operands have it, not {left} and {right}")
 
 
+@hash_once
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """Three products of two casts each; `dgrad` and `wgrad` None are straight-through.
@@ -194,12 +197,17 @@ class Recipe:
                 if cast is not None:
                     yield product, tensor, cast
 
-    @property
+    @functools.cached_property
     def delayed(self) -> dict[str, Cast]:
         """The cast of each tensor, x, w or g, that keeps a history."""
         return {tensor: cast for _, tensor, cast in self.casts() if cast.delayed is not None}
 
-    @property
+    @functools.cached_property
+    def cuts(self) -> bool:
+        """Whether a cast cuts an axis into blocks."""
+        return any(cast.cuts for _, _, cast in self.casts())
+
+    @functools.cached_property
     def stochastic(self) -> tuple[str, ...]:
         """What is rounded by chance, such as "g of dgrad"."""
         return tuple(f"{tensor} of {product}" for product, tensor, cast in self.casts() if cast.rounding != "nearest")

@@ -32,7 +32,7 @@ from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 from scaledot.train.dot import Dot
 from scaledot.train.dot_sharded import Sharded
-from scaledot.train.flatten import Flattened, Layout
+from scaledot.train.flatten import Layout, flatten
 from scaledot.train.kind import CastRequest, Operands
 from scaledot.train.options import Options
 
@@ -102,7 +102,7 @@ def casts_of(recipe, kind):
 def test_devices_find_the_codes_and_scales_of_one(name, layout):
     lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
-    flat = Flattened.of(contraction, any(cast.cuts for *_, cast in recipe.casts()))
+    flat = flatten(contraction, any(cast.cuts for *_, cast in recipe.casts()))
     one = Dot(flat.flat)
     mesh = lay.mesh(AxisType.Auto)
     tensors, specs = {"x": whole.x, "w": whole.w, "g": whole.g}, {"x": lay.x, "w": lay.w, "g": lay.y}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tes
 
 ROOT = Path(sd.__file__).parent
 LAYERS = [  # an import may only point to its own layer or further down
-    {"hashing", "parallel.types", "parallel.divisibility"},
+    {"hashing", "programs", "parallel.types", "parallel.divisibility"},
     {"formats", "flavours"},
     {"numerics"},
     {"recipes", "rules"},

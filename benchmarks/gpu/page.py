@@ -84,7 +84,7 @@ copy on the device in the same run. *Codes* are codes and scales, *values* the b
 Codes and scales were the reference's, byte for byte, before anything was timed.
 
 `sd.quantize` of {rows} × {columns} bfloat16 (`--suite quantize`), in parts of the rate of the kernel that it takes. An
-eager call is Python first, which a cast of this size may not hide.
+eager call is also Python, which runs while the cast before is on the GPU.
 
 {quantize}
 """

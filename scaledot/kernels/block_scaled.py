@@ -41,6 +41,11 @@ def layout_reason(problem: Problem) -> str | None:
         return f"{problem.lhs.format} and {problem.rhs.format} do not mix"
     if {element for element, _ in kinds} == {"float8_e5m2"}:
         return "one side must be float8_e4m3fn"
+    return None
+
+
+def mesh_reason() -> str | None:
+    """Why the hardware call cannot be made under the mesh of the context."""
     if jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         return "jax.nn.scaled_matmul cannot be partitioned along explicit mesh axes"
     return None

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
 
 
-class Kernel(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
     """A row of a table.
 
     problem_reason: why it cannot solve a problem, whatever the device, or None; place_reason: why it does not run in a
@@ -53,14 +54,8 @@ class Kernel(NamedTuple):
 
     def supports(self, problem: Problem | CastProblem) -> str | None:
         """A reason why not, or None."""
-        reason = _problem_reason(self.problem_reason, problem)
+        reason = self.problem_reason(problem)
         return reason if reason or self.place_reason is None else self.place_reason(problem.devices)
-
-
-@functools.lru_cache(maxsize=4096)
-def _problem_reason(find: Callable[[Any], str | None], problem: Problem | CastProblem) -> str | None:
-    """Found once per problem: an eager call asks every time."""
-    return find(problem)
 
 
 def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
@@ -68,11 +63,16 @@ def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
     return {"dot": DOT, "ragged_dot": RAGGED, "cast": CASTS}.get(problem.op, OTHERS)
 
 
+def tables() -> tuple[tuple[Kernel, ...], ...]:
+    """All of them: what programs whose kernels are chosen when they are traced depend on, besides what JAX knows."""
+    return DOT, RAGGED, OTHERS, CASTS
+
+
 def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     """The named kernel, or the first that supports the problem."""
     rows = kernels_for(problem)
     if kernel is None:
-        return next(row for row in rows if row.supports(problem) is None)
+        return _first(rows, problem, tuple(find(problem.devices) for find in _place_reasons(rows)))
     if not isinstance(kernel, str):
         raise TypeError(f"`kernel` must be a name, a function that gives one, or None, not {kernel!r}")
     named = {row.name: row for row in rows}
@@ -83,6 +83,20 @@ def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     if reason:
         raise NotImplementedError(f"`kernel` {kernel!r} cannot compute {problem}: {reason}")
     return named[kernel]
+
+
+@functools.lru_cache(maxsize=4096)
+def _first(rows: tuple[Kernel, ...], problem: Problem | CastProblem, places: tuple[str | None, ...]) -> Kernel:
+    """The first kernel that supports a problem, found once: an eager call asks every time. places: `_place_reasons`."""
+    reasons = dict(zip(_place_reasons(rows), places, strict=True))
+    runs_here = (row for row in rows if row.place_reason is None or reasons[row.place_reason] is None)
+    return next(row for row in runs_here if row.problem_reason(problem) is None)
+
+
+@functools.cache
+def _place_reasons(rows: tuple[Kernel, ...]) -> tuple[Callable[[int | None], str | None], ...]:
+    """What the rows ask about the place that a program runs in, each question once."""
+    return tuple(dict.fromkeys(row.place_reason for row in rows if row.place_reason is not None))
 
 
 def explain(problem: Problem | CastProblem) -> str:
@@ -173,7 +187,7 @@ def _sentence(problem: Problem, form: Form) -> str:
 def _run_upcast(problem: Problem, form: Form, lhs, rhs, group_sizes=None) -> jax.Array:
     """Exact in bfloat16; a program compiled here for a GPU elsewhere takes its block-scaled product."""
     upcast = functools.partial(xla.run_form, problem, form)
-    if block_scaled.layout_reason(problem) is not None or jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" or block_scaled.layout_reason(problem) or block_scaled.mesh_reason():
         return upcast(lhs, rhs, group_sizes)
     hardware = functools.partial(block_scaled.run, problem)
     return lax.platform_dependent(lhs, rhs, cuda=hardware, default=upcast)
@@ -190,7 +204,7 @@ _BLOCK_SCALED = Kernel(
     lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem),
     lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
     block_scaled.run,
-    lambda devices: block_scaled.device_reason(),
+    lambda devices: block_scaled.device_reason() or block_scaled.mesh_reason(),
 )
 
 
@@ -231,7 +245,7 @@ def _differentiated(kernel: Kernel) -> Kernel:
 
         return product(lhs, rhs, bias)
 
-    return kernel._replace(run=run, keeps_codes=True)
+    return dataclasses.replace(kernel, run=run, keeps_codes=True)
 
 
 def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:

@@ -87,7 +87,7 @@ def room(rows: int, groups: int, together: int) -> int:
 
 
 def strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
-    """For every `together` rows of a matrix the first one and how many belong to a group, int32 (strips, 2).
+    """For every strip of `together` rows: its first row and how many of its rows belong to a group; int32 (strips, 2).
 
     >>> strips(jnp.array([3, 2]), rows=8, together=4)
     Array([[0, 4],

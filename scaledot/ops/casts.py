@@ -10,6 +10,7 @@ from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.kernels.table import Kernel
 from scaledot.ops.operands import Choice
 from scaledot.parallel.types import devices_of
+from scaledot.programs import program
 
 
 def make_casts(
@@ -22,16 +23,22 @@ def make_casts(
     """
     groups = None if given.group_sizes is None else given.group_sizes.shape[0]
     devices = max(devices, devices_of(x))
-    problem = CastProblem(x.shape, views, given.names, groups=groups, devices=devices, **wanted)
+    problem = _problem(x.shape, views, given.names, groups=groups, devices=devices, **wanted)
     if len(views) == 1 or isinstance(kernel, str):
         return _solve(problem, kernel, x, given)
     first, *others = [_solve(each, kernel, x, given) for each in table.passes(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
+@functools.lru_cache(maxsize=4096)
+def _problem(*fields, **named_fields) -> CastProblem:
+    """One object for equal problems: an eager call looks them up by identity."""
+    return CastProblem(*fields, **named_fields)
+
+
 def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArguments) -> CastResult:
     name = kernel(problem) if callable(kernel) else kernel
-    made = _run(problem, table.choose(problem, name), x, given)
+    made = program(_run, problem, table.choose(problem, name))(x, given)
     return made if len(made.arrays) == 1 else made._replace(arrays=_shared(problem, made.arrays))
 
 
@@ -42,6 +49,5 @@ def _shared(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArguments) -> CastResult:
     return kernel.run(problem, x, given)

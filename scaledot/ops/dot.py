@@ -1,9 +1,11 @@
 """matmul and dot_general on scaled and plain operands."""
 
+import functools
+
 import jax
 
 from scaledot.contraction import Contraction, for_matmul, from_dimension_numbers
-from scaledot.ops.operands import Array, Choice, as_operand, contract
+from scaledot.ops.operands import Choice, as_operand, contract
 
 
 def dot_general(
@@ -65,8 +67,8 @@ def matmul(
     (3, 64)
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
-    contraction = for_matmul(lhs.shape, rhs.shape)
-    lhs, rhs, contraction = _without_broadcast(contraction, lhs, rhs)
+    contraction, lhs_index, rhs_index = _without_broadcast(lhs.shape, rhs.shape)
+    lhs, rhs = (x if index is None else x[index] for x, index in ((lhs, lhs_index), (rhs, rhs_index)))
     return contract(
         contraction,
         lhs,
@@ -78,17 +80,21 @@ def matmul(
     )
 
 
-def _without_broadcast(contraction: Contraction, lhs: Array, rhs: Array) -> tuple[Array, Array, Contraction]:
-    """Batch axes of 1 that meet more elements are dropped from their operand."""
-    left, right = (dict(zip(of, x.shape, strict=True)) for of, x in ((contraction.lhs, lhs), (contraction.rhs, rhs)))
-    lhs_gone = [c for c in contraction.batch if left[c] == 1 != right[c]]
-    rhs_gone = [c for c in contraction.batch if right[c] == 1 != left[c]]
-    lhs, lhs_labels = _without(lhs, contraction.lhs, lhs_gone)
-    rhs, rhs_labels = _without(rhs, contraction.rhs, rhs_gone)
-    return lhs, rhs, Contraction(lhs_labels, rhs_labels, contraction.out)
+Index = tuple[int | slice, ...] | None  # None keeps every axis
 
 
-def _without(x: Array, labels: str, gone: list[str]) -> tuple[Array, str]:
-    if not gone:
-        return x, labels
-    return x[tuple(0 if c in gone else slice(None) for c in labels)], "".join(c for c in labels if c not in gone)
+@functools.lru_cache(maxsize=4096)
+def _without_broadcast(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> tuple[Contraction, Index, Index]:
+    """matmul's contraction, and how to index operands so that batch axes of 1 that meet more elements are dropped."""
+    contraction = for_matmul(lhs_shape, rhs_shape)
+    left, right = dict(zip(contraction.lhs, lhs_shape, strict=True)), dict(zip(contraction.rhs, rhs_shape, strict=True))
+    lhs_labels, lhs_index = _without(contraction.lhs, [c for c in contraction.batch if left[c] == 1 != right[c]])
+    rhs_labels, rhs_index = _without(contraction.rhs, [c for c in contraction.batch if right[c] == 1 != left[c]])
+    return Contraction(lhs_labels, rhs_labels, contraction.out), lhs_index, rhs_index
+
+
+def _without(labels: str, dropped: list[str]) -> tuple[str, Index]:
+    if not dropped:
+        return labels, None
+    index = tuple(0 if c in dropped else slice(None) for c in labels)
+    return "".join(c for c in labels if c not in dropped), index

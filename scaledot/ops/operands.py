@@ -17,6 +17,7 @@ from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
 from scaledot.ops.plan import check_byte_order, check_whole
+from scaledot.programs import program
 
 Array = jax.Array | ScaledArray
 Choice = str | Callable[[Any], str | None] | None  # a kernel's name, or a function from a problem to one
@@ -59,14 +60,18 @@ def element_type(dtype) -> np.dtype | None:
 
 def make_problem(op: str, contraction: Contraction, lhs: Array, rhs: Array, **wanted) -> Problem:
     """The problem that two operands pose, after every check that needs both."""
-    left, right = operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs)
+    if isinstance(wanted.get("precision"), list):
+        wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
+    return _problem(op, contraction, operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs), **wanted)
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(op: str, contraction: Contraction, left: Operand, right: Operand, *, preferred=None, **wanted) -> Problem:
+    """Checked once for equal operands: an eager call asks every time."""
     _check_sizes(contraction, left, right)
     _check_blocks(contraction, left, right)
     _check_rotations(contraction, left, right)
-    wanted["preferred"] = element_type(wanted.get("preferred"))
-    if isinstance(wanted.get("precision"), list):
-        wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
-    problem = Problem(op, contraction, left, right, **wanted)
+    problem = Problem(op, contraction, left, right, element_type(preferred), **wanted)
     if not problem.is_plain and not jnp.issubdtype(problem.out_dtype, jnp.floating):
         raise TypeError(f"`preferred_element_type` must be a float dtype for {left} x {right}, not {problem.out_dtype}")
     return problem
@@ -132,10 +137,9 @@ def solve(
 ) -> jax.Array:
     """The problem's result, by the kernel of that name or the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
-    return _run(problem, choose(problem, name), lhs, rhs, group_sizes, bias, factors)
+    return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, factors)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, factors) -> jax.Array:
     run = functools.partial(kernel.run, problem)
     if bias is not None:

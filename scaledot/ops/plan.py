@@ -25,15 +25,15 @@ Axis = int | tuple[int, ...]
 def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
     """The cast that arguments of `quantize` ask for."""
     axis, block = (tuple(given) if isinstance(given, list) else given for given in (axis, block))
-    dtype = float_dtype(x.dtype if dtype is None else dtype)
-    row, shape = find_format(format), tuple(x.shape)
-    return _plan(shape, np.dtype(x.dtype), row, axis, block, calibration, rule, rotation, dtype, pad)
+    return _plan(x.shape, x.dtype, format, axis, block, calibration, rule, rotation, dtype, pad)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(shape, input_dtype, format: Format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
+def _plan(shape, input_dtype, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
     """Checked once per shape and arguments: an eager call asks every time."""
-    row, ndim = _checked_format(format, rule), len(shape)
+    shape, input_dtype = tuple(shape), np.dtype(input_dtype)
+    dtype = float_dtype(input_dtype if dtype is None else dtype)
+    row, ndim = _checked_format(find_format(format), rule), len(shape)
     parsed = _checked_calibration(row, calibration)
     try:
         laid = laid_block(row, block, axis, ndim)
@@ -69,9 +69,14 @@ def float_array(x) -> jax.Array:
         raise TypeError(f"`x` is already quantised ({x}); use requantize")
     check_range(x)
     x = _array("x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
+    if not _is_wide_float(x.dtype):
         raise TypeError(f"`x` must be a float array of at least 16 bits, not {x.dtype}; convert it with astype first")
     return x
+
+
+@functools.cache
+def _is_wide_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
 def check_range(x) -> None:

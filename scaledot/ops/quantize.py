@@ -118,6 +118,8 @@ def arguments(
     factor=None,
 ) -> CastArguments:
     """What a person gave beside x, checked."""
+    if rounding == "nearest" and uniform is scale is tensor_scale is zero is factor is None:
+        return _NOTHING_GIVEN
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
     scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
@@ -125,6 +127,10 @@ def arguments(
     return CastArguments((key,), (uniform,), factor, scale, tensor_scale, given_zero(plan, x, scale, zero))
 
 
+_NOTHING_GIVEN = CastArguments((None,), (None,))
+
+
+@functools.lru_cache(maxsize=4096)
 def view_of(plan: Plan, rounding: str) -> View:
     return View(plan, key=0 if rounding == "stochastic" else None)
 

@@ -108,7 +108,9 @@ def devices_of(*arrays: jax.Array) -> int:
     that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
     """
     context = jax.sharding.get_abstract_mesh()
-    if not context.empty and not _partitioned(context):
+    if context.empty:
+        return max(map(_devices_of, arrays), default=1)
+    if not _partitioned(context):
         return 1
     return max([math.prod(_partitioned(context)), *map(_devices_of, arrays)])
 

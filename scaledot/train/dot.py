@@ -1,6 +1,7 @@
 """dot_general, einsum and dense under a recipe."""
 
 import dataclasses
+import functools
 from typing import Any, Unpack
 
 import jax
@@ -16,7 +17,7 @@ from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import Arrays
 from scaledot.train.dot_sharded import Sharded, multiply_sharded
-from scaledot.train.flatten import Flattened
+from scaledot.train.flatten import flatten
 from scaledot.train.kind import Matmul, Operands, Step
 from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
@@ -116,10 +117,16 @@ def dense(
         raise ValueError(f"the last axis of `x` {x.shape} must be as long as the first of `w` {w.shape}")
     if b is not None and (b.ndim != w.ndim - 1 or (are_whole and b.shape != w.shape[1:])):
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
-    contraction = from_dimension_numbers((((x.ndim - 1,), (0,)), ((), ())), x.ndim, w.ndim)
+    contraction = _last_by_first(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
     how = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
     return contract_under(how, contraction, x, w, b, state, key)
+
+
+@functools.cache
+def _last_by_first(x_ndim: int, w_ndim: int) -> Contraction:
+    """The last axis of x contracted with the first of w."""
+    return from_dimension_numbers((((x_ndim - 1,), (0,)), ((), ())), x_ndim, w_ndim)
 
 
 def contract_under(options: Options, contraction: Contraction, x, w, b, state: State | None, key):
@@ -134,7 +141,7 @@ def contract_under(options: Options, contraction: Contraction, x, w, b, state: S
 def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key):
     """Operands on one device, or that XLA partitions as it likes."""
     devices = devices_of(operands.x, operands.w)
-    flat = Flattened.of(contraction, table.casts_matrices(devices) or _cuts(options.recipe))
+    flat = flatten(contraction, table.casts_matrices(devices) or options.recipe.cuts)
     sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
     if sharding is not None:
         options = dataclasses.replace(options, out_sharding=None)
@@ -147,14 +154,9 @@ def _contract_whole(options: Options, contraction: Contraction, operands: Operan
 
 def _contract_sharded(options: Options, contraction: Contraction, splits: Splits, operands: Operands, state, key):
     """Operands that are sharded as the splits say, multiplied inside a shard_map."""
-    flat = Flattened.of(contraction, table.casts_matrices(None) or _cuts(options.recipe))
+    flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
     kind = Sharded.of(Dot(flat.flat), flat, operands, splits, options)
     return multiply_sharded(kind, options, operands, state, key)
-
-
-def _cuts(recipe: Recipe) -> bool:
-    """Whether a cast cuts axes into blocks, which run along flattened ones."""
-    return any(cast.cuts for _, _, cast in recipe.casts())
 
 
 @dataclasses.dataclass(frozen=True)

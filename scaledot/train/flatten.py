@@ -4,6 +4,7 @@ Blocks of a flattened axis run across the axes it is made of, row-major. `bsk,kh
 for (b, s) and h for (h, d).
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -68,21 +69,6 @@ class Flattened(NamedTuple):
     bias: Layout
 
     @classmethod
-    def of(cls, contraction: Contraction, to_matrices: bool) -> "Flattened":
-        """Each of the free axes of x, the contracted ones and the free axes of w as one axis.
-
-        A recipe that cuts no axis into blocks needs no matrices, only something to contract.
-        """
-        rows, summed, columns = _groups(contraction, to_matrices)
-        layouts = (
-            Layout.of(contraction.lhs, rows + summed),
-            Layout.of(contraction.rhs, summed + columns),
-            Layout.of(contraction.out, rows + columns),
-            Layout.of(contraction.rhs_free, columns),
-        )
-        return cls(contraction, Contraction(*(layout.flat for layout in layouts[:3])), *layouts)
-
-    @classmethod
     def unchanged(cls, contraction: Contraction, bias: str) -> "Flattened":
         """With every axis left alone."""
         layouts = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, bias))
@@ -90,6 +76,22 @@ class Flattened(NamedTuple):
 
     def of_tensor(self, tensor: str) -> Layout:
         return {"x": self.x, "w": self.w, "g": self.g}[tensor]
+
+
+@functools.lru_cache(maxsize=1024)
+def flatten(contraction: Contraction, to_matrices: bool) -> Flattened:
+    """Each of the free axes of x, the contracted ones and the free axes of w as one axis.
+
+    A recipe that cuts no axis into blocks needs no matrices, only something to contract.
+    """
+    rows, summed, columns = _groups(contraction, to_matrices)
+    layouts = (
+        Layout.of(contraction.lhs, rows + summed),
+        Layout.of(contraction.rhs, summed + columns),
+        Layout.of(contraction.out, rows + columns),
+        Layout.of(contraction.rhs_free, columns),
+    )
+    return Flattened(contraction, Contraction(*(layout.flat for layout in layouts[:3])), *layouts)
 
 
 def _groups(contraction: Contraction, to_matrices: bool) -> tuple[tuple[Group, ...], ...]:

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from scaledot import state as states
+from scaledot.kernels import table
 from scaledot.parallel.types import Like, has_explicit_axes, varying
+from scaledot.programs import program
 from scaledot.state import AmaxHistory, State
 from scaledot.train.casts import Casts, check_key
 from scaledot.train.kind import Matmul, Operands, Step
@@ -33,8 +36,14 @@ from scaledot.train.residuals import (
 
 
 def multiply(step: Step, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
-    """The result, and the state to give to the next use."""
-    return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key))
+    """The result, and the state to give to the next use. Eagerly it is one program, traced once for equal calls."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((operands, state, key))):
+        return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key))
+    return program(_multiply_eagerly, step, table.tables())(operands, state, key)
+
+
+def _multiply_eagerly(step: Step, tables, operands: Operands, state: State, key: jax.Array | None):
+    return _multiply(step, operands, state, key)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -392,7 +392,7 @@ def _make(made: list[Cast], rows: Rows) -> None:
 
 
 def _larger(ordered, rows: list[Row], largest: Row) -> Row:
-    """Column by column the largest of ordered magnitudes."""
+    """The elementwise maximum of `largest` and `ordered(row)` over the rows."""
     return tuple(
         functools.reduce(jnp.maximum, map(ordered, column), most)
         for column, most in zip(zip(*rows, strict=True), largest, strict=True)

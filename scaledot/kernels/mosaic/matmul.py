@@ -49,7 +49,7 @@ def matmul(
     summed_first: tuple[bool, bool] = (False, False),
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Returns a (M, K) times b (N, K) transposed, times the scales of both, plus bias (N,), as (M, N).
+    """Returns row_factors * column_factors * (a @ b.T) + bias, (M, N), of a (M, K), b (N, K) and bias (N,).
 
     16-bit operands may also be (K, M) and (K, N), as `summed_first` says; 8-bit ones have K last. Sizes must be padded
     for the copies: K to a multiple of 128 bytes, M of 8 and N of 16, or of 64 where they are an operand's last axis.

@@ -87,7 +87,8 @@ def int8_tiles(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Arra
 
 
 def fp4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
-    """Returns e2m1 values times 2^-126: sign, exponent and mantissa are in place, but bfloat16's bias is 126 larger."""
+    """Returns the e2m1 codes moved to bfloat16's sign, exponent and mantissa: their values times 2^-126, because
+    bfloat16's exponent bias is 126 larger."""
     low, high = (
         ((half << (12 - 4 * index)) & np.int32(-0x7FFF8000)) | (_shifted_by(half, 4 * index - 6) & 0x01C001C0)
         for half in (low, high)
@@ -178,7 +179,8 @@ def joined(tiles: list[jax.Array], codes: Codes) -> jax.Array:
 
 
 def _join_registers(tiles: tuple[Any, ...], codes: Codes, shape: tuple[int, ...], layout: Any) -> Any:
-    """`joined` for the registers of a thread: those of the result are vectors of columns, not of rows of x."""
+    """`joined` in terms of a thread's registers. A register of a tile holds a pair of rows of x; one of the result is a
+    vector along columns, whose elements come from one register of each tile."""
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     columns = ir.VectorType.get(shape[-1:], ir.F32Type.get())
     for at in np.ndindex(registers.shape):
