@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 
 @functools.lru_cache(maxsize=4096)
@@ -19,3 +20,10 @@ def program(f: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
         return f(*static, *arrays)
 
     return jax.jit(functools.wraps(f)(run))
+
+
+def run_as_program(f: Callable[..., Any], *static: Hashable, arrays: tuple[Any, ...]) -> Any:
+    """f(*static, *arrays): eagerly as one program that equal calls share, inside another trace as it is."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+        return f(*static, *arrays)
+    return program(f, *static)(*arrays)

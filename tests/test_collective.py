@@ -1,5 +1,6 @@
 """Products in which operands and sums go around rings of CPU devices: the same numbers, and never a whole operand."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -184,3 +185,65 @@ def test_what_cannot_go_around_says_why():
         mapped(collective.matmul_reduce_scatter, 4, whole, P(), P("tp"))(blocks, w)
     with pytest.raises(ValueError, match="must be matrices"):
         mapped(collective.all_gather_matmul, 2, P(), P(), P())(w[0], w)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
+def test_codes_do_not_leave_a_scale_behind(format):
+    """A scale for all rows is made of those of one device unless `amax_axes` say otherwise."""
+    x, w = normal(0, (64, 64)) * jnp.arange(1.0, 65.0)[:, None], normal(1, (64, 32))
+
+    def gathered(x, w, axis_name, axes):
+        return collective.all_gather_matmul(sd.quantize(x, format, amax_axes=axes), w, axis_name)
+
+    with pytest.raises(ValueError, match=r"a scale of its own on each device of 'tp'.*amax_axes=\('tp',\)"):
+        mapped(functools.partial(gathered, axes=()), 4, P("tp"), P(), P("tp"))(x, w)
+    found = mapped(functools.partial(gathered, axes=("tp",)), 4, P("tp"), P(), P("tp"))(x, w)
+    require_on_each(found, sd.matmul(sd.quantize(x, format), w))
+
+
+def require_on_each(found, expected):
+    """The result of every device, to the rounding of float32 sums."""
+    scale = float(jnp.max(jnp.abs(expected)))
+    for one in jnp.split(found, 4):
+        np.testing.assert_allclose(one, expected, rtol=0, atol=64 * 2.0**-23 * scale)
+
+
+def test_scales_of_rows_travel_with_their_rows():
+    """`quantize_grouped` stores a tensor scale for each row."""
+    x, w, sizes = normal(0, (64, 64)), normal(1, (64, 32)), jnp.array([20, 44])
+    q = sd.quantize_grouped(x * jnp.where(jnp.arange(64) < 20, 1.0, 100.0)[:, None], sizes, "nvfp4")
+    specs = dataclasses.replace(q, data=P("tp"), scale=P("tp"), tensor_scale=P("tp"))
+    found = mapped(collective.all_gather_matmul, 4, specs, P(), P("tp"))(q, w)
+    require_on_each(found, sd.matmul(q, w))
+
+
+OVERLAPPED = train.Specs(P(None, "tp"), P("tp", None), P(None, "tp"))
+
+
+@pytest.mark.parametrize("columns", [768, 640, 256])
+def test_a_ring_does_not_cut_blocks(columns):
+    """Sums are scattered in parts of the columns, which parts of w that cut its blocks would have to make."""
+    x, w = normal(0, (128, 512)), normal(1, (512, columns))
+    mesh = ring(4)
+    dense = functools.partial(train.dense, recipe="fp8_block", specs=OVERLAPPED, overlap="tp")
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"`w` is split over 'tp' so .* cut blocks of 128"):
+            dense(x, w)
+        found = dense(x, w, on_indivisible="gather")
+    expected = train.dense(x, w, recipe="fp8_block")
+    np.testing.assert_allclose(found, expected, rtol=0, atol=512 * 2.0**-23 * float(jnp.max(jnp.abs(expected))))
+
+
+def test_shards_that_cannot_be_cut_say_why():
+    """Inside a shard_map, where `on_indivisible` cannot gather."""
+    specs = train.Specs(P(), P(), P(None, "tp"))
+    dense = functools.partial(train.dense, recipe="fp8_block", specs=specs, on_indivisible="gather")
+    with pytest.raises(ValueError, match=r"cut blocks of 128; .* times as long(\n|$)"):
+        jax.shard_map(dense, mesh=ring(4), in_specs=(P(), P()), out_specs=P(None, "tp"))(
+            normal(0, (8, 128)), normal(1, (128, 256))
+        )
+    rows = functools.partial(train.dense, recipe="fp8_current", specs=train.Specs(P(), P(), P("tp")))
+    with pytest.raises(ValueError, match="6 elements on each device, which cannot be cut into 4 parts"):
+        jax.shard_map(rows, mesh=ring(4), in_specs=(P(), P()), out_specs=P("tp"))(
+            normal(0, (6, 64)), normal(1, (64, 32))
+        )

@@ -208,6 +208,12 @@ def test_what_cannot_be_split_says_why():
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
         with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
+        with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), a PartitionSpec for each"):
+            dense(specs=P("dp"))
+        with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w`, here \(64,\)"):
+            dense(jnp.ones(1), specs=train.Specs(P("dp"), P(), P("dp")))
+    with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w` \(512, 64\)"):
+        dense(jnp.ones(1), specs=train.Specs(P(), P(), P()))
     with pytest.raises(ValueError, match=r"no axis 'dp'; it has no axes; make one the context with jax\.set_mesh"):
         dense(specs=train.Specs(P("dp"), P(), P("dp")))
     assert dense(specs=train.Specs(P(), P(), P())).shape == (4, 256, 64)  # nothing is split, and no mesh needed

@@ -96,6 +96,14 @@ def test_only_kernels_know_backends():
     assert not found
 
 
+def test_the_design_notes_name_every_file():
+    notes = ROOT.parent / "docs" / "notes" / "design.md"
+    layers = notes.read_text().split("```")[1]
+    named = set(re.findall(r"\w+", layers))
+    rooms = [path for path in modules() if path.stem != "__init__" and "compat" not in path.parts]
+    assert sorted(str(path.relative_to(ROOT)) for path in rooms if path.stem not in named) == []
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_private_of_jax_is_used(path):
     assert "jax._src" not in path.read_text()

@@ -71,8 +71,9 @@ def device_reason() -> str | None:
     if backend != "gpu":
         return f"needs a Blackwell GPU; the default backend is {backend}"
     device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", "0")
-    if float(capability) < 10:
+    capability = getattr(device, "compute_capability", "unknown")
+    major = capability.partition(".")[0]
+    if not major.isdigit() or int(major) < 10:
         return f"needs compute capability 10; {device.device_kind} has {capability}"
     return None
 

@@ -17,7 +17,15 @@ from scaledot.kernels.layouts import PerGroup
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
 from scaledot.numerics.cast import Parts, Plan, quantize_parts
-from scaledot.numerics.grouped import group_rows, quantize_grouped_parts, quantize_tiles_parts, spaced, whole_groups
+from scaledot.numerics.grouped import (
+    first_rows,
+    group_of,
+    members,
+    quantize_grouped_parts,
+    quantize_tiles_parts,
+    spaced,
+    whole_groups,
+)
 
 # Traced once per Plan and shape, however many problems have that cast.
 _quantize = jax.jit(quantize_parts, static_argnums=0)
@@ -103,19 +111,3 @@ def _cast_down_rows(plan: Plan, x: jax.Array, sizes: jax.Array, multiple: int, k
         return q
     scale = parts.tensor_scale[first_rows(sizes // multiple, tiles.shape[0])][:, None]
     return PerGroup(dataclasses.replace(q, tensor_scale=jnp.ones((), jnp.float32)), scale)
-
-
-def group_of(sizes: jax.Array, rows: int) -> jax.Array:
-    """The group of each row; as many as there are groups for rows past the last."""
-    return group_rows(sizes, rows, 0)[0]
-
-
-def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """The first row of each group."""
-    return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)
-
-
-def members(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x with zeros in rows of no group."""
-    inside = jnp.arange(x.shape[0]) < jnp.sum(sizes)
-    return jnp.where(inside[:, None], x, jnp.zeros_like(x))

@@ -52,6 +52,22 @@ def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int
     return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
 
 
+def group_of(sizes: jax.Array, rows: int) -> jax.Array:
+    """The group of each row; as many as there are groups for rows past the last."""
+    return group_rows(sizes, rows, 0)[0]
+
+
+def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """The first row of each group."""
+    return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)
+
+
+def members(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """x with zeros in rows of no group."""
+    inside = jnp.arange(x.shape[0]) < jnp.sum(sizes)
+    return jnp.where(inside[:, None], x, jnp.zeros_like(x))
+
+
 def group_rows(group_sizes: jax.Array, rows: int, row_block: int) -> tuple[jax.Array, jax.Array, int]:
     """For each row its group (G where it is past the last) and the block of rows it shares scales with.
 

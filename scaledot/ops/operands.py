@@ -16,7 +16,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
-from scaledot.ops.plan import check_byte_order, check_whole
+from scaledot.ops.plan import check_byte_order, check_hashable, check_whole
 from scaledot.programs import program
 
 Array = jax.Array | ScaledArray
@@ -62,7 +62,11 @@ def make_problem(op: str, contraction: Contraction, lhs: Array, rhs: Array, **wa
     """The problem that two operands pose, after every check that needs both."""
     if isinstance(wanted.get("precision"), list):
         wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
-    return _problem(op, contraction, operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs), **wanted)
+    try:
+        return _problem(op, contraction, operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs), **wanted)
+    except TypeError:
+        check_hashable(wanted)
+        raise
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,13 +146,13 @@ def solve(
 
 def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, factors) -> jax.Array:
     run = functools.partial(kernel.run, problem)
+    lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
     if bias is not None:
         return run_and_add(kernel, problem, lhs, rhs, bias)
     if factors is not None:
         return run_and_scale(kernel, problem, lhs, rhs, group_sizes, factors)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
-    lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
     if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:
         run = jax.checkpoint(run)  # differentiated, it keeps codes and not the values made of them
     return run(lhs, rhs, group_sizes)

@@ -5,6 +5,7 @@ Errors name the argument in backticks, give both numbers, and say what would wor
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -24,8 +25,33 @@ Axis = int | tuple[int, ...]
 
 def make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> Plan:
     """The cast that arguments of `quantize` ask for."""
-    axis, block = (tuple(given) if isinstance(given, list) else given for given in (axis, block))
-    return _plan(x.shape, x.dtype, format, axis, block, calibration, rule, rotation, dtype, pad)
+    axis, block = as_axis(axis), None if block is None else block_tuple(block)
+    options = {"calibration": calibration, "rule": rule, "rotation": rotation, "dtype": dtype, "pad": pad}
+    try:
+        return _plan(x.shape, x.dtype, format, axis, block, **options)
+    except TypeError:
+        check_hashable({"format": format, **options})
+        raise
+
+
+def as_axis(axis: Axis) -> Axis:
+    """An axis or a tuple of them, as integers."""
+    if type(axis) is int:
+        return axis
+    several = isinstance(axis, (tuple, list))
+    try:
+        return tuple(map(operator.index, axis)) if several else operator.index(axis)
+    except TypeError:
+        raise TypeError(f"`axis` must {'hold integers' if several else 'be an integer'}, not {axis!r}") from None
+
+
+def check_hashable(arguments: dict[str, Any]) -> None:
+    """Raise for the first argument that cannot be part of a cache's key."""
+    for name, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(f"`{name}` must be a value that hashes, not {value!r}") from None
 
 
 @functools.lru_cache(maxsize=4096)

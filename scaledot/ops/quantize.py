@@ -23,6 +23,7 @@ from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice
 from scaledot.ops.plan import (
     Axis,
+    as_axis,
     block_tuple,
     check_nan,
     check_whole,
@@ -284,7 +285,7 @@ def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> j
     x = float_array(x)
     if block is None:
         return _amax((0,) * x.ndim, x).reshape(())
-    return _amax(blocks.lay_on_axes(block_tuple(block), axis, x.ndim), x)
+    return _amax(blocks.lay_on_axes(block_tuple(block), as_axis(axis), x.ndim), x)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -23,7 +23,8 @@ from scaledot.parallel.partition import STAYS, Moves, Partition
 def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None) -> jax.Array:
     """x (..., m, k) whose rows are split over a mesh axis, times w (k, n): all rows, as `matmul` of a gathered x.
 
-    Inside a shard_map. Operands may be ScaledArrays, of which codes move; a plain operand can be differentiated.
+    Inside a shard_map. Operands may be ScaledArrays, of which codes travel; a scale that covers all rows must be the
+    same on every device (`amax_axes` of `quantize`). A plain operand can be differentiated.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])

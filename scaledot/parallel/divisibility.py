@@ -21,11 +21,6 @@ class Misfit(NamedTuple):
     block: int
 
     @property
-    def is_uneven(self) -> bool:
-        """Whether shards would not even have the same number of elements."""
-        return bool(self.size % self.devices)
-
-    @property
     def shard(self) -> int:
         """Elements of the axis on each device."""
         return self.size // self.devices
@@ -51,7 +46,8 @@ class Misfit(NamedTuple):
     @property
     def fitting_multiple(self) -> int:
         """How many times as long the axis must be for its shards to be whole blocks."""
-        return math.lcm(self.shard, self.block) // self.shard
+        unit = self.devices * self.block
+        return unit // math.gcd(self.size, unit)
 
 
 def misfit(size: int, devices: int, block: int = 1) -> Misfit | None:

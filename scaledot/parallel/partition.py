@@ -1,12 +1,12 @@
-"""How a contraction is split over a mesh: what devices gather, what they multiply, what they sum and scatter.
+"""Chooses the collectives of a sharded contraction: what devices gather, multiply, reduce and scatter.
 
-Specs say how the operands and the result lie. Along each mesh axis the work is shared by one label of the contraction:
+The operands and the result are sharded in given ways. Along each mesh axis the work is partitioned by one label:
 
-* a summed label that both operands are split along: every device has a part of the sum, and parts are added, or added
-  and scattered where the result is split along that mesh axis;
-* otherwise the label of the result that is split along it: an operand that lies in another way is gathered first.
+* a contracted label that both operands are sharded along: every device has partial sums, which are all-reduced, or
+  reduce-scattered where the result is sharded along that mesh axis;
+* otherwise the label of the result that is sharded along it: operands that are sharded differently are all-gathered.
 
-Operands are gathered as codes and scales, and parts of sums are added in float32.
+Operands are gathered as codes and scales, and partial sums reduced in float32.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from scaledot.contraction import Contraction
 from scaledot.parallel import transfers
 from scaledot.parallel.transfers import Axes
+from scaledot.parallel.types import axis_names
 
 Split = tuple[tuple[str, Axes], ...]  # labels and the mesh axes that they are split over, the slowest first
 
@@ -49,8 +50,7 @@ def split_of(labels: str, spec: PartitionSpec) -> Split:
     >>> split_of("bsk", PartitionSpec(("dp", "fsdp"), None, "tp"))
     (('b', ('dp', 'fsdp')), ('k', ('tp',)))
     """
-    entries = zip(labels, spec, strict=False)
-    return tuple((c, entry if isinstance(entry, tuple) else (entry,)) for c, entry in entries if entry)
+    return tuple((c, axis_names(entry)) for c, entry in zip(labels, spec, strict=False) if entry)
 
 
 def spec_of(labels: str, split: Split) -> PartitionSpec:

@@ -1,25 +1,26 @@
-"""Where the leaves of quantised arrays lie on a mesh: the scale's PartitionSpec from that of the data.
+"""The PartitionSpecs of scales, derived from those of the data.
 
-A scale lies with the blocks that it belongs to. Along an axis where it has one entry, or where devices hold parts of
-blocks, it is held whole by all of them: right in any case, and small. `explain` says which axes these are, and why.
+A scale is sharded with the blocks that it belongs to. Along an axis where it has one entry, or whose sharding cuts
+blocks, it is replicated: right in any case, and small. `explain` says which axes these are, and why.
 
 Meshes, specs and rules are arguments; without one, the mesh is that of `jax.set_mesh`. Everything takes plain arrays
 and trees of both kinds, too.
 """
 
 import dataclasses
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
 from scaledot.parallel.divisibility import Misfit, misfit
+from scaledot.parallel.specs import check_axes, device_count
+from scaledot.parallel.types import axis_names, has_explicit_axes
 
 Rules = Iterable[tuple[str, Any]]
 
@@ -81,7 +82,7 @@ def constrain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivis
         return tree
 
     def laid(x, spec, mesh):
-        found, _ = _leaf_specs(x, _without(spec, _manual(mesh)), mesh, on_indivisible)
+        found, _ = _leaf_specs(x, _without(spec, frozenset(mesh.manual_axes)), mesh, on_indivisible)
         return jax.tree.map(lambda leaf, s: _laid_out(leaf, s, mesh), x, found, is_leaf=_is_spec)
 
     return _mapped(laid, tree, spec, mesh)
@@ -109,7 +110,7 @@ def constrain_what_divides(tree, spec, *, mesh: Mesh | AbstractMesh | None = Non
         return tree
 
     def laid(x, spec, mesh):
-        found, _ = _leaf_specs(x, _without(spec, _manual(mesh)), mesh, "gather")
+        found, _ = _leaf_specs(x, _without(spec, frozenset(mesh.manual_axes)), mesh, "gather")
         data = found.data if isinstance(x, ScaledArray) else found
         return constrain(x, spec, mesh=mesh, on_indivisible="gather") if any(data) else x
 
@@ -126,9 +127,9 @@ def logical_spec(names: Sequence[str | None], rules: Rules | None = None) -> Par
     taken: set[str] = set()
     entries = []
     for name in names:
-        free = (axes for known, axes in rules if known == name and not taken & set(_names(axes)))
+        free = (axes for known, axes in rules if known == name and not taken & set(axis_names(axes)))
         entries.append(next(free, None) if name is not None else None)
-        taken |= set(_names(entries[-1]))
+        taken |= set(axis_names(entries[-1]))
     return PartitionSpec(*entries)
 
 
@@ -235,16 +236,9 @@ def _sentence(axis: int, cut: Misfit) -> str:
 
 
 def _parts(mesh, entry: Any) -> int:
-    """Devices along some mesh axes."""
-    for name in _names(entry):
-        if name not in mesh.shape:
-            known = ", ".join(map(repr, mesh.axis_names)) or "no axes"
-            raise ValueError(f"the mesh has no axis {name!r}; it has {known}")
-    return math.prod(mesh.shape[name] for name in _names(entry))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    """Devices along the mesh axes of an entry of a PartitionSpec."""
+    check_axes(mesh, axis_names(entry))
+    return device_count(mesh, axis_names(entry))
 
 
 def _entries(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -257,15 +251,10 @@ def _without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """A spec less some mesh axes."""
 
     def left(entry: Any) -> Any:
-        kept = tuple(name for name in _names(entry) if name not in names)
-        return entry if len(kept) == len(_names(entry)) else kept or None
+        kept = tuple(name for name in axis_names(entry) if name not in names)
+        return entry if len(kept) == len(axis_names(entry)) else kept or None
 
     return PartitionSpec(*map(left, spec))
-
-
-def _manual(mesh) -> frozenset[str]:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Manual)
 
 
 def _laid_out(x: jax.Array, spec: PartitionSpec, mesh) -> jax.Array:
@@ -274,7 +263,7 @@ def _laid_out(x: jax.Array, spec: PartitionSpec, mesh) -> jax.Array:
 
 
 def _constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if AxisType.Explicit in sharding.mesh.axis_types:
+    if has_explicit_axes(sharding):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -309,7 +298,7 @@ def _flax_rules() -> Rules:
 
 
 def _quoted(entry: Any) -> str:
-    return " and ".join(map(repr, _names(entry)))
+    return " and ".join(map(repr, axis_names(entry)))
 
 
 def _either(sizes: list[int]) -> str:

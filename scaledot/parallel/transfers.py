@@ -1,10 +1,11 @@
-"""What moves between the devices of a shard_map: parts of arrays, plain or quantised, and parts of sums.
+"""Collectives on plain and quantised arrays inside a shard_map.
 
-A quantised array moves as codes, and as scales where each part has its own. Narrow numbers move as integers, two of 4
-bits in a byte: not every backend has collectives for them, and XLA's for CPUs widens those of bfloat16.
+A quantised array travels as codes, and as scales where each shard has its own. Narrow numbers travel as integers of the
+same bits, two of 4 bits in a byte: not every backend has collectives for them, and XLA's for CPUs widens those of
+bfloat16.
 
-Rings go both ways around, one neighbour at a time, so that a product can be computed of what is there while the next is
-on its way. They are loops of Python, in which a compiler sees every hop; barriers keep it from making them all at once.
+Rings go both ways around, one neighbour at a time, so that a matmul of what has arrived runs while the next shards are
+on their way. They are Python loops, in which the compiler sees every hop; barriers keep it from starting all at once.
 """
 
 import dataclasses
@@ -18,12 +19,15 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
+from scaledot.parallel.divisibility import misfit
+from scaledot.parallel.types import varying
 
 Axes = tuple[str, ...]
 
 
 def gathered(x: Any, axis: int, over: Axes) -> Any:
-    """The parts of all devices along some mesh axes, put together."""
+    """The shards of all devices along some mesh axes, concatenated."""
+    _check_shared(x, axis, over)
 
     def put_together(leaf: jax.Array) -> jax.Array:
         return _as_integers(leaf, lambda bits: lax.all_gather(bits, over, axis=axis, tiled=True), widest=16)
@@ -32,7 +36,15 @@ def gathered(x: Any, axis: int, over: Axes) -> Any:
 
 
 def part(x: Any, axis: int, index: Any, count: int) -> Any:
-    """One of so many equal parts of an axis, which must not cut blocks."""
+    """One of so many equal parts of an axis; raises where these would cut blocks."""
+    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
+    found = misfit(x.shape[axis], count, max(block, 1))
+    if found is not None:
+        raise ValueError(
+            f"axis {axis} of {x} has {found.size} elements on each device, which cannot be cut into {count} parts of "
+            f"whole blocks of {found.block}, one for each device; {found.fitting_size} would do. Shard it as the work "
+            "is, or do not `overlap` along that mesh axis"
+        )
 
     def cut(leaf: jax.Array) -> jax.Array:
         size = leaf.shape[axis] // count
@@ -51,6 +63,7 @@ def fold_parts(step: Callable[[Any, jax.Array, Any], Any], x: Any, axis: int, ov
     A device's own part comes first, then the others from both sides. While some are used, the next are on their way,
     and no more than that: it never holds them all.
     """
+    _check_shared(x, axis, (over,))
     count, place = lax.axis_size(over), lax.axis_index(over)
     total, here, ways = None, {0: x}, {1: x, -1: x}
     for distance in range(count // 2 + 1):
@@ -95,9 +108,30 @@ def _parts_mapped(x: Any, axis: int, f: Callable[[jax.Array], jax.Array]) -> Any
     """f of everything that differs from part to part of an axis."""
     if not isinstance(x, ScaledArray):
         return f(x)
-    has_own = blocks.expand(x.block, x.ndim)[axis] != 0
-    scale, zero = (f(leaf) if has_own and leaf is not None else leaf for leaf in (x.scale, x.zero))
-    return dataclasses.replace(x, data=f(x.data), scale=scale, zero=zero)
+    scale, zero = (f(leaf) if _has_own_scales(x, axis) and leaf is not None else leaf for leaf in (x.scale, x.zero))
+    tensor_scale = x.tensor_scale
+    if tensor_scale is not None and axis < tensor_scale.ndim:
+        tensor_scale = f(tensor_scale)
+    return dataclasses.replace(x, data=f(x.data), scale=scale, zero=zero, tensor_scale=tensor_scale)
+
+
+def _has_own_scales(x: ScaledArray, axis: int) -> bool:
+    return blocks.expand(x.block, x.ndim)[axis] != 0
+
+
+def _check_shared(x: Any, axis: int, over: Axes) -> None:
+    """Raise where codes would move along mesh axes and leave a scale behind that differs from device to device."""
+    if not isinstance(x, ScaledArray):
+        return
+    staying = [] if _has_own_scales(x, axis) else [x.scale, x.zero]
+    if x.tensor_scale is not None and axis >= x.tensor_scale.ndim:
+        staying.append(x.tensor_scale)
+    differing = [name for leaf in staying if leaf is not None for name in over if name in varying(leaf)]
+    if differing:
+        raise ValueError(
+            f"{x} has a scale of its own on each device of {differing[0]!r}, along which its codes travel without it; "
+            f"quantize with amax_axes=({differing[0]!r},), so that devices share the scale"
+        )
 
 
 def _as_integers(x: jax.Array, move: Callable[[jax.Array], jax.Array], widest: int) -> jax.Array:

@@ -39,9 +39,13 @@ def is_sharded(type: Any) -> bool:
 
 def shards(x: jax.Array, axis: int) -> int:
     """The number of devices that an axis is sharded over, along explicit mesh axes."""
-    axes, mesh = explicit_axes(x, axis), jax.typeof(x).sharding.mesh
-    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-    return math.prod(mesh.shape[name] for name in names)
+    mesh = jax.typeof(x).sharding.mesh
+    return math.prod(mesh.shape[name] for name in axis_names(explicit_axes(x, axis)))
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec: a name, several, or None."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def check_blocks(x: jax.Array, axis: int, block: int) -> None:

@@ -4,6 +4,8 @@ A tensor that two matmuls take is cast for each of them, from full precision, an
 codes. All casts of a tensor are one request, so that a kernel may make them in one read of it.
 """
 
+import functools
+import operator
 from collections.abc import Hashable
 from typing import Any
 
@@ -36,12 +38,14 @@ class Casts:
         """x as each matmul takes it: cast, or as it is. That for `residual` is saved for the backward pass."""
         casts = {m: cast for m in matmuls if (cast := cast_of(self.recipe, m, tensor)) is not None}
         plain = {m: self.kind.plain(m, tensor, x, self.groups) for m in matmuls if m not in casts}
-        made = Made({})
+        made = []
         for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):  # one request has one factor
             same = {m: cast for m, cast in casts.items() if cast.delayed == delayed}
-            found = self.kind.cast(self._request(tensor, same, residual, sums), x, self.groups)
-            made = Made(made.operands | found.operands, *(found[1:] if made.amax is None else made[1:]))
-        return made._replace(operands={m: (made.operands | plain)[m] for m in matmuls})
+            request = self._request(tensor, same, residual, sums and not made)
+            made.append(self.kind.cast(request, x, self.groups))
+        operands = functools.reduce(operator.or_, (each.operands for each in made), plain)
+        seen = next((each.amax for each in made if each.amax is not None), None)
+        return Made({m: operands[m] for m in matmuls}, seen, made[0].sums if made else None)
 
     def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, sums: bool) -> CastRequest:
         laid = {m: self.kind.lay(cast, m, tensor) for m, cast in casts.items()}

@@ -19,6 +19,7 @@ from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import float_operand
 from scaledot.ops.quantize import dequantize
 from scaledot.parallel.specs import Splits, splits_of
+from scaledot.parallel.types import devices_of
 from scaledot.recipes import Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import Arrays
@@ -68,13 +69,20 @@ def conv_general_dilated(
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     spatial = len(numbers.lhs_spec) - 2
     ones = (1,) * spatial
-    strides, before, within = (tuple(map(int, given or ones)) for given in (window_strides, lhs_dilation, rhs_dilation))
+    strides, before, within = (
+        ones if given is None else _one_per_axis(name, given, spatial)
+        for name, given in (
+            ("window_strides", window_strides),
+            ("lhs_dilation", lhs_dilation),
+            ("rhs_dilation", rhs_dilation),
+        )
+    )
     window = Window(numbers, x.shape, w.shape, strides, (), before, within, feature_group_count)
     window = dataclasses.replace(window, padding=window.pairs(padding))
     reason = groups_reason(how.recipe, feature_group_count, *window.features_of_a_group)
     if reason is not None:
         raise ValueError(reason)
-    kind, operands, state = Conv(window), Operands(x, w, None, None), how.checked_state(state, w)
+    kind, operands, state = Conv(window, devices_of(x, w)), Operands(x, w, None, None), how.checked_state(state, w)
     splits = splits_of(kind.contraction, jax.typeof(x), jax.typeof(w), how.specs, how.out_sharding)
     if splits is None:
         return how.returned(*multiply(Step(kind, how), operands, state, key))
@@ -83,6 +91,13 @@ def conv_general_dilated(
     sizes = dict(shards.sizes) | window.result_sizes(kind.contraction.out)
     shards = dataclasses.replace(shards, sizes=tuple(sizes.items()))
     return how.returned(*multiply_sharded(shards, how, operands, state, key))
+
+
+def _one_per_axis(name: str, given, spatial: int) -> tuple[int, ...]:
+    sizes = tuple(map(int, given))
+    if len(sizes) != spatial:
+        raise ValueError(f"`{name}` {sizes} must have one number for each of {spatial} spatial axes")
+    return sizes
 
 
 def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str | None:
@@ -245,6 +260,7 @@ class Conv(Arrays):
     """x is images of features, w kernels from features to features."""
 
     window: Window
+    devices: int = 1
     has_batch = False
     features = "o"
 

@@ -112,10 +112,10 @@ def dense(
     """
     x, w = float_operand(x, "x"), float_operand(w, "w")
     b = None if b is None else float_operand(b, "b")
-    are_whole = options.get("specs") is None  # shards inside a shard_map may be cut differently
+    are_whole = options.get("specs") is None  # shards inside a shard_map may be cut differently, and are checked later
     if not x.ndim or not w.ndim or (are_whole and x.shape[-1] != w.shape[0]):
         raise ValueError(f"the last axis of `x` {x.shape} must be as long as the first of `w` {w.shape}")
-    if b is not None and (b.ndim != w.ndim - 1 or (are_whole and b.shape != w.shape[1:])):
+    if b is not None and b.ndim != w.ndim - 1:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
     contraction = _last_by_first(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
@@ -140,6 +140,7 @@ def contract_under(options: Options, contraction: Contraction, x, w, b, state: S
 
 def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key):
     """Operands on one device, or that XLA partitions as it likes."""
+    _check_bias(contraction, operands)
     devices = devices_of(operands.x, operands.w)
     flat = flatten(contraction, table.casts_matrices(devices) or options.recipe.cuts)
     sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
@@ -150,6 +151,13 @@ def _contract_whole(options: Options, contraction: Contraction, operands: Operan
     y, state = multiply(Step(Dot(flat.flat, devices), options), given, state, key)
     y = flat.g.leave(y, dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True)))
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
+
+
+def _check_bias(contraction: Contraction, operands: Operands) -> None:
+    w, b = operands.w, operands.bias
+    features = tuple(size for c, size in zip(contraction.rhs, w.shape, strict=True) if c in contraction.rhs_free)
+    if b is not None and b.shape != features:
+        raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
 
 
 def _contract_sharded(options: Options, contraction: Contraction, splits: Splits, operands: Operands, state, key):

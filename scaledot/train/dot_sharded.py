@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
+from scaledot.kernels import table
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import Positions, flat_index, seeds_of, uniform_at
 from scaledot.parallel import partition
@@ -28,6 +29,7 @@ from scaledot.parallel.partition import Axes, Split, spec_of
 from scaledot.parallel.positions import flattened, padded, positions
 from scaledot.parallel.sharding import constrain
 from scaledot.parallel.specs import Splits, are_shards, check_axes, cut_sentence, device_count, mesh_of, whole_sizes
+from scaledot.programs import run_as_program
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import Flattened, Layout
@@ -78,8 +80,10 @@ class Sharded:
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
         laid: Any = self.kind.lay(cast, matmul, tensor)
-        for cut in self._cuts(laid, tensor):
-            raise ValueError(cut.sentence)
+        cut = next(self._cuts(laid, matmul, tensor), None)
+        if cut is not None:
+            is_whole = not are_shards(self.mesh, self.splits.axes)
+            raise ValueError(cut.sentence + (", or gather it with on_indivisible='gather'" if is_whole else ""))
         return LaidOnShard(tensor, laid, () if cast.delayed else self._amax_axes(tensor, laid))
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
@@ -160,6 +164,19 @@ class Sharded:
         sizes = dict(self.sizes)
         return {c: sizes[c] // device_count(self.mesh, self._axes(tensor, c)) for c in self._layout(tensor).labels}
 
+    def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
+        """The mesh axes over which labels of an operand are cut when it is multiplied: after its transfers."""
+        plan, side = self.plan(matmul), PRODUCTS[matmul].index(tensor)
+        moves, axes = (plan.lhs, plan.rhs)[side], dict(getattr(self.splits, tensor))
+        for label, gathered in moves.gathered:
+            axes[label] = axes[label][: -len(gathered)]
+        for label, cut in moves.cut:
+            axes[label] = (*axes.get(label, ()), *cut)
+        ring = ring_of(plan, self.overlap)
+        if ring is not None and ring.side != side and ring.label in self._layout(tensor).labels:
+            axes[ring.label] = (*axes.get(ring.label, ()), ring.axis)  # a part of it for each shard that arrives
+        return axes
+
     def _amax_axes(self, tensor: str, laid: Laid) -> Axes:
         """Mesh axes over which a cast shares scales: those that shard what has one scale."""
         layout = self._layout(tensor)
@@ -187,36 +204,33 @@ class Sharded:
             if misfit(dict(self.sizes)[c], device_count(self.mesh, axes)) is not None
         }
         even = self._without(uneven)
-        casts: list[tuple[str, Any]] = [
-            (tensor, self.kind.lay(cast, of, tensor)) for of, tensor, cast in recipe.casts()
-        ]
-        return even._without({cut.label for tensor, laid in casts for cut in even._cuts(laid, tensor)})
+        casts: list[tuple[str, str, Any]] = [(of, t, self.kind.lay(cast, of, t)) for of, t, cast in recipe.casts()]
+        return even._without({cut.label for of, tensor, laid in casts for cut in even._cuts(laid, of, tensor)})
 
     def _without(self, labels: set[str]) -> "Sharded":
         splits = (tuple((c, axes) for c, axes in split if c not in labels) for split in self.splits)
         return dataclasses.replace(self, splits=Splits(*splits))
 
-    def _cuts(self, laid: Laid, tensor: str) -> Iterator[Cut]:
-        """Axes of which a shard would hold parts of what has one scale, or is rotated together."""
+    def _cuts(self, laid: Laid, matmul: str, tensor: str) -> Iterator[Cut]:
+        """Axes of which a device would hold, or multiply, parts of what has one scale or is rotated together."""
         flat, rotation = self._layout(tensor).flat, laid.cast.rotation
-        if rotation is not None and laid.rotated_axis is not None:
-            yield from self._cut(tensor, flat[laid.rotated_axis], rotation.size, "groups of a rotation")
-        for label, size in zip(flat, laid.tile, strict=True):
-            if size > 1:
-                yield from self._cut(tensor, label, size, "blocks")
+        for axes in (dict(getattr(self.splits, tensor)), self._multiplied_axes(matmul, tensor)):
+            if rotation is not None and laid.rotated_axis is not None:
+                yield from self._cut(tensor, axes, flat[laid.rotated_axis], rotation.size, "groups of a rotation")
+            for label, size in zip(flat, laid.tile, strict=True):
+                if size > 1:
+                    yield from self._cut(tensor, axes, label, size, "blocks")
 
-    def _cut(self, tensor: str, label: str, block: int, what: str) -> Iterator[Cut]:
+    def _cut(self, tensor: str, axes: dict[str, Axes], label: str, block: int, what: str) -> Iterator[Cut]:
         """Blocks run on into the axes that are flattened behind a sharded one."""
-        members, shard = self._layout(tensor).members(label), self._shard_sizes(tensor)
-        last = max((i for i, c in enumerate(members) if self._axes(tensor, c)), default=None)
+        members, sizes = self._layout(tensor).members(label), dict(self.sizes)
+        last = max((i for i, c in enumerate(members) if axes.get(c)), default=None)
         if last is None:
             return
-        axes, consecutive = self._axes(tensor, members[last]), math.prod(shard[c] for c in members[last:])
-        devices = device_count(self.mesh, axes)
-        found = misfit(consecutive * devices, devices, block)
+        over, behind = axes[members[last]], math.prod(sizes[c] for c in members[last + 1 :])
+        found = misfit(sizes[members[last]] * behind, device_count(self.mesh, over), block)
         if found is not None:
-            sentence = cut_sentence(tensor, axes, found, what)
-            yield Cut(members[last], f"{sentence}, or gather it with on_indivisible='gather'")
+            yield Cut(members[last], cut_sentence(tensor, over, found, what))
 
     def _uniform(self, on: LaidOnShard, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """What one device would draw for these elements: by their indices in the whole flattened array."""
@@ -247,8 +261,25 @@ def _result(matmul: str) -> str:
 def multiply_sharded(kind: Sharded, options: Options, operands: Operands, state: State, key) -> tuple[jax.Array, State]:
     """The result and the next state; inside a shard_map over its mesh axes, of operands that are shards already."""
     options = dataclasses.replace(options, out_sharding=None)
+    _check_bias(kind, operands.bias)
     if are_shards(kind.mesh, kind.splits.axes):
         return multiply(Step(kind, options), operands, state, key)
+    if callable(options.kernel):
+        return _multiply_whole(table.tables(), kind, options, operands, state, key)
+    return run_as_program(_multiply_whole, table.tables(), kind, options, arrays=(operands, state, key))
+
+
+def _check_bias(kind: Sharded, bias: jax.Array | None) -> None:
+    sizes, axes, features = dict(kind.sizes), dict(kind.splits.g), kind.contraction.rhs_free
+    if are_shards(kind.mesh, kind.splits.axes):
+        sizes = {c: size // device_count(kind.mesh, axes.get(c, ())) for c, size in sizes.items()}
+    expected = tuple(sizes[c] for c in features)
+    if bias is not None and bias.shape != expected:
+        raise ValueError(f"`b` {bias.shape} must have the trailing axes of `w`, here {expected}")
+
+
+def _multiply_whole(tables, kind: Sharded, options: Options, operands: Operands, state: State, key):
+    """A matmul of whole arrays, placed as the splits say; kernels are chosen from these tables."""
     fitting = kind.without_cuts(options.recipe) if options.on_indivisible == "gather" else kind
     y, state = _mapped(fitting, options, operands, state, key)
     wanted = spec_of(kind.contraction.out, kind.splits.g)

@@ -7,10 +7,12 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import promoted
 from scaledot.ops.operands import Choice, element_type
+from scaledot.ops.plan import check_hashable
 from scaledot.parallel.specs import Specs
 from scaledot.parallel.transfers import Axes
 from scaledot.recipes import Recipe, find_recipe
@@ -76,12 +78,13 @@ class Options:
         if unknown:
             raise TypeError(f"there is no argument `{unknown[0]}` here; keyword arguments are {', '.join(taken)}")
         given: dict[str, Any] = {**keywords}
-        if "overlap" in given:
-            overlap = given["overlap"]
-            given["overlap"] = (overlap,) if isinstance(overlap, str) else tuple(overlap)
+        overlap = given.get("overlap") or ()
+        given["overlap"] = (overlap,) if isinstance(overlap, str) else tuple(overlap)
+        given["specs"] = _checked_specs(given.get("specs"))
         if given.get("on_indivisible", "raise") not in ON_INDIVISIBLE:
             raise ValueError(f"`on_indivisible` must be raise or gather, not {given['on_indivisible']!r}")
         precision = tuple(precision) if isinstance(precision, list) else precision
+        check_hashable({"precision": precision, **given})
         return cls(find_recipe(recipe), dtype, precision, **given, residual_name=residual_name)
 
     def returned(self, y: jax.Array, state: State):
@@ -100,6 +103,15 @@ class Options:
             raise ValueError(f"`state` is given, but {recipe.name} keeps none")
         check_state(recipe, state or {})
         return checked_use(recipe, state, w) if state else {}
+
+
+def _checked_specs(specs: Any) -> Specs | None:
+    if specs is None:
+        return None
+    is_three = isinstance(specs, (tuple, list)) and len(specs) == len(Specs._fields)
+    if not is_three or not all(isinstance(spec, PartitionSpec) for spec in specs):
+        raise TypeError(f"`specs` must be Specs(x, w, y), a PartitionSpec for each of them, not {specs!r}")
+    return Specs(*specs)
 
 
 def result_dtype(preferred, x: np.dtype, w: np.dtype) -> np.dtype:

@@ -19,9 +19,8 @@ from scaledot.array import ScaledArray
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.spec import CastProblem, CastResult, View, sum_dtype
-from scaledot.kernels.xla_casts import group_of, members
 from scaledot.numerics.cast import Plan
-from scaledot.numerics.grouped import room, spaced, whole_groups
+from scaledot.numerics.grouped import group_of, members, room, spaced, whole_groups
 from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan, propagating
@@ -74,12 +73,12 @@ def ragged_dot(
         raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
-    operands, state = Operands(x, w, b, groups), how.checked_state(state, w)
+    operands, state, devices = Operands(x, w, b, groups), how.checked_state(state, w), devices_of(x, w)
     how = dataclasses.replace(how, out_sharding=None)  # the matmuls of shards, or of whole arrays, have none
 
     def kind_of(groups: int, rows: int, k: int, n: int) -> Ragged:
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
-        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays))
+        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays, devices), devices)
 
     if experts is not None:
         return how.returned(*multiply_experts(kind_of, how, experts, operands, state, key))
@@ -89,7 +88,7 @@ def ragged_dot(
     return how.returned(y[:rows], state)
 
 
-def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any]) -> int:
+def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], devices: int) -> int:
     """What sizes of groups are rounded up to in wgrad: what its casts need, or more where kernels make both of them.
 
     A cast that rounds stochastically must have the same codes on every device, so what serves two products still does.
@@ -103,7 +102,7 @@ def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, A
             return needed
         view = View(LaidRows(cast, cast.tile, 1, 1).plan(x.shape, x.dtype, groups), contracted=0)
         given = frozenset() if cast.delayed is None else frozenset({"factor"})
-        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, devices=devices_of(x))
+        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, devices=devices)
         multiples.add(table.spacing(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
@@ -157,6 +156,7 @@ class Ragged:
     """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
 
     together: int
+    devices: int = 1  # that XLA partitions the operands over
     has_batch = False
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid | LaidRows:
@@ -174,13 +174,25 @@ class Ragged:
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
         """A pass for each cast: in wgrad groups are spaced, elsewhere they are not."""
-        of = _matrices if request.tensor == "w" else _rows
         made: dict[Any, CastResult] = {}
-        for name, laid in request.laid.items():
-            if laid not in made:
-                made[laid] = of(request, name, laid, x, groups, is_first=not made)
+        for matmul, laid in request.laid.items():
+            if laid not in made and request.tensor == "w":
+                made[laid] = _cast_weights(request, laid, x)
+            elif laid not in made:
+                made[laid] = self._cast_rows(request, matmul, laid, x, groups, is_first=not made)
         first = next(iter(made.values()))
-        return Made({p: made[laid].arrays[0] for p, laid in request.laid.items()}, first.amax)
+        return Made({m: made[laid].arrays[0] for m, laid in request.laid.items()}, first.amax)
+
+    def _cast_rows(
+        self, request: CastRequest, matmul: str, laid: LaidRows, x: jax.Array, groups, is_first: bool
+    ) -> CastResult:
+        """Rows cast for one matmul, each group as if it were alone."""
+        plan = laid.plan(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(laid, ()))
+        view = View(plan, request.key_index(laid), contracted=0 if matmul == "wgrad" else 1)
+        factor = None if request.factor is None else request.factor.reshape(1, 1)
+        given = request.arguments(factor, groups)
+        wanted = {"amax": request.amax and is_first, "group_multiple": laid.together}
+        return make_casts(x, (view,), given, request.kernel, self.devices, **wanted)
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.together) if matmul == "wgrad" else x
@@ -227,17 +239,7 @@ class Ragged:
         return jax.ops.segment_sum(wide, group_of(groups, g.shape[0]), count + 1)[:count]
 
 
-def _rows(request: CastRequest, product: str, laid: LaidRows, x: jax.Array, groups, is_first: bool) -> CastResult:
-    """Rows cast for one product, each group as if it were alone."""
-    plan = laid.plan(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(laid, ()))
-    view = View(plan, request.key_index(laid), contracted=0 if product == "wgrad" else 1)
-    factor = None if request.factor is None else request.factor.reshape(1, 1)
-    given = request.arguments(factor, groups)
-    wanted = {"amax": request.amax and is_first, "group_multiple": laid.together}
-    return make_casts(x, (view,), given, request.kernel, **wanted)
-
-
-def _matrices(request: CastRequest, product: str, laid: Laid, w: jax.Array, groups, is_first: bool) -> CastResult:
+def _cast_weights(request: CastRequest, laid: Laid, w: jax.Array) -> CastResult:
     """The matrix of each group cast by itself: by XLA, because kernels are not made to be mapped."""
     key, uniform, axes = request.keys[laid], request.uniforms.get(laid), request.amax_axes.get(laid, ())
     keys = None

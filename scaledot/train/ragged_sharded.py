@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from scaledot.contraction import Contraction
+from scaledot.kernels import table
 from scaledot.numerics.grouped import room, whole_groups
 from scaledot.numerics.rounding import Positions, flat_index, seeds_of, uniform_at
 from scaledot.parallel import partition
@@ -44,6 +45,7 @@ from scaledot.parallel.specs import (
     whole_sizes,
 )
 from scaledot.parallel.transfers import Axes, own_part
+from scaledot.programs import run_as_program
 from scaledot.recipes import Cast
 from scaledot.state import State
 from scaledot.train.kind import CastRequest, LaidOnShard, LocalRagged, Made, Matmul, Operands, Step
@@ -109,15 +111,24 @@ def multiply_experts(
         tuple(experts.sizes.items()),
         options.recipe.amax_scope,
     )
-    run = functools.partial(_multiply_shards, Step(kind, options), experts.splits, work)
+    step = Step(kind, options)
     if are_shards(mesh, experts.splits.axes):
-        return run(operands, state, key)
-    x, w, y = map(spec_of, (LABELS.lhs, LABELS.rhs, LABELS.out), experts.splits)
+        return _multiply_shards(step, experts.splits, tuple(work.items()), operands, state, key)
+    static = table.tables(), step, experts.splits, tuple(work.items()), mesh
+    if callable(options.kernel):
+        return _multiply_whole(*static, operands, state, key)
+    return run_as_program(_multiply_whole, *static, arrays=(operands, state, key))
+
+
+def _multiply_whole(tables, step: Step, splits: Splits, work: Split, mesh, operands: Operands, state: State, key):
+    """A ragged matmul of whole arrays, of which every device computes its share; kernels are those of the tables."""
+    x, w, y = map(spec_of, (LABELS.lhs, LABELS.rhs, LABELS.out), splits)
     rest = PartitionSpec()
-    specs: Any = x, w, spec_of(_BIAS, _of_bias(experts.splits)), rest
+    specs: Any = x, w, spec_of(_BIAS, _of_bias(splits)), rest
     placed: Any = (
         None if a is None else constrain(a, spec, mesh=mesh) for a, spec in zip(operands, specs, strict=True)
     )
+    run = functools.partial(_multiply_shards, step, splits, work)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(Operands(*specs), rest, rest), out_specs=(y, rest))
     return mapped(Operands(*placed), state, key)
 
@@ -163,9 +174,9 @@ def _of_bias(splits: Splits) -> Split:
     return tuple((c, axes) for c, axes in splits.w if c in _BIAS)
 
 
-def _multiply_shards(step: Step, splits: Splits, work: dict[str, Axes], operands: Operands, state: State, key):
+def _multiply_shards(step: Step, splits: Splits, shared: Split, operands: Operands, state: State, key):
     """Of shards of x, w, bias and the result as they are given, of what is between as the work is shared."""
-    x, w, bias, groups = operands
+    (x, w, bias, groups), work = operands, dict(shared)
     assert groups is not None
     start = _starts(groups, work["g"], 1)
     rows = dispatch(route_of_rows(LABELS.lhs, splits.x, work), x, start)

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 
 from scaledot import state as states
 from scaledot.kernels import table
 from scaledot.parallel.types import Like, has_explicit_axes, varying
-from scaledot.programs import program
+from scaledot.programs import run_as_program
 from scaledot.state import AmaxHistory, State
 from scaledot.train.casts import Casts, check_key
 from scaledot.train.kind import Matmul, Operands, Step
@@ -36,13 +35,14 @@ from scaledot.train.residuals import (
 
 
 def multiply(step: Step, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
-    """The result, and the state to give to the next use. Eagerly it is one program, traced once for equal calls."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((operands, state, key))):
+    """The result, and the state to give to the next use."""
+    if callable(step.options.kernel):  # which may answer differently every time
         return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key))
-    return program(_multiply_eagerly, step, table.tables())(operands, state, key)
+    return run_as_program(_multiply_by, table.tables(), step, arrays=(operands, state, key))
 
 
-def _multiply_eagerly(step: Step, tables, operands: Operands, state: State, key: jax.Array | None):
+def _multiply_by(tables, step: Step, operands: Operands, state: State, key: jax.Array | None):
+    """`_multiply`, whose kernels are chosen from these tables."""
     return _multiply(step, operands, state, key)
 
 

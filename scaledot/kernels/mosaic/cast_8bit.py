@@ -13,16 +13,15 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.formats import FLOAT_RULES, FORMATS
-from scaledot.kernels import xla_casts
 from scaledot.kernels.layouts import PerGroup, Transposed
 from scaledot.kernels.mosaic import cast_support
-from scaledot.kernels.mosaic.cast_support import in_shape, tile_of, vary_all
+from scaledot.kernels.mosaic.cast_support import in_shape, tile_of
 from scaledot.kernels.mosaic.sizes import FLOAT8_ELEMENTS, LINE
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import ONE, divide, flush
-from scaledot.numerics.grouped import room, spaced_strips, strips, whole_groups
+from scaledot.numerics.grouped import group_of, room, spaced_strips, strips, whole_groups
 from scaledot.numerics.scale import Levels, levels_or_nan
 from scaledot.parallel.types import vary_as
 
@@ -139,7 +138,7 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
 
     def array(view: View) -> ScaledArray | Transposed:
         codes = (made.rows, (m, k)) if _axis(view) else (made.transposed, (k, m))
-        scale = _stored_scale(made, given.factor, view, scaling_kind)
+        scale = _stored_scale(made, given.factor, view, scaling_kind, x if seen is None else seen)
         q = _stored(view, tile_of(view, len(problem.shape)), *codes, scale, x)
         return in_shape(problem, view, q) if isinstance(q, ScaledArray) and view.contracted is None else q
 
@@ -150,13 +149,17 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     )
 
 
-def _stored_scale(made, factor: jax.Array | None, view: View, scaling_kind: str) -> jax.Array:
-    """The scales of a view, as its codes are stored."""
+def _stored_scale(made, factor: jax.Array | None, view: View, scaling_kind: str, source: jax.Array) -> jax.Array:
+    """The scales of a view, as its codes are stored. They vary as what they were made from, a factor or the source."""
+    if factor is not None:
+        return divide(ONE, factor).reshape(1, 1)
     if scaling_kind == "tensor":
-        return (made.row_scale if factor is None else divide(ONE, factor)).reshape(1, 1)
-    if scaling_kind == "squares":
-        return made.row_scale if _axis(view) else made.row_scale.T
-    return made.row_scale if _axis(view) else made.column_scale
+        scale = made.row_scale.reshape(1, 1)
+    elif scaling_kind == "squares":
+        scale = made.row_scale if _axis(view) else made.row_scale.T
+    else:
+        scale = made.row_scale if _axis(view) else made.column_scale
+    return vary_as(scale, source)
 
 
 def _stored(
@@ -167,7 +170,7 @@ def _stored(
     scale = scale[tuple(slice(size) for size in blocks.grid(shape, tile))]
     rotation = None if plan.rotation is None else dataclasses.replace(plan.rotation, axis=-1)
     what = {"format": plan.format, "block": blocks.trim(tile), "dtype": plan.dtype, "rotation": rotation}
-    q = vary_all(ScaledArray(data[: shape[0], : shape[1]], scale, **what), x)
+    q = ScaledArray(vary_as(data, x)[: shape[0], : shape[1]], scale, **what)
     return q if _axis(view) else Transposed(q)
 
 
@@ -186,7 +189,7 @@ def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArgu
     levels = _levels_of_groups(x, sizes, view)
     (factor,) = levels.factors
     rows = x.shape[0] if _axis(view) else room(x.shape[0], sizes.shape[0], GROUP_MULTIPLE)
-    group = xla_casts.group_of(whole_groups(sizes, problem.group_multiple), rows)
+    group = group_of(whole_groups(sizes, problem.group_multiple), rows)
     codes, seen = _cast_rows(view, x, given, factor[group], amax)
     if view.contracted is not None:
         return PerGroup(codes, levels.scale[:-1, None]), seen
@@ -199,7 +202,7 @@ def _levels_of_groups(x: jax.Array, sizes: jax.Array, view: View) -> Levels:
     is_finite = plan.nonfinite == "saturate" or plan.format.is_float  # codes of floats can be NaN
     row_amax = calibrate.block_amax if is_finite else calibrate.block_amax_or_inf
     of_rows = row_amax(flush(x.astype(jnp.float32)), (1, 0))[:, 0]
-    group = xla_casts.group_of(sizes, x.shape[0])
+    group = group_of(sizes, x.shape[0])
     largest = jax.ops.segment_max(of_rows, group, count + 1, indices_are_sorted=True)
     return levels_or_nan(jnp.maximum(largest, 0).at[count].set(0), plan.format, plan.input_dtype)
 
@@ -240,7 +243,7 @@ def _cast_rows(
         saturates,
     )
     if factor is None:
-        scale = made.row_scale if along else made.column_scale
+        scale = vary_as(made.row_scale if along else made.column_scale, x)
     else:
         scale = (divide(ONE, factor) if factor.ndim == 0 else jnp.ones((), jnp.float32)).reshape(1, 1)
     data, shape = (made.rows, (m, k)) if along else (made.transposed, (k, rows))

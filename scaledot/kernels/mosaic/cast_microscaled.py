@@ -10,13 +10,14 @@ from scaledot.array import ScaledArray
 from scaledot.formats import E8M0_RULES, FORMATS, Format
 from scaledot.kernels.layouts import RowPairs, as_values
 from scaledot.kernels.mosaic import cast_support
-from scaledot.kernels.mosaic.cast_support import in_shape, tile_of, vary_all
+from scaledot.kernels.mosaic.cast_support import in_shape, tile_of
 from scaledot.kernels.mosaic.sizes import BLOCKS, FLOAT8_ELEMENTS
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, divide
 from scaledot.numerics.scale import tensor_level
+from scaledot.parallel.types import vary_as
 
 # By the dtype of the scale: a format that the kernel casts to, and what it computes beside that format's own fields.
 COMPUTED: dict[str, tuple[Format, dict[str, tuple]]] = {
@@ -145,18 +146,18 @@ def _levels(x: jax.Array, views: tuple[View, ...]) -> list[Level]:
 
 def _stored(view: View, tile: tuple[int, int], made, level: Level, x: jax.Array) -> Any:
     """A matrix of the shape of x, from padded codes or values and bytes of scales."""
-    plan, (m, k), format = view.plan, x.shape, view.plan.format
+    plan, (m, k), format, data = view.plan, x.shape, view.plan.format, vary_as(made.data, x)
     if _is_values(view):
-        return vary_all(as_values(made.data[:m, :k], level.down, plan.dtype, plan.rotation), x)
+        return as_values(data[:m, :k], level.down, plan.dtype, plan.rotation)
     pairs_rows = format.bits == 4 and view.contracted is not None
     rows = m + m % 2 if pairs_rows else m  # of pairs, both are stored
     grid = blocks.grid((rows, k), tile)
-    scale = lax.bitcast_convert_type(made.scale[: grid[0], : grid[1]], format.scale_dtype(plan.input_dtype))
+    scale = vary_as(made.scale, x)[: grid[0], : grid[1]]
+    scale = lax.bitcast_convert_type(scale, format.scale_dtype(plan.input_dtype))
     tensor_scale = level.down if format.two_level else None
     what = {"format": format, "block": blocks.trim(tile), "dtype": plan.dtype, "rotation": plan.rotation}
     if pairs_rows:
-        return vary_all(RowPairs(ScaledArray(made.data[: rows // 2, :k], scale, tensor_scale, **what), m), x)
-    data = made.data
+        return RowPairs(ScaledArray(data[: rows // 2, :k], scale, tensor_scale, **what), m)
     if format.bits == 4:
         data = lax.bitcast_convert_type(data, format.code_dtype).reshape(data.shape[0], -1)
-    return vary_all(ScaledArray(data[:m, :k], scale, tensor_scale, **what), x)
+    return ScaledArray(data[:m, :k], scale, tensor_scale, **what)

@@ -88,8 +88,9 @@ def _fields(format: Format) -> dict[str, Any]:
 
 
 def largest_of_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest over the devices along some mesh axes."""
-    return lax.pmax(vary_as(amax, x), axes) if axes else amax
+    """The amax of a device's x, reduced over the devices along some mesh axes; along others it varies as x does."""
+    amax = vary_as(amax, x)
+    return lax.pmax(amax, axes) if axes else amax
 
 
 def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Array | None:
@@ -117,8 +118,3 @@ def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:
         dtype=plan.dtype,
         rotation=plan.rotation,
     )
-
-
-def vary_all(tree: Any, x: jax.Array) -> Any:
-    """The tree, typed to differ along the mesh axes of a shard_map that x differs along."""
-    return jax.tree.map(lambda leaf: vary_as(leaf, x), tree)
