@@ -12,6 +12,7 @@ import scaledot as sd
 from scaledot.kernels import table
 from scaledot.kernels.mosaic import support
 
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < support.OLDEST_JAX, reason="Mosaic kernels need jax 0.11")
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX, reason="Mosaic kernels need jax 0.11, whose interpreter runs them here"
 )
@@ -22,14 +23,29 @@ def interpreted(monkeypatch, multiprocessors: int = 2):
     """A process in which the kernels are taken, as if on a Hopper GPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    races = plgpu.InterpretGPUParams(detect_races=True)
+    with _taken(monkeypatch, multiprocessors), plgpu.force_gpu_interpret_mode(races):
+        yield
+
+
+@contextlib.contextmanager
+def lowered_for_hopper(monkeypatch):
+    """A process in which the kernels are lowered as for an H200; the programs cannot be run."""
+    with _taken(monkeypatch, support.MULTIPROCESSORS) as patched:
+        patched.setattr(support, "machine_reason", lambda: None)
+        patched.setattr(support, "is_interpreted", lambda: False)
+        yield
+
+
+@contextlib.contextmanager
+def _taken(monkeypatch, multiprocessors: int):
     with monkeypatch.context() as patched:
         patched.setattr(support, "device_reason", lambda: None)
         patched.setattr(support, "multiprocessors", lambda: multiprocessors)
         for name in ("DOT", "RAGGED", "CASTS"):  # tables of their own: no program that was traced before is taken
             first, *others = getattr(table, name)
             patched.setattr(table, name, (dataclasses.replace(first), *others))
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-            yield
+        yield patched
 
 
 def quantize(*arguments, **options) -> sd.ScaledArray:

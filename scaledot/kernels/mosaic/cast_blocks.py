@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scaledot.formats import Format
 from scaledot.kernels.mosaic.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
 from scaledot.kernels.mosaic.sizes import BLOCKS
+from scaledot.kernels.mosaic.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
 from scaledot.numerics.hadamard import Hadamard
@@ -90,6 +91,7 @@ def cast(
         out_type=tuple(output for view in views for output in call.outputs(m, k, view)),
         grid=(m // call.size, k // call.columns),
         grid_names=("row", "column"),
+        kernel_name=kernel_name("cast", *dict.fromkeys(view.format.name for view in views)),
         scratch_types=[plgpu.SMEM((call.size, call.columns // call.size, call.words), call.dtype), plgpu.Barrier()],
         compiler_params=_PARAMETERS,
     )
@@ -206,6 +208,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
         out_type=jax.ShapeDtypeStruct((len(rotations), *grid), jnp.float32),
         grid=grid,
         grid_names=("strip", "column"),
+        kernel_name=kernel_name("amax"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return tuple(jnp.max(run(x.reshape(m, k // size, size)), axis=(1, 2)))

@@ -43,6 +43,7 @@ from scaledot.kernels.mosaic.cast_tiles_launch import (
 from scaledot.kernels.mosaic.cast_tiles_program import largest_of
 from scaledot.kernels.mosaic.memory import LANES, THREADS, load, magnitudes, side_by_side
 from scaledot.kernels.mosaic.sizes import LINE
+from scaledot.kernels.mosaic.support import kernel_name
 
 __all__ = ["Given", "OfBlocks", "OfRows", "Result", "Seen", "Wanted", "amax", "cast"]
 
@@ -79,6 +80,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
         out_type=jax.ShapeDtypeStruct((SEARCHERS,), jnp.float32),
         grid=(SEARCHERS,),
         grid_names=("program",),
+        kernel_name=kernel_name("amax"),
         compiler_params=_PARAMETERS,
     )
     return run(x.reshape(-1, *read))
@@ -127,6 +129,7 @@ def cast(
         out_type=tuple(output for output, want in zip(call.outputs, call.writes, strict=True) if want),
         grid=call.grid,
         grid_names=("row", "column"),
+        kernel_name=kernel_name("cast", format.name),
         scratch_types=call.scratch,
         compiler_params=_PARAMETERS,
     )

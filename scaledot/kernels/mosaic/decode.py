@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scaledot.kernels.mosaic.decode_mainloop import FETCH_REGISTERS, PART, STRIP, TILES, Config, Ring, Slots
 from scaledot.kernels.mosaic.memory import THREADS, load
 from scaledot.kernels.mosaic.registers import WORDS
+from scaledot.kernels.mosaic.support import kernel_name
 from scaledot.kernels.mosaic.unpack import Codes, joined
 
 WARPGROUPS = 4  # consumers of a CTA
@@ -98,6 +99,7 @@ class Kernel:
             out_type=jax.ShapeDtypeStruct(out, jnp.float32),
             grid=(config.splits, self.strips),
             grid_names=("split", "strip"),
+            kernel_name=kernel_name("matmul_weight_only"),
             num_threads=config.groups + 1,
             thread_name="warpgroup",
             scratch_types=self.scratch(),

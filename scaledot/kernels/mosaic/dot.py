@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
@@ -85,7 +86,8 @@ class Product:
             programs=support.multiprocessors(),
             summed_first=(a.summed_first, b.summed_first),
         )
-        result = vary_as(result, a.matrix, b.matrix)[: a.rows, : b.rows]
+        # Under lax.scan XLA would run the kernel twice: for its consumers, and for the stacked output that has a copy.
+        result = lax.optimization_barrier(vary_as(result, a.matrix, b.matrix))[: a.rows, : b.rows]
         sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
         result = result.reshape([sizes[c] for c in contraction.natural])
         return result.transpose([contraction.natural.index(c) for c in contraction.out])

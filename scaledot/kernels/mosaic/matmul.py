@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scaledot.kernels.mosaic.matmul_epilogue import Epilogue, Factors
 from scaledot.kernels.mosaic.matmul_mainloop import Inputs, MainLoop, Ring
 from scaledot.kernels.mosaic.memory import SWIZZLE, tiled
+from scaledot.kernels.mosaic.support import kernel_name
 from scaledot.kernels.mosaic.tiles import FETCH_REGISTERS, Config, Groups, Plan, Tile, Warpgroup
 
 
@@ -134,6 +135,7 @@ class Kernel:
             grid_names=("team",),
             cluster=(config.paired,),
             cluster_names=("member",),
+            kernel_name=kernel_name("matmul", *(("grouped",) if self.grouped else ()), self.a_dtype.name),
             num_threads=config.groups + 1,
             thread_name="warpgroup",
             scratch_types=self.scratch(),

@@ -1,5 +1,7 @@
 """Where the Mosaic kernels run, without loading them."""
 
+import re
+
 import jax
 
 from scaledot.parallel.types import devices_of, partition_reason
@@ -40,6 +42,15 @@ def machine_reason() -> str | None:
 def multiprocessors() -> int:
     device = jax.devices()[0]
     return getattr(device, "core_count", None) or MULTIPROCESSORS
+
+
+def kernel_name(*words: str) -> str:
+    """The name that a kernel has in a profile.
+
+    >>> kernel_name("cast", "fp8_e4m3")
+    'scaledot_cast_fp8_e4m3'
+    """
+    return "_".join(("scaledot", *(re.sub(r"\W", "_", word) for word in words)))
 
 
 def is_interpreted() -> bool:

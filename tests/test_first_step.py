@@ -1,0 +1,64 @@
+"""What a model waits for before its first step: every kernel is traced and lowered once, however many layers use it.
+
+Programs are lowered for a Hopper GPU on a machine that has none. Nothing is compiled or run.
+"""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import lowered_for_hopper, needs_mosaic
+
+import scaledot as sd
+from scaledot import train
+from scaledot.recipes import RECIPES
+
+pytestmark = [needs_mosaic, pytest.mark.jax_versions]
+
+WITH_KERNELS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "int8_block", "fp8_qat")
+MOST_SECONDS = 0.06  # of CPU time for each further layer
+FEW, MANY = 4, 16
+TOKENS, WIDTH = 8192, 4096
+
+
+def lowered(recipe: str, layers: int, **how) -> str:
+    """The text of a training step of equal layers."""
+    delayed = bool(RECIPES[recipe].delayed)
+
+    def loss(weights, states, x, key):
+        for index, (w, state) in enumerate(zip(weights, states, strict=True)):
+            given = {"state": state} if delayed else {}
+            y = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(key, index), **given, **how)
+            x = y[0] if delayed else y
+        return jnp.mean(x.astype(jnp.float32))
+
+    weights = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * layers
+    states = [sd.init_state(recipe) if delayed else {}] * layers
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(weights, states, x, jax.random.key(0))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def payloads(text: str) -> int:
+    """The number of different kernels in a program's text."""
+    return len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)))
+
+
+def seconds(recipe: str, layers: int) -> tuple[float, str]:
+    jax.clear_caches()
+    start = time.process_time()
+    text = lowered(recipe, layers)
+    return time.process_time() - start, text
+
+
+@pytest.mark.parametrize("recipe", WITH_KERNELS)
+def test_a_further_layer_costs_little_and_brings_no_kernel(monkeypatch, recipe):
+    with lowered_for_hopper(monkeypatch):
+        lowered(recipe, 2)  # what a process does once
+        few, first = seconds(recipe, FEW)
+        many, second = seconds(recipe, MANY)
+    assert payloads(first), "no kernel was taken"
+    assert payloads(second) == payloads(first)
+    assert (many - few) / (MANY - FEW) <= MOST_SECONDS
