@@ -14,7 +14,7 @@ from benchmarks import record
 CPU_SUITES = {name: f"benchmarks.{name}" for name in ("cpu", "contractions", "eager")}
 GPU_SUITES = {
     name: f"benchmarks.gpu.{name}"
-    for name in ("dense", "cast", "quantize", "gemm", "block", "grouped", "decode", "targets")
+    for name in ("dense", "cast", "quantize", "gemm", "block", "grouped", "decode", "model", "targets")
 }
 SUITES = CPU_SUITES | GPU_SUITES
 REPEATS = 15

@@ -40,9 +40,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
 from scaledot.contraction import parse_einsum
-from scaledot.recipes import Recipe, find_recipe
+from scaledot.recipes import UNQUANTISED, Recipe, find_recipe
 from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
-from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named, unchecked
+from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
 
 STATE_COLLECTION = "_overwrite_with_gradient"
@@ -63,22 +63,27 @@ class Quantized(nn.Module):
 
     @nn.nowrap
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
-        """The verb of `train`, with this module's state and key."""
+        """The verb of `train`, with this module's state and key.
+
+        An initialising pass makes the state and multiplies unquantised: it needs shapes, and no kernel to be compiled.
+        """
+        if self.is_initializing():
+            if self.recipe.delayed:
+                self._current_state()
+            return verb(*args, recipe=UNQUANTISED, **kwargs)
         if self.recipe.stochastic:
             kwargs["key"] = self._key()
         if not self.recipe.delayed:
             return verb(*args, recipe=self.recipe, **kwargs)
-        with unchecked() if self.is_initializing() else contextlib.nullcontext():  # there is no history yet
-            y, state = verb(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
+        y, state = verb(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
         self._hand_on(state)
         return y
 
     @nn.nowrap
     def _key(self) -> jax.Array | None:
         """A key from the stream of stochastic rounding or linen's default one; None where neither was given."""
-        if self.has_rng(KEY_STREAM) or self.has_rng(DEFAULT_STREAM):
-            return self.make_rng(KEY_STREAM)
-        return jax.random.key(0) if self.is_initializing() else None  # nothing is learnt from an initialising pass
+        has_stream = self.has_rng(KEY_STREAM) or self.has_rng(DEFAULT_STREAM)
+        return self.make_rng(KEY_STREAM) if has_stream else None
 
     @nn.nowrap
     def _current_state(self) -> State:

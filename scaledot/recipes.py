@@ -376,6 +376,7 @@ FP8_QAT = Recipe("fp8_qat", Gemm(_E4M3, _E4M3))
 W8A16_QAT = Recipe("w8a16_qat", Gemm(None, _INT8))
 W4A16_QAT = Recipe("w4a16_qat", Gemm(None, _INT4_LINE))
 W4A8_QAT = Recipe("w4a8_qat", Gemm(_INT8, _INT4_LINE))
+UNQUANTISED = Recipe("unquantised", Gemm(), Gemm(), Gemm())  # casts nothing, and so has no row
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {

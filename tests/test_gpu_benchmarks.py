@@ -1,12 +1,13 @@
 """The suites for GPUs, where they need none: their bookkeeping, and the page that is made of their results."""
 
+import dataclasses
 import json
 
 import jax
 import pytest
 
 from benchmarks import record, run
-from benchmarks.gpu import block, decode, dense, grouped, page, remarks, report, sides, targets
+from benchmarks.gpu import block, decode, dense, grouped, llama, model, page, remarks, report, sides, targets
 
 
 def counting(name: str, calls: list[str], first_s: float = 0.0) -> sides.Side:
@@ -51,6 +52,27 @@ def test_cases_that_were_not_run_again_stay_in_the_file(monkeypatch, tmp_path):
     suites = json.loads(path.read_text())
     assert [(case["case"], case["ms"]) for case in suites["dense"]["cases"]] == [("A", 1), ("B", 4)]
     assert suites["gemm"]["cases"][0]["environment"]["jax"]
+
+
+def test_rows_of_models_have_targets_and_something_to_compare_with():
+    assert set(model.TARGETS) <= set(model.rows())
+    assert {model.base_row(row) for row in model.rows()} <= set(model.rows())
+    with pytest.raises(SystemExit, match=r"no row '5 blocks/fp8_current'; rows are: 4 blocks/bfloat16; "):
+        model.run(("5 blocks/fp8_current",), 1, frozenset())
+
+
+@pytest.mark.parametrize("row", ["4 blocks/fp8_delayed", "8 blocks, scanned, dots saved/fp8_current"])
+def test_a_small_stack_learns(row, standard_promotion):
+    name, program = row.split("/")
+    stack = model.stack_of(model.CASES[name], program)
+    sizes = {"blocks": 2, "width": 64, "hidden": 128, "heads": 4, "groups": 2, "vocabulary": 64}
+    stack = stack.clone(shape=dataclasses.replace(stack.shape, **sizes))
+    init, step, data = llama.training(stack, batch=2, tokens=16)
+    state, step, losses = init(jax.random.key(0)), jax.jit(step), []
+    for _ in range(4):
+        state, loss = step(state, data, jax.random.key(1))
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
 
 
 def quoted() -> dict:

@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.gpu import model
 from benchmarks.gpu.remarks import remark
 from benchmarks.record import RESULTS
 from benchmarks.table import verdict
@@ -21,7 +22,8 @@ TEXT = """# How fast is it on Hopper?
 
 <!-- Made by `python -m benchmarks.gpu.page`; change that, not this. -->
 
-Measured by `python -m benchmarks.run --suite dense`, `gemm`, `block`, `grouped`, `decode`, `cast` and `quantize` on one
+Measured by `python -m benchmarks.run --suite model`, `dense`, `gemm`, `block`, `grouped`, `decode`, `cast` and
+`quantize` on one
 {device} with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 `--suite targets` runs those cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
@@ -29,6 +31,14 @@ table of what they reached.
 Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
 data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
 much with what ran before them.
+
+## Whole models
+
+A Llama-like stack in linen (`benchmarks/gpu/llama.py`): blocks of width 4096 and 14336 hidden features, embedding and
+head of 32000, 4 × 2048 tokens, float32 parameters, AdamW. Every row is a process of its own. The first step is
+tracing + lowering + compiling + running; kernels are traced and lowered once, so that further blocks add to compiling.
+
+{model}
 
 ## A linear layer, forward and backward
 
@@ -105,11 +115,40 @@ def text(results: dict[str, Any]) -> str:
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
     tables |= {"decode": _decode(results["decode"]), "quantize": _quantize(results["quantize"])}
+    tables |= {"model": _model(results)}
     first = results["grouped"]["cases"][0]
     words |= {"tokens": sum(first["groups"]), "experts": len(first["groups"])}
     words |= {"inputs": first["inputs"], "outputs": first["outputs"]}
     words |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
     return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
+
+
+def _model(results: dict[str, Any]) -> str:
+    known = {case["case"]: case for case in results["model"]["cases"]}
+    rows = []
+    for row in (row for row in model.rows() if row in known):
+        found, base = known[row], known[model.base_row(row)]
+        ratio = base["seconds"] / found["seconds"]
+        least, most = model.TARGETS.get(row, (None, None))
+        total, of_base = sum(found["first"].values()), sum(base["first"].values())
+        first = " + ".join(f"{found['first'][part]:.1f}" for part in ("trace", "lower", "compile", "run"))
+        late = "" if most is None else f"{most:g} {verdict(total - of_base <= most)}"
+        stack, program = row.split("/")
+        speed = f"{1e3 * found['seconds']:.1f}", f"{ratio:.2f}", _target(least, ratio)
+        start = f"{total:.1f} = {first}", f"{total - of_base:.1f}", late
+        rows.append((stack, program, *speed, *start, f"{found['peak_bytes'] / 1e9:.1f}"))
+    titles = (
+        "stack",
+        "program",
+        "ms",
+        "over bfloat16",
+        "target",
+        "first step, s",
+        "beyond bfloat16",
+        "at most",
+        "peak GB",
+    )
+    return _table(titles, rows)
 
 
 def _dense(suite: str, case: dict[str, Any]) -> str:

@@ -19,10 +19,10 @@ from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
-from scaledot.compat.transformer_engine.recipe import UNQUANTISED
 from scaledot.compat.transformer_engine.sharding import Names, constrained, global_mesh_resource
 from scaledot.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
+from scaledot.recipes import UNQUANTISED
 from scaledot.state import State, is_zero, unchecked
 from scaledot.train import ragged_dot
 from scaledot.train.dot import contract_under

@@ -257,9 +257,6 @@ def _pow2(name: str, wanted: bool):
     return dataclasses.replace(row, name=f"{name}_pow2", pow2=True) if wanted else row
 
 
-UNQUANTISED = recipes.Recipe("unquantised", Gemm(), Gemm(), Gemm())
-
-
 def core_recipe(given: Any) -> recipes.Recipe:
     """Our recipe for one of theirs, one of ours or a name; None quantises nothing.
 
@@ -267,7 +264,7 @@ def core_recipe(given: Any) -> recipes.Recipe:
     True
     """
     if given is None:
-        return UNQUANTISED
+        return recipes.UNQUANTISED
     if isinstance(given, Recipe):
         return given.core
     if inspect.isclass(given) and issubclass(given, Recipe):

@@ -10,8 +10,8 @@ import numpy as np
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
-from scaledot.compat.transformer_engine.recipe import UNQUANTISED, core_recipe
-from scaledot.recipes import Cast, Recipe
+from scaledot.compat.transformer_engine.recipe import core_recipe
+from scaledot.recipes import UNQUANTISED, Cast, Recipe
 
 _CHANCE = "stochastic_rounding_rng_state"
 _OPTIONS = {

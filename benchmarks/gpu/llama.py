@@ -1,0 +1,123 @@
+"""A Llama-like stack in linen, and its training step: what a whole model does around its matmuls.
+
+Blocks of width 4096 and 14336 hidden features (SwiGLU): seven Dense without bias each (q, k, v, o, gate, up, down), 32
+heads of which 8 have keys and values, rotary positions, cuDNN attention; embedding and head of 32000. Parameters are
+float32, computation is bfloat16, the optimizer AdamW.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+KEY_STREAM = "sr_rng"
+BATCH, TOKENS = 4, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Sizes of a stack. scanned: one block under nn.scan. policy: of jax.checkpoint for each block, None keeps all."""
+
+    blocks: int = 4
+    width: int = 4096
+    hidden: int = 14336
+    heads: int = 32
+    groups: int = 8
+    vocabulary: int = 32000
+    scanned: bool = False
+    policy: Callable[..., Any] | None = None
+
+
+class Attention(nn.Module):
+    shape: Shape
+    dense: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, x):
+        shape, size = self.shape, self.shape.width // self.shape.heads
+        heads = {"q": shape.heads, "k": shape.groups, "v": shape.groups}
+        q, k, v = (
+            self.dense(count * size, name=name)(x).reshape(*x.shape[:-1], count, size) for name, count in heads.items()
+        )
+        q, k = rotated(q), rotated(k)
+        implementation = "cudnn" if jax.default_backend() == "gpu" else None
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
+        return self.dense(shape.width, name="o")(y.reshape(x.shape))
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Rotary positions, (batch, tokens, heads, size)."""
+    size = x.shape[-1]
+    frequencies = 10000.0 ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = (f(angles)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    even, odd = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+
+
+class Block(nn.Module):
+    shape: Shape
+    dense: Callable[..., nn.Module]
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        norm = functools.partial(nn.RMSNorm, dtype=jnp.bfloat16)
+        x = x + Attention(self.shape, self.dense)(norm()(x))
+        y = norm()(x)
+        gate, up = (self.dense(self.shape.hidden, name=name)(y) for name in ("gate", "up"))
+        return x + self.dense(self.shape.width, name="down")(nn.silu(gate) * up), None
+
+
+class Stack(nn.Module):
+    """dot_general_cls: of the Dense of blocks; head_cls: of the last one. None: bfloat16."""
+
+    shape: Shape
+    dot_general_cls: Any = None
+    head_cls: Any = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        shape = self.shape
+        dense = functools.partial(
+            nn.Dense, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.float32, dot_general_cls=self.dot_general_cls
+        )
+        x = nn.Embed(shape.vocabulary, shape.width, dtype=jnp.bfloat16)(tokens)
+        block = Block
+        if shape.policy is not None:
+            block = nn.remat(Block, policy=shape.policy, prevent_cse=not shape.scanned)
+        if shape.scanned:
+            stacked: dict[Any, Any] = {"params": 0, "_overwrite_with_gradient": 0}
+            rngs: dict[Any, bool] = {"params": True, KEY_STREAM: True}
+            scan = nn.scan(block, variable_axes=stacked, split_rngs=rngs, length=shape.blocks)
+            x, _ = scan(shape, dense)(x, None)
+        else:
+            for index in range(shape.blocks):
+                x, _ = block(shape, dense, name=f"block_{index}")(x)
+        x = nn.RMSNorm(dtype=jnp.bfloat16)(x)
+        return dense(shape.vocabulary, name="head", dot_general_cls=self.head_cls)(x)
+
+
+def training(model: Stack, batch: int = BATCH, tokens: int = TOKENS) -> tuple[Any, Callable[..., Any], jax.Array]:
+    """The state's initialiser (jitted, of a key), a step of (state, tokens, key) -> (state, loss), and tokens."""
+    data = jax.random.randint(jax.random.key(1), (batch, tokens + 1), 0, model.shape.vocabulary)
+
+    @jax.jit
+    def init(key):
+        variables = model.init({"params": key, KEY_STREAM: key}, data[:, :-1])
+        return TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
+
+    def step(state: TrainState, data: jax.Array, key: jax.Array):
+        def loss(variables):
+            logits: Any = model.apply(variables, data[:, :-1], rngs={KEY_STREAM: jax.random.fold_in(key, state.step)})
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), data[:, 1:]).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    return init, step, data
