@@ -6,6 +6,7 @@ Programs are lowered for a Hopper GPU on a machine that has none. Nothing is com
 import re
 import time
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -44,6 +45,18 @@ def lowered(recipe: str, layers: int, **how) -> str:
 def payloads(text: str) -> int:
     """The number of different kernels in a program's text."""
     return len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)))
+
+
+def test_initialising_a_model_lowers_no_kernel(monkeypatch, standard_promotion):
+    layer = nn.Dense(256, dot_general_cls=sd.linen.make_dot_general_cls("fp8_delayed"))
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    with lowered_for_hopper(monkeypatch):
+        init = jax.jit(layer.init).trace(jax.random.key(0), x)
+        variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+        apply = jax.jit(layer.apply).trace(variables, x)
+        texts = [traced.lower(lowering_platforms=("cuda",)).as_text() for traced in (init, apply)]
+    assert [payloads(text) > 0 for text in texts] == [False, True]
+    assert set(variables) == {"params", "_overwrite_with_gradient"}
 
 
 def seconds(recipe: str, layers: int) -> tuple[float, str]:
