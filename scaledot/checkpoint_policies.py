@@ -22,7 +22,8 @@ checkpoint_dots_and_quantized_gemms = _jax.save_from_both_policies(
 dots_and_quantized_gemms_with_no_batch_dims = _jax.save_from_both_policies(
     _jax.checkpoint_dots_with_no_batch_dims, _own(GEMM_NAME)
 )
-# Codes of activations and weights are kept, nothing is quantised twice; results are computed again where needed.
+# Codes of activations and weights that the backward pass takes are kept; results are computed again where needed, and
+# with them casts for the forward matmul other than the kept ones: blocks along another axis, on Hopper another layout.
 save_quantized_residuals = _own(RESIDUAL_NAME)
 # Both: nothing of a product is done twice.
 save_quantized_residuals_and_gemms = _own(RESIDUAL_NAME, GEMM_NAME, BATCHED_GEMM_NAME)
