@@ -104,6 +104,19 @@ def test_the_design_notes_name_every_file():
     assert sorted(str(path.relative_to(ROOT)) for path in rooms if path.stem not in named) == []
 
 
+PATCHES = sorted((Path(__file__).parent / "mutations" / "patches").glob("*.patch"))
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
+def test_faults_to_be_noticed_are_faults_of_this_tree(path):
+    """`tests.mutations` applies these patches; each must change lines that are still there."""
+    lines = path.read_text().splitlines()
+    (target,) = (line.removeprefix("--- a/") for line in lines if line.startswith("--- a/"))
+    hunk = lines[next(at for at, line in enumerate(lines) if line.startswith("@@")) + 1 :]
+    before = "\n".join(line[1:] for line in hunk if line[0] in " -")
+    assert (ROOT.parent / target).read_text().count(before) == 1
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_private_of_jax_is_used(path):
     assert "jax._src" not in path.read_text()
