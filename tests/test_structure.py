@@ -109,7 +109,7 @@ PATCHES = sorted((Path(__file__).parent / "mutations" / "patches").glob("*.patch
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
 def test_faults_to_be_noticed_are_faults_of_this_tree(path):
-    """`tests.mutations` applies these patches; each must change lines that are still there."""
+    """Every patch of `tests.mutations` applies: the lines that it changes are in its file, once."""
     lines = path.read_text().splitlines()
     (target,) = (line.removeprefix("--- a/") for line in lines if line.startswith("--- a/"))
     hunk = lines[next(at for at, line in enumerate(lines) if line.startswith("@@")) + 1 :]

@@ -21,7 +21,8 @@ from scaledot.numerics.encode import decode_float
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.scale import multipliers
 
-# Dequantised values that tensor cores multiply exactly, under one scale.
+# The format of an operand that a cast kernel has already dequantised: bfloat16 values times one float32 scale. MXFP8
+# and NVFP4 values, with their block scales applied, are exact in bfloat16, so that the matmul loses nothing.
 VALUES = Format("values", element="bfloat16")
 
 

@@ -23,8 +23,7 @@ from scaledot.parallel.types import vary_as
 
 
 class Side(NamedTuple):
-    """An operand as a product takes it. `open` makes it an array whose axes have the labels, of the given sizes;
-    `close` undoes that."""
+    """An operand of a contraction, maybe flattened: `open` restores one axis for each label, `close` undoes that."""
 
     labels: str
     value: Any
@@ -45,7 +44,7 @@ class Side(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What goes around along one mesh axis: parts of an operand (side 0 or 1), or sums (None), in parts of a label."""
+    """A ring along one mesh axis: of shards of an operand (side 0 or 1) or of partial sums (None), along a label."""
 
     side: int | None
     label: str
@@ -53,7 +52,7 @@ class Ring(NamedTuple):
 
 
 def ring_of(plan: Partition, overlap: Axes) -> Ring | None:
-    """The first transfer of a plan that one of the axes to overlap makes by itself."""
+    """The ring that replaces a transfer of the plan: the first that runs along one of the axes to overlap alone."""
     for axis in overlap:
         for side, moves in enumerate((plan.lhs, plan.rhs)):
             cut = {c for c, _ in moves.cut}
@@ -67,7 +66,7 @@ def ring_of(plan: Partition, overlap: Axes) -> Ring | None:
 
 
 def adds(plan: Partition, contraction: Contraction, overlap: Axes) -> bool:
-    """Whether a result is the sum of several products, which should be float32 then."""
+    """Whether the result is accumulated from several matmuls, whose results must then be float32."""
     ring = ring_of(plan, overlap)
     return bool(plan.summed) or (ring is not None and ring.label in contraction.contracted)
 
@@ -80,7 +79,7 @@ def contract_overlapped(
     multiply: Callable[[Any, Any, dict[str, int]], jax.Array],
     overlap: Axes = (),
 ) -> jax.Array:
-    """A contraction carried out as planned. `multiply` is that of two values, given the sizes of all labels."""
+    """The contraction with the transfers of the plan. multiply: of two operands' values and the sizes of all labels."""
 
     def times(sides: tuple[Side, Side]) -> jax.Array:
         left, right = sides
@@ -99,7 +98,7 @@ def contract_overlapped(
 
 
 def _without(plan: Partition, ring: Ring) -> Partition:
-    """What is left of a plan when a ring has done its part."""
+    """The transfers of a plan that a ring does not replace."""
     if ring.side is None:
         summed = tuple(axis for axis in plan.summed if axis != ring.axis)
         return plan._replace(summed=summed, scattered=tuple(each for each in plan.scattered if each[0] != ring.label))
@@ -110,7 +109,7 @@ def _without(plan: Partition, ring: Ring) -> Partition:
 
 
 def _parts_around(out: str, sides: tuple[Side, Side], side: int, ring: Ring, times) -> jax.Array:
-    """Parts of one operand arrive, and meet the other, or its part along the same axis where it has that."""
+    """All-gather and matmul: each shard of one operand is multiplied as it arrives, by its part of the other."""
     mine, other = sides[side], sides[1 - side]
     count = lax.axis_size(ring.axis)
     whole = other.opened() if ring.label in other.labels else None
@@ -129,7 +128,7 @@ def _parts_around(out: str, sides: tuple[Side, Side], side: int, ring: Ring, tim
 
 
 def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Array, count: int) -> jax.Array:
-    """A result with one of its parts set."""
+    """The result with the part of one device written at its place; zeros elsewhere if there is none yet."""
     size = term.shape[axis]
     if total is None:
         shape = (*term.shape[:axis], size * count, *term.shape[axis + 1 :])
@@ -138,7 +137,7 @@ def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Arra
 
 
 def _sums_around(sides: tuple[Side, Side], ring: Ring, times) -> jax.Array:
-    """Each device's part of the result is summed on its way there."""
+    """Matmul and reduce-scatter: partial sums travel towards their device, and every hop adds its own term."""
     count = lax.axis_size(ring.axis)
 
     def term(opened: list[Any], index) -> jax.Array:

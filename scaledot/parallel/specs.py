@@ -123,7 +123,7 @@ def are_shards(mesh, axes: Axes) -> bool:
 
 
 def cut_sentence(tensor: str, axes: Axes, found: Misfit, what: str) -> str:
-    """That the sharding of a tensor cuts blocks or other things that must stay whole, and what would help."""
+    """The error message for a sharding that cuts blocks, or groups of a rotation (`what`), with what would work."""
     return (
         f"`{tensor}` is split over {' and '.join(map(repr, axes))} so that a device has {found.shard} elements of an "
         f"axis, which cut {what} of {found.block}; split it over fewer devices, make the axis {found.fitting_multiple} "

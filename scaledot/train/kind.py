@@ -125,7 +125,10 @@ class Made(NamedTuple):
 
 
 class Kind(Protocol):
-    """What the custom_vjp calls on a kind of matmul. `groups` are the sizes of ragged groups, None elsewhere."""
+    """The interface that the custom_vjp needs of a kind of contraction: dot, ragged or conv, sharded or not.
+
+    groups: the sizes of ragged groups, int32 (G,); None for other kinds.
+    """
 
     @property
     def has_batch(self) -> bool:
@@ -137,11 +140,11 @@ class Kind(Protocol):
         ...
 
     def cast(self, request: CastRequest, x: jax.Array, groups: jax.Array | None) -> Made:
-        """Codes of x for several matmuls, in the forms that `multiply` takes."""
+        """x quantised for several matmuls, in the layouts that `multiply` takes."""
         ...
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups: jax.Array | None) -> Any:
-        """An unquantised operand in the form that `multiply` takes."""
+        """An unquantised operand in the layout that `multiply` takes."""
         ...
 
     def inside(self, laid: Any, x: jax.Array, q: Any) -> jax.Array | None:
@@ -162,7 +165,7 @@ class Kind(Protocol):
 
 
 class LocalKind(Kind, Protocol):
-    """What a mesh form also calls on the kind that multiplies a device's shards."""
+    """The kind that multiplies one device's shards, with what its mesh form needs besides."""
 
     def logical(self, q: Any) -> Any:
         """An operand as an array or a ScaledArray in the order of its axes, which a kernel's layout may not have."""
@@ -170,7 +173,7 @@ class LocalKind(Kind, Protocol):
 
 
 class LocalRagged(Kind, Protocol):
-    """The same for rows in groups."""
+    """The kind that multiplies the ragged groups of one device."""
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups: jax.Array) -> jax.Array:
         """y (rows, n) plus the row of bias (groups, n) that belongs to the group of each row."""

@@ -20,25 +20,25 @@ Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
 class Given(NamedTuple):
-    """A factor for the whole matrix, float32 (1,)."""
+    """Delayed scaling: one given factor for the whole matrix, float32 (1,)."""
 
     factor: jax.Array
 
 
 class Seen(NamedTuple):
-    """Largest magnitudes, as `amax` gives them; the format makes one scale of them, NaN where one is infinite."""
+    """Current scaling: the partial amaxes that `amax` returns, for one scale; NaN if one of them is infinite."""
 
     maxima: jax.Array
 
 
 class OfRows(NamedTuple):
-    """A factor for each row of the results, float32 (M,)."""
+    """One given factor for each row of the output, float32 (M,)."""
 
     factors: jax.Array
 
 
 class OfBlocks(NamedTuple):
-    """A scale for each line of 128, or for each tile of 128 x 128."""
+    """Block scaling: a scale for each 1x128 block, or for each 128x128 one, computed from the block's amax."""
 
     square: bool
 
@@ -47,7 +47,7 @@ Scaling = Given | Seen | OfRows | OfBlocks
 
 
 class Wanted(NamedTuple):
-    """Which results to write: codes as they lie, codes transposed, the largest magnitude, sums of each column."""
+    """The outputs to write: row-major codes, transposed codes, amax, column sums."""
 
     rows: bool = True
     transposed: bool = True
@@ -96,7 +96,7 @@ class Call:
 
     @property
     def turns(self) -> list[int]:
-        """Which results are rotated: 0 for codes as they lie, 1 for transposed ones."""
+        """The outputs whose input is Hadamard-rotated: 0 for row-major codes, 1 for transposed ones."""
         return [side for side, rotation in enumerate(self.rotations) if rotation is not None]
 
     @property
@@ -110,12 +110,12 @@ class Call:
 
     @property
     def pieces(self) -> int:
-        """Copies that fetch a part: rows of strips are at most 128 bytes long in shared memory."""
+        """The number of TMA copies that fetch a part: with strips, rows in SMEM are at most 128 bytes long."""
         return PART * self.input_dtype.itemsize // SWIZZLE if self.has_strips else 1
 
     @property
     def casts_once(self) -> bool:
-        """Whether codes as they lie and transposed ones are the same."""
+        """Whether the row-major and the transposed output hold the same codes, so that elements are quantised once."""
         return not self.of_lines and not self.stochastic
 
     @property
@@ -164,7 +164,7 @@ class Call:
         return [scaling.factors.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
 
     def result(self, rows, words, largest, sums, scale, column_scale) -> Result:
-        """What the launch has written, in the shapes of Result."""
+        """The outputs of the launch, reshaped to the fields of Result."""
         (m, k), (deep, wide) = self.shape, self.grid
         if self.of_lines and scale is not None:  # even rows come first in each tile
             scale = scale.reshape(wide, deep, 2, PAIRS).transpose(1, 3, 2, 0).reshape(m, wide)

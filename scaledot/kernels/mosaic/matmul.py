@@ -11,8 +11,8 @@ and the accumulation over K, and `matmul_epilogue` scales, rounds and stores. He
 Tensor cores accumulate 8-bit floats with about 14 bits. With `promote`, the partial accumulators of each step, 128
 elements along K, are added up in float32 registers. While one consumer does that, the others must keep the tensor cores
 busy. Scales that change along K, every 128 elements, are applied to the partial accumulators as these are promoted.
-They are fetched with the step's operands or, for 128×128 blocks, read a step ahead. The product of a scale of a and one
-of b must be a normal number.
+Scales of 1×128 blocks are fetched into the slot of the step; the one scale of a 128×128 block is read from GMEM a step
+ahead. A scale of a times a scale of b must be a normal float32.
 
 Groups, as of tokens by experts, are either groups of rows, each multiplied by a matrix of its own, or groups of
 elements along K, each with a result of its own. Their sizes are data: CTAs look up their tiles in a small table. A tile
