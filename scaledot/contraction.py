@@ -59,6 +59,10 @@ class Contraction:
         contracted = axes(self.lhs, self.contracted), axes(self.rhs, self.contracted)
         return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
 
+    def of(self, matmul: str) -> "Contraction":
+        """The contraction of one matmul of a training step: "fwd", "dgrad" or "wgrad"."""
+        return self if matmul == "fwd" else getattr(self, matmul)
+
     @property
     def dgrad(self) -> "Contraction":
         """The gradient of lhs: result's cotangent times rhs."""

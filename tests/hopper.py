@@ -12,9 +12,9 @@ import scaledot as sd
 from scaledot.kernels import table
 from scaledot.kernels.mosaic import support
 
-needs_mosaic = pytest.mark.skipif(jax.__version_info__ < support.OLDEST_JAX, reason="Mosaic kernels need jax 0.11")
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < support.OLDEST_JAX, reason="Mosaic kernels need jax 0.11, whose interpreter runs them here"
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < support.OLDEST_JAX,
+    reason="Mosaic kernels and their interpreter need jax 0.11",
 )
 
 

@@ -6,7 +6,7 @@ import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import needs_interpreter
+from hopper import needs_mosaic
 
 import scaledot as sd
 from benchmarks.gpu import cast
@@ -63,7 +63,7 @@ def test_eight_bit_floats_and_integers_are_multiplied_as_they_are(device):
         assert not any(re.search(r"bf16\[256,512\]", line) for line in text.splitlines())
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)
 def test_the_fused_casts_would_spill_nothing_there_either(monkeypatch, tmp_path, case):
     assert not any(gpu_compile.spills_of_cast("B200", case, gpu_compile.listings(monkeypatch, tmp_path)))

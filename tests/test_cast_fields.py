@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
-from hopper import needs_interpreter
+from hopper import needs_mosaic
 
 import scaledot as sd
 from scaledot.formats import E8M0_RULES, FLOAT_RULES, NF4_CODEBOOK, TWO_LEVEL_RULES, Format, Quirks
@@ -137,7 +137,7 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
         assert not {(field, value) for field, value in computed if value not in proven[field]}
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("kernel", "fields"), PROOFS)
 def test_a_value_that_a_cast_kernel_accepts_has_the_bits_of_the_reference(hopper, kernel, fields):
     from benchmarks.gpu import cast

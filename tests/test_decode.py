@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, quantize, relative, values
+from hopper import needs_mosaic, quantize, relative, values
 from jax import lax
 
 import scaledot as sd
@@ -20,7 +20,7 @@ BF16 = jnp.bfloat16
 MULTIPROCESSORS = 4  # for programs that share a sum
 
 # The emitters of cheap compilation do not bitcast 4-bit floats.
-pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_interpreter]
+pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_mosaic]
 
 
 WEIGHTS = [  # format, block along the sum

@@ -11,7 +11,7 @@ import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import needs_interpreter
+from hopper import needs_mosaic
 
 import scaledot as sd
 from benchmarks.gpu import cast
@@ -21,7 +21,7 @@ from scaledot.kernels.mosaic import cast_8bit, support, tune, tuning
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
 
-pytestmark = needs_interpreter
+pytestmark = needs_mosaic
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 
 

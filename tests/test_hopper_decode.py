@@ -6,7 +6,7 @@ import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import needs_interpreter
+from hopper import needs_mosaic
 
 import scaledot as sd
 from scaledot.kernels.mosaic import support
@@ -14,7 +14,7 @@ from scaledot.kernels.mosaic import support
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
 
-pytestmark = needs_interpreter
+pytestmark = needs_mosaic
 BF16 = jnp.bfloat16
 WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  # blocks along the sum
 

@@ -6,7 +6,7 @@ import gpu_compile
 import jax
 import jax.numpy as jnp
 import pytest
-from hopper import needs_interpreter
+from hopper import needs_mosaic
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +17,7 @@ from scaledot.kernels.mosaic import support
 if not gpu_compile.is_possible():
     pytest.skip(gpu_compile.MISSING, allow_module_level=True)
 
-pytestmark = needs_interpreter
+pytestmark = needs_mosaic
 ROWS, INPUTS, OUTPUTS, DEVICES = 8192, 4096, 8192, 8
 COLUMN = train.Specs(P("tp"), P(None, "tp"), P(None, "tp"))
 ROW = train.Specs(P(None, "tp"), P("tp"), P("tp"))

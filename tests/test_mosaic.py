@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, quantize, relative, values
+from hopper import needs_mosaic, quantize, relative, values
 from tables import table_of
 
 import scaledot as sd
@@ -50,7 +50,7 @@ MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis f
 ]
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("sizes", "dtypes", "changed", "promote", "turned"), MATMULS)
 def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, turned):
     from scaledot.kernels.mosaic.matmul import matmul
@@ -75,7 +75,7 @@ def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, 
     assert relative(found, expected) < k * 2.0**-24
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
 def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
     from scaledot.kernels.mosaic.matmul import matmul
@@ -89,7 +89,7 @@ def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
     assert relative(found, expected) < {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6}[out]
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("precision", [None, "highest"])
 @pytest.mark.parametrize(
     ("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))]
@@ -103,7 +103,7 @@ def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blo
     assert relative(found, exact(x, w)) < 1e-6
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(
     ("x_block", "w_block"),
     [((1, 128), (128, 128)), ((1, 128), (128, 1)), ((128, 128), (128, 128)), ((128, 128), (0, 0)), ((1, 0), (128, 1))],
@@ -118,7 +118,7 @@ def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, fo
     assert relative(sd.matmul(x, w), exact(x, w)) < 1e-6
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("x_format", "w_format"), [("int8", "int8"), ("int8", "int4")])
 def test_integers_are_summed_exactly(hopper, x_format, w_format):
     """Sums in int32, and one rounding for each of two scales and for the result."""
@@ -129,7 +129,7 @@ def test_integers_are_summed_exactly(hopper, x_format, w_format):
     np.testing.assert_allclose(sd.matmul(x, w), left @ right * by_row * by_column, rtol=3 * 2.0**-24)
 
 
-@needs_interpreter
+@needs_mosaic
 def test_block_scaled_operands_are_multiplied_as_values(hopper):
     for format in ("mxfp8", "nvfp4"):
         x, w = quantize(normal(0, (96, 256)), format), quantize(normal(1, (256, 64)), format, axis=0)
@@ -137,7 +137,7 @@ def test_block_scaled_operands_are_multiplied_as_values(hopper):
         assert relative(sd.matmul(x, w, kernel="mosaic_values"), exact(x, w)) < 1e-6
 
 
-@needs_interpreter
+@needs_mosaic
 def test_a_mapped_axis_is_looped_over(hopper):
     x = quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
     w = quantize(normal(1, (128, 32)), "fp8_e4m3")
@@ -146,7 +146,7 @@ def test_a_mapped_axis_is_looped_over(hopper):
         assert relative(found[i], exact(x[i], w)) < 1e-6
 
 
-@needs_interpreter
+@needs_mosaic
 def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
     """Delayed scaling in one product and the tensor's own scale in the other."""
     current = sd.Cast("fp8_e4m3")
@@ -161,7 +161,7 @@ def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
     assert relative(result(None), result("xla_codes")) < 2.0**-8
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("recipe", table_of(["fp8_block", "fp8_current"], ["fp8_current"]))
 def test_a_step_runs_mapped_and_inside_a_shard_map(hopper, recipe):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
@@ -189,7 +189,7 @@ def cast_cases():
     return [pytest.param(case, id=case.name) for case in cast.CASES]
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("case", cast_cases())
 def test_casts_have_the_bytes_of_the_reference(hopper, case):
     from benchmarks.gpu import cast
@@ -197,7 +197,7 @@ def test_casts_have_the_bytes_of_the_reference(hopper, case):
     cast.check(case, (175, 600))
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "mosaic_cast_8bit"), ("mxfp8", "mosaic_cast_microscaled")])
 def test_quantize_takes_kernels_for_more_axes_and_under_transformations(hopper, monkeypatch, format, kernel):
     """Leading axes merge into rows; codes have no gradient, with a kernel as without one."""
@@ -218,7 +218,7 @@ def require_equal(found: sd.ScaledArray, expected: sd.ScaledArray) -> None:
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-@needs_interpreter
+@needs_mosaic
 def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, monkeypatch):
     """8-bit floats have NaN codes instead; see the cases above, all of which hold NaN and an infinity."""
     from benchmarks.gpu import cast
@@ -235,7 +235,7 @@ SCALED = [  # format, blocks of x and w, and the kernel that applies their scale
 ]
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("format", "x_block", "w_block", "kernel"), SCALED)
 def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
     """Whatever the codes are: zeros here, as in integers whose scale is NaN."""
@@ -247,7 +247,7 @@ def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
     assert np.isfinite(np.delete(found, 3, axis=0)).all()
 
 
-@needs_interpreter
+@needs_mosaic
 def test_sums_of_columns_come_with_the_cast(hopper):
     from benchmarks.gpu import cast
 
@@ -288,7 +288,7 @@ def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int
     return y, gradients
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
     fused = []
@@ -315,7 +315,7 @@ def rounding_gradients(line: sd.Cast, square: sd.Cast) -> sd.Recipe:
     return sd.Recipe("by_chance", sd.Gemm(line, square), sd.Gemm(gradient, square), sd.Gemm(line, gradient))
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(
     "blocks", [pytest.param((None, None), marks=pytest.mark.exhaustive), ((1, 128), (128, 128))], ids=str
 )
@@ -327,7 +327,7 @@ def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
         np.testing.assert_allclose(np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5)
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
     """Where an array is put on a CPU of a machine with a GPU, the reference stands in, and must take the operands."""
@@ -339,7 +339,7 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, rec
     assert "platform_index" in jaxpr
 
 
-@needs_interpreter
+@needs_mosaic
 def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
     bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4, "int8_block": 8}
     for recipe, each in bits.items():
@@ -422,7 +422,7 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
     assert "compute capability 9" in str(support.device_reason())
 
 
-@needs_interpreter
+@needs_mosaic
 def test_tiles_are_chosen_by_the_work_that_they_leave():
     wide = tuning.heuristic(tuning.Shape(16384, 32768, 8192, "float8", 2))
     assert (wide.columns, wide.pair) == (256, "rows")
@@ -454,7 +454,7 @@ def tuned(monkeypatch, shapes, table, taken: list[float]) -> None:
     tune.tune(shapes, table)
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: f"{shape.sums} {shape.row_groups} {shape.sum_groups}")
 def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, table, shape):
     faster = tune.variants(shape)[0]
@@ -465,7 +465,7 @@ def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, 
     assert tuning.config_for(other) == tuning.heuristic(other)
 
 
-@needs_interpreter
+@needs_mosaic
 def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper, monkeypatch, table):
     shape = MEASURED[0]
     ours, other = dataclasses.replace(tuning.heuristic(shape), band=2), dataclasses.replace(shape, n=512)
@@ -476,7 +476,7 @@ def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper
     assert tuning.config_for(other) == tuning.heuristic(other)
 
 
-@needs_interpreter
+@needs_mosaic
 def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table):
     run = tune._program
 
@@ -492,7 +492,7 @@ def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table)
     assert not table.exists()
 
 
-@needs_interpreter
+@needs_mosaic
 def test_candidates_are_new_and_groups_of_rows_have_no_pairs():
     for shape in tune.shapes_of(tune.KINDS):
         found = tune.variants(shape)
@@ -512,7 +512,7 @@ ASKED = [  # recipe, whether tokens are in groups, and the kind of products that
 ]
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("recipe", "in_groups", "kind"), ASKED)
 def test_what_is_measured_is_what_training_asks_for(hopper, monkeypatch, recipe, in_groups, kind):
     tokens, inputs, outputs, groups = layer = 200, 256, 384, 3
@@ -534,7 +534,7 @@ def test_what_is_measured_is_what_training_asks_for(hopper, monkeypatch, recipe,
     assert set(asked) <= set(tune.shapes_of([kind], [layer[:3]], groups))
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("kind", tune.KINDS)
 def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch, kind):
     asked: list[tuning.Shape] = []
@@ -547,7 +547,7 @@ def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch
     assert asked == shapes
 
 
-@needs_interpreter
+@needs_mosaic
 def test_the_table_of_an_h200_is_of_products_that_are_measured():
     from scaledot.kernels.mosaic.tiles import Config
 

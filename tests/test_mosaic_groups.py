@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from hopper import needs_interpreter, quantize, values
+from hopper import needs_mosaic, quantize, values
 from jax import lax
 
 import scaledot as sd
@@ -63,14 +63,14 @@ OPERANDS = {  # format, blocks of x (rows, k) and of w (groups, k, n)
 }
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("operands", ["fp8 per tensor", "fp8 lines and squares"])
 def test_each_group_is_multiplied_by_its_matrix(hopper, operands, sizes):
     _check_rows(operands, *SIZES[sizes])
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(
     "operands", [name for name in OPERANDS if name not in ("fp8 per tensor", "fp8 lines and squares")]
 )
@@ -87,7 +87,7 @@ def _check_rows(operands: str, rows: int, sizes: list[int]) -> None:
     assert not np.any(found[sum(sizes) :]), "rows of no group must be zeros"
 
 
-@needs_interpreter
+@needs_mosaic
 def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
     x = quantize(normal(0, (40, 128)).at[30:].set(jnp.nan), "fp8_e4m3", axis=(0, 1), block=(1, 0))
     w = quantize(normal(1, (2, 128, 64)), "fp8_e4m3", axis=(0, 1, 2), block=(1, 0, 0))
@@ -96,7 +96,7 @@ def test_rows_of_no_group_are_zeros_whatever_their_scales(hopper):
     assert not np.any(found[30:])
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("bad", ["x", "w"])
 def test_scales_that_are_no_numbers_stay_with_their_group(hopper, bad):
     x = quantize(normal(0, (40, 128)), "fp8_e4m3")
@@ -109,7 +109,7 @@ def test_scales_that_are_no_numbers_stay_with_their_group(hopper, bad):
     assert np.all(np.isnan(found[10:30]))
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("asked", "meant"), [([20, 90, 40], [20, 80, 0]), ([-5, 60, 70], [0, 60, 40])])
 def test_sizes_that_do_not_fit_end_with_the_rows(hopper, asked, meant):
     """Known ones are refused; those that are data cannot be, and no row is read or written that is not there."""
@@ -121,7 +121,7 @@ def test_sizes_that_do_not_fit_end_with_the_rows(hopper, asked, meant):
         sd.ragged_dot(x, w, asked)
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sums_over_groups_have_a_result_each(hopper, sizes):
     rows, sizes = SIZES[sizes]
@@ -135,7 +135,7 @@ def request(laid, kernel: str) -> CastRequest:
     return CastRequest("x", laid, dict.fromkeys(laid.values()), kernel=kernel)
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("sizes", SIZES)
 def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
     """As the products take them; whatever is in rows of no group."""
@@ -151,7 +151,7 @@ def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (1, [0, 1])])
 def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
     kind, groups = Ragged(128), jnp.array(sizes)
@@ -180,7 +180,7 @@ def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
     assert "at most" in str(reason("fp8_e4m3", (1, 128), rows=2**20))
 
 
-@needs_interpreter
+@needs_mosaic
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "fp8_delayed", "int8", "int8_block"])
 def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
     taken, cast = [], []
@@ -224,7 +224,7 @@ def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
         )
 
 
-@needs_interpreter
+@needs_mosaic
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "multiprocessors", lambda: 132)

@@ -19,7 +19,7 @@ from benchmarks.gpu import report
 BASE = "bfloat16"
 FLAX = "flax Fp8DirectDotGeneralOp"
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-TURNS, STEPS = 5, 4  # timed groups of steps, and steps in a group
+STEPS = 4  # in a timed turn
 TIMEOUT_S = 400
 
 
@@ -75,22 +75,23 @@ def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
     unknown = [case for case in cases if case not in rows()]
     if unknown:
         raise SystemExit(f"no row {unknown[0]!r}; rows are: {'; '.join(rows())}")
-    for row in cases or rows():
-        if row in skipped:
-            continue
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu.model", "--row", row],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise SystemExit(f"{row} failed:\n{done.stderr[-4000:]}")
-        found = json.loads(done.stdout.splitlines()[-1])
+    for row in (row for row in cases or rows() if row not in skipped):
+        print(f"measuring {row} ...", flush=True)
+        found = _measured_apart(row, turns)
         path = report.write("model", [{"case": row, **found}])
-        print(line(row, found, base_of(row)), flush=True)
-    print(f"wrote {path}")
+        print(f"{line(row, found, base_of(row))}\nwrote {path}", flush=True)
+
+
+def _measured_apart(row: str, turns: int) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.gpu.model", "--row", row, "--turns", str(turns)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"{row} took longer than {TIMEOUT_S} s; rows before it are written") from None
+    if done.returncode:
+        raise SystemExit(f"{row} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def base_row(row: str) -> str:
@@ -115,7 +116,7 @@ def line(row: str, found: dict[str, Any], base: dict[str, Any] | None) -> str:
     return f"{text}  = {parts}  {found['peak_bytes'] / 1e9:5.1f} GB"
 
 
-def measure(row: str) -> dict[str, Any]:
+def measure(row: str, turns: int) -> dict[str, Any]:
     """One row, in this process."""
     import jax
 
@@ -136,7 +137,7 @@ def measure(row: str) -> dict[str, Any]:
     state, loss = jax.block_until_ready(compiled(state, data, jax.random.key(2)))
     first["run"] = time.perf_counter() - clock
     losses, seconds = [float(loss)], []
-    for _ in range(TURNS):
+    for _ in range(turns):
         clock = time.perf_counter()
         for _ in range(STEPS):
             state, loss = compiled(state, data, jax.random.key(2))
@@ -144,13 +145,12 @@ def measure(row: str) -> dict[str, Any]:
         seconds.append((time.perf_counter() - clock) / STEPS)
     stats = jax.devices()[0].memory_stats() or {}
     kernels = (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
-    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     return {
         "seconds": statistics.median(seconds),
         "first": first,
         "init_s": init_s,
         "peak_bytes": stats.get("peak_bytes_in_use", 0),
-        "state_bytes": parameters,
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         "kernels": kernels,
         "losses": losses,
     }
@@ -180,4 +180,6 @@ def stack_of(case: Case, program: str):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--row", required=True, choices=rows())
-    print(json.dumps(measure(parser.parse_args().row)))
+    parser.add_argument("--turns", type=int, required=True)
+    options = parser.parse_args()
+    print(json.dumps(measure(options.row, options.turns)))

@@ -35,8 +35,9 @@ much with what ran before them.
 ## Whole models
 
 A Llama-like stack in linen (`benchmarks/gpu/llama.py`): blocks of width 4096 and 14336 hidden features, embedding and
-head of 32000, 4 × 2048 tokens, float32 parameters, AdamW. Every row is a process of its own. The first step is
-tracing + lowering + compiling + running; kernels are traced and lowered once, so that further blocks add to compiling.
+head of 32000, 4 × 2048 tokens, float32 parameters, AdamW; jax {model_jax} and flax {model_flax}, {model_date}. Every
+row is a process of its own. The first step is tracing + lowering + compiling + running; kernels are traced and lowered
+once, so that further blocks add to compiling.
 
 {model}
 
@@ -116,6 +117,8 @@ def text(results: dict[str, Any]) -> str:
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
     tables |= {"decode": _decode(results["decode"]), "quantize": _quantize(results["quantize"])}
     tables |= {"model": _model(results)}
+    of_model = results["model"]["cases"][0]["environment"]
+    words |= {f"model_{name}": of_model[name] for name in ("jax", "flax")} | {"model_date": of_model["date"][:10]}
     first = results["grouped"]["cases"][0]
     words |= {"tokens": sum(first["groups"]), "experts": len(first["groups"])}
     words |= {"inputs": first["inputs"], "outputs": first["outputs"]}

@@ -10,21 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, for_matmul
 from scaledot.kernels.spec import sum_dtype
-from scaledot.numerics import blocks
 from scaledot.ops.operands import as_operand, contract
 from scaledot.parallel import overlap
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.partition import STAYS, Moves, Partition
+from scaledot.parallel.transfers import block_along
 
 
 def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None) -> jax.Array:
-    """x (..., m, k) whose rows are split over a mesh axis, times w (k, n): all rows, as `matmul` of a gathered x.
+    """all_gather(x) @ w for x (..., m, k), m sharded over a mesh axis, and w (k, n): (..., m * devices, n).
 
-    Inside a shard_map. Operands may be ScaledArrays, of which codes travel; a scale that covers all rows must be the
-    same on every device (`amax_axes` of `quantize`). A plain operand can be differentiated.
+    For the inside of a shard_map. Operands may be ScaledArrays, whose codes travel; a scale that covers all rows must
+    be the same on every device (`amax_axes` of `quantize`). A plain operand can be differentiated.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
@@ -42,9 +41,10 @@ def all_gather_matmul(x, w, axis_name: str, *, preferred_element_type=None, prec
 def matmul_reduce_scatter(
     x, w, axis_name: str, *, preferred_element_type=None, precision=None, kernel=None
 ) -> jax.Array:
-    """x (..., m, k) times w (k, n), whose k are split over a mesh axis: this device's share of the rows of the sum.
+    """Reduce-scatter of x (..., m, k) @ w (k, n), k sharded over a mesh axis: (..., m / devices, n) on each device.
 
-    Inside a shard_map; sums are float32 until they have arrived. Operands as in `all_gather_matmul`.
+    For the inside of a shard_map. Partial sums travel in float32 and are rounded once, after the last one was added.
+    Operands as in `all_gather_matmul`.
     """
     contraction, lhs, rhs = _matrices(x, w)
     rows = contraction.lhs_free[-1]
@@ -61,11 +61,11 @@ def _matrices(x, w) -> tuple[Contraction, Any, Any]:
 
 
 def _check_parts(x, axis: int, axis_name: str) -> None:
-    """Raise where a share of the rows is not a whole number, or not of blocks."""
-    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
-    found = misfit(x.shape[axis], lax.axis_size(axis_name), max(block, 1))
+    """Raise unless every device gets the same number of rows, in whole blocks."""
+    found = misfit(x.shape[axis], lax.axis_size(axis_name), block_along(x, axis))
     if found is not None:
-        parts = f"parts for {found.devices} devices of {axis_name!r}" + (f" in blocks of {block}" if block > 1 else "")
+        in_blocks = f" in blocks of {found.block}" if found.block > 1 else ""
+        parts = f"parts for {found.devices} devices of {axis_name!r}{in_blocks}"
         raise ValueError(f"{found.size} rows of `x` cannot be cut into equal {parts}; {found.fitting_size} would do")
 
 

@@ -37,8 +37,7 @@ def gathered(x: Any, axis: int, over: Axes) -> Any:
 
 def part(x: Any, axis: int, index: Any, count: int) -> Any:
     """One of so many equal parts of an axis; raises where these would cut blocks."""
-    block = blocks.expand(x.block, x.ndim)[axis] if isinstance(x, ScaledArray) else 1
-    found = misfit(x.shape[axis], count, max(block, 1))
+    found = misfit(x.shape[axis], count, block_along(x, axis))
     if found is not None:
         raise ValueError(
             f"axis {axis} of {x} has {found.size} elements on each device, which cannot be cut into {count} parts of "
@@ -51,6 +50,11 @@ def part(x: Any, axis: int, index: Any, count: int) -> Any:
         return lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
 
     return _parts_mapped(x, axis, cut)
+
+
+def block_along(x: Any, axis: int) -> int:
+    """Elements of an axis that must stay together; 1 for plain arrays, and where one scale covers the whole axis."""
+    return max(blocks.expand(x.block, x.ndim)[axis], 1) if isinstance(x, ScaledArray) else 1
 
 
 def own_part(x: Any, axis: int, over: Axes) -> Any:
@@ -77,7 +81,7 @@ def fold_parts(step: Callable[[Any, jax.Array, Any], Any], x: Any, axis: int, ov
 
 
 def _hopped(x: Any, axis: int, over: str, way: int) -> Any:
-    """The neighbour's part of an axis; of a plain array it can be differentiated."""
+    """The neighbour's shard; differentiable for a plain array."""
     return _parts_mapped(x, axis, lambda leaf: _as_integers(leaf, lambda bits: _hop(bits, over, way), widest=8))
 
 
@@ -99,13 +103,13 @@ def summed_on_the_way(term: Callable[[Any, Any], jax.Array], operands: Any, over
 
 
 def _hop(x: jax.Array, over: str, way: int) -> jax.Array:
-    """What the neighbour has; way 1 sends to the next device, -1 to the one before."""
+    """One step of a ring: ppermute to the next device (way 1) or to the previous one (-1)."""
     count = lax.axis_size(over)
     return lax.ppermute(x, over, [(i, (i + way) % count) for i in range(count)])
 
 
 def _parts_mapped(x: Any, axis: int, f: Callable[[jax.Array], jax.Array]) -> Any:
-    """f of everything that differs from part to part of an axis."""
+    """x with f applied to the codes and to every scale that has an entry per index or block of the axis."""
     if not isinstance(x, ScaledArray):
         return f(x)
     scale, zero = (f(leaf) if _has_own_scales(x, axis) and leaf is not None else leaf for leaf in (x.scale, x.zero))
@@ -135,7 +139,7 @@ def _check_shared(x: Any, axis: int, over: Axes) -> None:
 
 
 def _as_integers(x: jax.Array, move: Callable[[jax.Array], jax.Array], widest: int) -> jax.Array:
-    """x moved by a collective of integers, if its elements have no more bits than that."""
+    """The collective `move` on x, bitcast to integers if its elements have at most `widest` bits."""
     bits = (jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo)(x.dtype).bits
     if bits > widest:
         return move(x)

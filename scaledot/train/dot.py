@@ -186,11 +186,8 @@ class Dot(Arrays):
     def has_batch(self) -> bool:
         return bool(self.contraction.batch)
 
-    def of(self, matmul: str) -> Contraction:
-        return self.contraction if matmul == "fwd" else getattr(self.contraction, matmul)
-
     def sides(self, matmul: str, tensor: str) -> Sides:
-        of, side = self.of(matmul), PRODUCTS[matmul].index(tensor)
+        of, side = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
         return Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid:
@@ -206,4 +203,4 @@ class Dot(Arrays):
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        return contract(self.of(matmul.name), logical(lhs), logical(rhs), bias=bias, **matmul.keywords)
+        return contract(self.contraction.of(matmul.name), logical(lhs), logical(rhs), bias=bias, **matmul.keywords)

@@ -113,7 +113,7 @@ class Sharded:
         """The matmul of shards with its transfers; a bias is added to the result once, before it is rounded."""
         plan, local = self.plan(matmul.name), matmul.on_shards
         ring = ring_of(plan, self.overlap)
-        is_summed = adds(plan, self._of(matmul.name), self.overlap)
+        is_summed = adds(plan, self.contraction.of(matmul.name), self.overlap)
         # Where terms are reduced, or columns of the result travel, a device cannot add the bias to what it multiplies.
         is_added_last = is_summed or (ring is not None and ring.label in self.contraction.rhs_free)
         if bias is not None and is_added_last:
@@ -126,7 +126,7 @@ class Sharded:
             return self._layout(_result(matmul.name)).leave(total, sizes)
 
         left, right = (self._side(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
-        y = contract_overlapped(plan, self._of(matmul.name), left, right, multiply_shards, self.overlap)
+        y = contract_overlapped(plan, self.contraction.of(matmul.name), left, right, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
 
     def _plus(self, y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -136,10 +136,7 @@ class Sharded:
     def plan(self, matmul: str) -> partition.Partition:
         """What devices gather, multiply, reduce and scatter."""
         tensors = *PRODUCTS[matmul], _result(matmul)
-        return partition.plan(self._of(matmul), *(getattr(self.splits, tensor) for tensor in tensors))
-
-    def _of(self, matmul: str) -> Contraction:
-        return self.contraction if matmul == "fwd" else getattr(self.contraction, matmul)
+        return partition.plan(self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors))
 
     def _layout(self, tensor: str) -> Layout:
         return self.flat.of_tensor(tensor)
