@@ -21,10 +21,14 @@ REPEATS = 15
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.tiny and options.suite != "model":
+        parser.error(f"--tiny is of the suite model, not of {options.suite}")
     suite = importlib.import_module(SUITES[options.suite])
     if options.suite in GPU_SUITES:
-        suite.run(tuple(options.cases), options.repeats, frozenset(options.skip))
+        tiny = {"tiny": True} if options.tiny else {}
+        suite.run(tuple(options.cases), options.repeats, frozenset(options.skip), **tiny)
         return
     size = options.size or suite.SIZE
     result = suite.run(size, options.repeats)
@@ -41,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="*", default=[], help="of a suite for GPUs (default: all)")
     parser.add_argument(
         "--skip", nargs="*", default=[], help="sides that a suite for GPUs leaves out; a case may precede: B/qwix"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="of the suite model: a dry run of tiny stacks, on any machine, not written"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""One aligned line per case, for people; the JSON has the same numbers for programs."""
+"""One aligned line per case, and tables of pages, for people; the JSON has the same numbers for programs."""
 
 _COLUMNS = (
     ("case", 30),
@@ -31,6 +31,11 @@ def line(row: dict) -> str:
             _number(row["temp_over_input"], 3) + (" missed" if over else ""),
         )
     )
+
+
+def markdown(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [titles, tuple("---" for _ in titles), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def verdict(met: bool | None) -> str:

@@ -5,7 +5,6 @@ heads of which 8 have keys and values, rotary positions, cuDNN attention; embedd
 float32, computation is bfloat16, the optimizer AdamW.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,22 +15,9 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
+from benchmarks.gpu.sizes import BATCH, TOKENS, Shape
+
 KEY_STREAM = "sr_rng"
-BATCH, TOKENS = 4, 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Sizes of a stack. scanned: one block under nn.scan. policy: of jax.checkpoint for each block, None keeps all."""
-
-    blocks: int = 4
-    width: int = 4096
-    hidden: int = 14336
-    heads: int = 32
-    groups: int = 8
-    vocabulary: int = 32000
-    scanned: bool = False
-    policy: Callable[..., Any] | None = None
 
 
 class Attention(nn.Module):
@@ -45,10 +31,13 @@ class Attention(nn.Module):
         q, k, v = (
             self.dense(count * size, name=name)(x).reshape(*x.shape[:-1], count, size) for name, count in heads.items()
         )
-        q, k = rotated(q), rotated(k)
-        implementation = "cudnn" if jax.default_backend() == "gpu" else None
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
-        return self.dense(shape.width, name="o")(y.reshape(x.shape))
+        return self.dense(shape.width, name="o")(attention(q, k, v).reshape(x.shape))
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention with rotary positions, (batch, tokens, heads, size)."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=implementation)
 
 
 def rotated(x: jax.Array) -> jax.Array:

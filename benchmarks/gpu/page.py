@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu.page`: the page of docs about speed, made from a device's results.
+"""`python -m benchmarks.gpu.page`: the page of docs about speed, and lines of the README, from a device's results.
 
 Everything that is a number comes from the file; the words around it are below.
 """
@@ -9,13 +9,15 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.gpu import model
+from benchmarks.gpu import model_page
 from benchmarks.gpu.remarks import remark
 from benchmarks.record import RESULTS
-from benchmarks.table import verdict
+from benchmarks.table import markdown, verdict
 
 DOCS = RESULTS.parent.parent / "docs"
 PAGE, PICTURE = DOCS / "notes" / "performance.md", DOCS / "images" / "performance.png"
+MODEL_PICTURE = DOCS / "images" / "whole-models.png"
+README, START, END = DOCS.parent / "README.md", "<!-- Made by `python -m benchmarks.gpu.page`. -->\n", "<!-- end -->"
 QUOTED = "nvidia-h200.json"
 
 TEXT = """# How fast is it on Hopper?
@@ -27,7 +29,7 @@ Measured by `python -m benchmarks.run --suite model`, `dense`, `gemm`, `block`, 
 {device} with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 `--suite targets` runs those cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
-table of what they reached.
+table of what they reached, with that of whole models as last measured.
 Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
 data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
 much with what ran before them.
@@ -35,11 +37,22 @@ much with what ran before them.
 ## Whole models
 
 A Llama-like stack in linen (`benchmarks/gpu/llama.py`): blocks of width 4096 and 14336 hidden features, embedding and
-head of 32000, 4 × 2048 tokens, float32 parameters, AdamW; jax {model_jax} and flax {model_flax}, {model_date}. Every
-row is a process of its own. The first step is tracing + lowering + compiling + running; kernels are traced and lowered
-once, so that further blocks add to compiling.
+head of 32000, 4 × 2048 tokens, float32 parameters, bfloat16 computation, AdamW; jax {model_jax} and flax {model_flax},
+{model_date}. Every row is a process of its own. The first step is tracing + lowering + compiling + running; kernels are
+traced and lowered once, so that further blocks add to compiling. *Beyond bfloat16* is against the first step of the
+bfloat16 row, and *for activations* is peak memory less float32 parameters, gradients and two moments. Rows of NNX start
+from the parameters of linen.{same_losses} Rows of torch have other random parameters; they are compared with torch's
+own bfloat16, and their first step is not taken apart. *Second process* runs the same program again with JAX's
+persistent compilation cache. Scanned stacks are named by the `jax.checkpoint` policy of their blocks; scaledot's own
+policies are compared with bfloat16 under `checkpoint_dots`.
+
+![Speed of steps over bfloat16, and first steps](../images/whole-models.png)
 
 {model}
+
+Targets of whole models:
+
+{model_targets}
 
 ## A linear layer, forward and backward
 
@@ -105,8 +118,19 @@ def write() -> None:
     results = json.loads((RESULTS / QUOTED).read_text())
     PICTURE.parent.mkdir(exist_ok=True)
     picture(results).savefig(PICTURE, dpi=150)
+    model_page.picture(results).savefig(MODEL_PICTURE, dpi=150)
     PAGE.write_text(text(results))
-    print(f"wrote {PAGE.relative_to(DOCS.parent)} and {PICTURE.relative_to(DOCS.parent)}")
+    README.write_text(readme(README.read_text(), results))
+    written = (PAGE, PICTURE, MODEL_PICTURE, README)
+    print(f"wrote {', '.join(str(path.relative_to(DOCS.parent)) for path in written)}")
+
+
+def readme(words: str, results: dict[str, Any]) -> str:
+    """The README with its lines about whole models made anew."""
+    before, rest = words.split(START)
+    _, after = rest.split(END, 1)
+    path = (RESULTS / QUOTED).relative_to(DOCS.parent).as_posix()
+    return f"{before}{START}\n{model_page.readme(results, path)}\n\n{END}{after}"
 
 
 def text(results: dict[str, Any]) -> str:
@@ -116,7 +140,8 @@ def text(results: dict[str, Any]) -> str:
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
     tables |= {"decode": _decode(results["decode"]), "quantize": _quantize(results["quantize"])}
-    tables |= {"model": _model(results)}
+    tables |= {"model": model_page.table(results), "model_targets": model_page.targets(results)}
+    tables |= {"same_losses": model_page.same_losses(results)}
     of_model = results["model"]["cases"][0]["environment"]
     words |= {f"model_{name}": of_model[name] for name in ("jax", "flax")} | {"model_date": of_model["date"][:10]}
     first = results["grouped"]["cases"][0]
@@ -124,34 +149,6 @@ def text(results: dict[str, Any]) -> str:
     words |= {"inputs": first["inputs"], "outputs": first["outputs"]}
     words |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
     return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
-
-
-def _model(results: dict[str, Any]) -> str:
-    known = {case["case"]: case for case in results["model"]["cases"]}
-    rows = []
-    for row in (row for row in model.rows() if row in known):
-        found, base = known[row], known[model.base_row(row)]
-        ratio = base["seconds"] / found["seconds"]
-        least, most = model.TARGETS.get(row, (None, None))
-        total, of_base = sum(found["first"].values()), sum(base["first"].values())
-        first = " + ".join(f"{found['first'][part]:.1f}" for part in ("trace", "lower", "compile", "run"))
-        late = "" if most is None else f"{most:g} {verdict(total - of_base <= most)}"
-        stack, program = row.split("/")
-        speed = f"{1e3 * found['seconds']:.1f}", f"{ratio:.2f}", _target(least, ratio)
-        start = f"{total:.1f} = {first}", f"{total - of_base:.1f}", late
-        rows.append((stack, program, *speed, *start, f"{found['peak_bytes'] / 1e9:.1f}"))
-    titles = (
-        "stack",
-        "program",
-        "ms",
-        "over bfloat16",
-        "target",
-        "first step, s",
-        "beyond bfloat16",
-        "at most",
-        "peak GB",
-    )
-    return _table(titles, rows)
 
 
 def _dense(suite: str, case: dict[str, Any]) -> str:
@@ -163,7 +160,7 @@ def _dense(suite: str, case: dict[str, Any]) -> str:
         first = f"{side['first_step_s']:.1f} s" + (f" (over {case['first_step_target_s']} s)" if late else "")
         target = _target(side["target"], side["ratio"])
         rows.append((name, f"{side['median_ms']:.2f}", f"{side['ratio']:.2f} ×", target, first, memory))
-    table = _table(("program", "ms", "ratio", "target", "first step", "memory"), rows)
+    table = markdown(("program", "ms", "ratio", "target", "first step", "memory"), rows)
     return f"{title}\n\n{table}{_remarks(suite, [case], 'ratio')}"
 
 
@@ -176,7 +173,7 @@ def _gemm(suite: dict[str, Any]) -> str:
             sizes = f"{case['m']} × {case['n']} × {case['k']}"
             target = _target(side["target"], side["of_torch"])
             rows.append((sizes, name, f"{side['tflops']:.0f}", part, target, "" if error is None else f"{error:.1e}"))
-    return _table(("M × N × K", "program", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+    return markdown(("M × N × K", "program", "TFLOP/s", "of torch, fast", "target", "error"), rows)
 
 
 def _block(suite: dict[str, Any]) -> str:
@@ -191,7 +188,7 @@ def _block(suite: dict[str, Any]) -> str:
             target = _target(side["target"], side["of_peer"])
             off = "" if error is None else f"{error:.1e}"
             products.append((f"{case['case']}, {case['k']}", name, f"{side['tflops']:.0f}", part, target, off))
-    table = _table(("blocks, M = N = K", "program", "TFLOP/s", "of the peer", "target", "error"), products)
+    table = markdown(("blocks, M = N = K", "program", "TFLOP/s", "of the peer", "target", "error"), products)
     remarks = _remarks("block", [case for case in suite["cases"] if "batch" not in case], "of_peer")
     return "\n\n".join([table + remarks, *steps])
 
@@ -207,7 +204,7 @@ def _grouped(suite: dict[str, Any]) -> str:
             rows.append(
                 (case["case"], name, f"{side['median_ms']:.2f}", f"{side['tflops']:.0f}", *ratios, targets, error)
             )
-    return _table(("product", "program", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
+    return markdown(("product", "program", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
 
 
 def _decode(suite: dict[str, Any]) -> str:
@@ -221,7 +218,7 @@ def _decode(suite: dict[str, Any]) -> str:
             speed = f"{1e3 * side['layer_ms']:.1f}", f"{side['gb_s']:.0f}", ratio
             rows.append((case["case"], name, *speed, _target(side["target"], side["of_bf16"]), " / ".join(off)))
     titles = "layer", "program", "µs", "GB/s", "over bfloat16", "target", "error, ours / XLA's"
-    return _table(titles, rows) + _remarks("decode", suite["cases"], "of_bf16")
+    return markdown(titles, rows) + _remarks("decode", suite["cases"], "of_bf16")
 
 
 def _remarks(suite: str, cases: list[dict[str, Any]], measure: str) -> str:
@@ -250,7 +247,7 @@ def _cast(suite: dict[str, Any]) -> str:
                 "" if theirs is None else f"{theirs['of_copy']:.0%}",
             )
         )
-    return _table(("cast", "from", "GB/s", "of copy", "target", "XLA, of copy"), rows)
+    return markdown(("cast", "from", "GB/s", "of copy", "target", "XLA, of copy"), rows)
 
 
 def _quantize(suite: dict[str, Any]) -> str:
@@ -260,16 +257,11 @@ def _quantize(suite: dict[str, Any]) -> str:
             target = _target(case["target"], side["of_kernel"]) if name.startswith("sd.quantize") else ""
             what = case["case"].removeprefix("quantize ")
             rows.append((what, name, f"{1e3 * side['median_ms']:.0f}", f"{side['of_kernel']:.0%}", target))
-    return _table(("cast", "program", "µs", "of kernel", "target"), rows)
+    return markdown(("cast", "program", "µs", "of kernel", "target"), rows)
 
 
 def _target(target: float | None, reached: float | None) -> str:
     return "" if target is None or reached is None else f"{target:g} {verdict(reached >= target)}"
-
-
-def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [titles, tuple("---" for _ in titles), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def picture(results: dict[str, Any]) -> Figure:

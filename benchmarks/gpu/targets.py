@@ -2,7 +2,7 @@
 
 A target stands in its suite, beside the case that it is for. Here the suites run those of their cases that have one,
 and write them as ever; the table is made from the device's file. `python -m benchmarks.gpu.targets` prints that of the
-results in docs, without a GPU.
+results in docs, without a GPU. Those of whole models stand there as last measured; `--suite model` runs them.
 """
 
 import json
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import block, decode, dense, grouped, report
+from benchmarks.gpu import block, decode, dense, grouped, model_targets, report
 from benchmarks.gpu.remarks import remark
 from benchmarks.record import RESULTS
 from benchmarks.table import verdict
@@ -30,6 +30,7 @@ TITLES = "case", "over", "target", "reached", ""
 class Row(NamedTuple):
     """A target of a case. reached: None where the other side was not measured. errors: by what they are of.
 
+    at_most: the target is an upper bound.
     words: what limits a row that missed its target, or why there is nothing to compare with.
     """
 
@@ -39,10 +40,13 @@ class Row(NamedTuple):
     reached: float | None
     errors: dict[str, float]
     words: str
+    at_most: bool = False
 
     @property
     def met(self) -> bool | None:
-        return None if self.reached is None else self.reached >= self.target
+        if self.reached is None:
+            return None
+        return self.reached <= self.target if self.at_most else self.reached >= self.target
 
 
 def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
@@ -58,7 +62,9 @@ def text(results: dict[str, Any], cases: tuple[str, ...] = ()) -> str:
     lines = [_line(TITLES)]
     for row in rows(results, cases):
         reached = "-" if row.reached is None else f"{row.reached:.2f}"
-        lines.append(_line((row.case, row.over, f">= {row.target:g}", reached, verdict(row.met))))
+        lines.append(
+            _line((row.case, row.over, f"{'<=' if row.at_most else '>='} {row.target:g}", reached, verdict(row.met)))
+        )
         off = ", ".join(f"{what}: {error:.1e}" for what, error in row.errors.items())
         below = [f"errors of {off}" if off else "", row.words]
         lines += [textwrap.indent(textwrap.fill(words, 112), "    ") for words in below if words]
@@ -77,6 +83,9 @@ def rows(results: dict[str, Any], cases: tuple[str, ...] = ()) -> Iterator[Row]:
         for case in known:
             if case in measured and (not cases or case in cases):
                 yield from _rows_of(name, suite, measured[case])
+    for aim in model_targets.aims(results):
+        if aim.reached is not None and not cases:
+            yield Row(aim.what, aim.over, aim.target, aim.reached, {}, "", aim.at_most)
 
 
 def _rows_of(name: str, suite: dict[str, Any], case: dict[str, Any]) -> Iterator[Row]:

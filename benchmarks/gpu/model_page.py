@@ -1,0 +1,150 @@
+"""Whole models in docs: their table, their targets, a chart, and the lines of the README that quote them."""
+
+import textwrap
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from benchmarks.gpu import model, model_targets
+from benchmarks.table import markdown, verdict
+
+TITLES = (
+    "stack",
+    "program",
+    "ms",
+    "over bfloat16",
+    "first step, s",
+    "beyond bfloat16",
+    "peak GB",
+    "of it for activations",
+)
+# Rows that the README quotes.
+QUOTED = (
+    "4 blocks/bfloat16",
+    *(f"4 blocks/{recipe}" for recipe in model.RECIPES),
+    "4 blocks, head too/fp8_current",
+    f"4 blocks/{model.FLAX}",
+    f"4 blocks, torch/{model.TORCHAO}",
+    "16 blocks/fp8_current",
+    "8 blocks, scanned/fp8_current",
+    "8 blocks, scanned, dots saved/fp8_current",
+    "8 blocks, scanned, nothing saved/fp8_current",
+)
+README_TITLES = "stack", "program", "ms a step", "over bfloat16", "first step, s"
+HEADLINE = "16 blocks/fp8_current"
+COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}
+
+
+def measured_rows(known: dict[str, Any]) -> list[str]:
+    return [row for row in model.rows() if row in known]
+
+
+def stack_name(row: str) -> str:
+    """The stack, with the checkpoint policy of its blocks."""
+    name, policy = row.split("/")[0], model.policy_of(row)
+    return name if policy is None else f"{model.CASES[name].blocks} blocks, scanned, `{policy}`"
+
+
+def table(results: dict[str, Any]) -> str:
+    known = model.measured(results)
+    rows = []
+    for row in measured_rows(known):
+        found, ratio, late = known[row], model_targets.speed(known, row), model_targets.beyond(known, row)
+        memory = f"{found['peak_bytes'] / 1e9:.1f}", f"{model.activation_bytes(found) / 1e9:.1f}"
+        first = model.first_step(found), _number(late, 1)
+        rows.append(
+            (stack_name(row), row.split("/")[1], f"{1e3 * found['seconds']:.1f}", _number(ratio, 2), *first, *memory)
+        )
+    return markdown(TITLES, rows)
+
+
+def targets(results: dict[str, Any]) -> str:
+    rows = []
+    for aim in model_targets.aims(results):
+        sign, digits = "≤" if aim.at_most else "≥", 1 if aim.target > 2 else 2
+        bounds = f"{sign} {aim.target:g}", f"{sign} {aim.stretch:g}"
+        rows.append((aim.what, aim.over, *bounds, _number(aim.reached, digits), verdict(aim.met)))
+    return markdown(("what", "over", "target", "stretch", "reached", ""), rows)
+
+
+def same_losses(results: dict[str, Any]) -> str:
+    """How first losses of NNX differ from linen's, where both were measured; the parameters are the same."""
+    known = model.measured(results)
+    pairs = [(f"4 blocks/{program}", f"4 blocks, NNX/{program}") for program in model.CASES["4 blocks, NNX"].programs]
+    off = [abs(known[a]["losses"][0] - known[b]["losses"][0]) for a, b in pairs if a in known and b in known]
+    return f" First losses in NNX differ from linen's by at most {max(off):.1g}." if off else ""
+
+
+def readme(results: dict[str, Any], path: str) -> str:
+    """The lines of the README about whole models. path: of the results."""
+    known = model.measured(results)
+    rows = []
+    for row in (row for row in QUOTED if row in known):
+        found, ratio = known[row], _number(model_targets.speed(known, row), 2)
+        total = f"{sum(found['first'].values()):.0f}"
+        rows.append((stack_name(row), row.split("/")[1], f"{1e3 * found['seconds']:.1f}", ratio, total))
+    ratio, stack = model_targets.speed(known, HEADLINE), HEADLINE.split("/")[0]
+    words = f"A Llama-like stack, trained on one H200 ([results]({path}))."
+    if ratio is not None:
+        fast = f"**A Llama-like stack of {stack} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
+        what = "forward pass, backward pass and AdamW, all but the blocks' dense layers in bfloat16"
+        words = f"{fast} on one H200: {what} ([results]({path}))."
+    return f"{textwrap.fill(words, 120)}\n\n{markdown(README_TITLES, rows)}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def picture(results: dict[str, Any]) -> Figure:
+    """Speed over bfloat16 on the left, seconds of the first step on the right; rows with one base stand together."""
+    known = model.measured(results)
+    families: dict[str, list[str]] = {}
+    for row in measured_rows(known):
+        if model.base_row(row) in known:
+            families.setdefault(model.base_row(row), []).insert(0, row)  # bars go upwards
+    heights = [len(rows) + 1.2 for rows in families.values()]
+    figure = Figure(figsize=(11, 0.27 * sum(heights) + 0.8), layout="constrained")
+    axes = figure.subplots(len(families), 2, sharex="col", sharey="row", squeeze=False, height_ratios=heights)
+    for (speed, first), (base, rows) in zip(axes, families.items(), strict=True):
+        labels = [_label(row, base) for row in rows]
+        _speeds(speed, labels, [known[base]["seconds"] / known[row]["seconds"] for row in rows], rows)
+        _first_steps(first, labels, [known[row]["first"] for row in rows])
+        title = base.split("/")[0] if model.policy_of(base) is None else "8 blocks, scanned, rematerialised"
+        speed.set_title(title, fontsize=9, loc="left")
+        for axis in (speed, first):
+            axis.margins(x=0.08)
+            axis.tick_params(axis="y", labelsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("speed of a step over bfloat16")
+    axes[-1, 1].set_xlabel("first step, s")
+    shown = {part for row in known.values() for part in row["first"]}
+    words = {"all": "not taken apart (torch)"}
+    handles = [Patch(color=COLOURS[part], label=words.get(part, part)) for part in COLOURS if part in shown]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
+    return figure
+
+
+def _label(row: str, base: str) -> str:
+    """The program, and in what its stack differs from the one of its base."""
+    name, program = row.split("/")
+    extra = model.policy_of(row) or name.removeprefix(base.split("/")[0]).removeprefix(", ")
+    return f"{program}, {extra}" if extra else program
+
+
+def _speeds(axis: Any, labels: list[str], ratios: list[float], rows: list[str]) -> None:
+    is_ours = ["tab:blue" if row.split("/")[1] in model.RECIPES else "0.7" for row in rows]
+    bars = axis.barh(labels, ratios, color=is_ours)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=7, bbox=white)
+    axis.axvline(1, color="black", linewidth=0.8, zorder=0.5)
+
+
+def _first_steps(axis: Any, labels: list[str], firsts: list[dict[str, float]]) -> None:
+    left = [0.0] * len(labels)
+    for part, colour in COLOURS.items():
+        seconds = [first.get(part, 0.0) for first in firsts]
+        bars = axis.barh(labels, seconds, left=left, color=colour)
+        left = [start + width for start, width in zip(left, seconds, strict=True)]
+    axis.bar_label(bars, [f"{total:.0f}" for total in left], padding=4, fontsize=7)
