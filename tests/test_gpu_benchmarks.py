@@ -122,7 +122,7 @@ def small(row: str, steps: int = 1) -> list[float]:
     [
         "4 blocks/fp8_delayed",
         "8 blocks, scanned, dots saved/fp8_current",
-        pytest.param(f"4 blocks/{model.FLAX}", marks=pytest.mark.filterwarnings("ignore::DeprecationWarning")),
+        f"4 blocks/{model.FLAX}",
     ],
 )
 def test_a_small_stack_learns(row, standard_promotion):
