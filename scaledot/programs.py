@@ -1,11 +1,25 @@
 """Jitted programs that equal calls share."""
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 from jax.core import Tracer
+
+IS_FOR_TYPES = contextvars.ContextVar("IS_FOR_TYPES", default=False)
+
+
+@contextlib.contextmanager
+def for_types() -> Iterator[None]:
+    """Inside, what is traced is not run as it stands: only the types of its results matter, so nothing is prepared."""
+    token = IS_FOR_TYPES.set(True)
+    try:
+        yield
+    finally:
+        IS_FOR_TYPES.reset(token)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -335,7 +335,7 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, rec
     monkeypatch.setattr(support, "multiprocessors", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jaxpr = str(jax.make_jaxpr(lambda: step(recipe, None))())
-    assert "mpmd_map" in jaxpr
+    assert "call_exported" in jaxpr
     assert "platform_index" in jaxpr
 
 
@@ -415,7 +415,7 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
         assert "jax.default_device is" in str(support.device_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
     assert support.device_reason() is None
-    assert "over 2 devices" in str(types.partition_reason(2))
+    assert "over 2 devices" in str(types.partition_reason(types.Partitioning(2, is_automatic=False)))
     with jax.enable_x64(True):
         assert "jax_enable_x64" in str(support.device_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
@@ -573,13 +573,13 @@ def test_there_is_nothing_to_tune_without_a_gpu(capsys):
     assert "there is nothing to tune here: needs" in capsys.readouterr().err
 
 
-def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch):
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch, kind):
     """Types name the mesh of an array inside jit, with and without a mesh in the context."""
     monkeypatch.setattr(support, "machine_reason", lambda: None)
     monkeypatch.setattr(support, "multiprocessors", lambda: 2)
-    several, one = (
-        jax.make_mesh((n,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:n]) for n in (8, 1)
-    )
+    axis_types = (jax.sharding.AxisType[kind],)
+    several, one = (jax.make_mesh((n,), ("d",), axis_types=axis_types, devices=jax.devices()[:n]) for n in (8, 1))
     x = jnp.ones((128, 128))
     rows = jax.device_put(x, jax.NamedSharding(several, jax.P("d")))
 
@@ -591,7 +591,7 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
             q = [quantize(a, "fp8_e4m3") for a in (x, w)]
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
             view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
-            problems = (CastProblem(a.shape, (view,), devices=types.devices_of(a)) for a in (x, w))
+            problems = (CastProblem(a.shape, (view,), partitioning=types.partitioning_of(a)) for a in (x, w))
             found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
             return x
 
@@ -601,13 +601,14 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
     kernels = {"mosaic_float8", "cast"}
     assert jax.device_count() == 8
     assert kernels_of(x, jax.device_put(x, jax.devices()[1])) == kernels
-    assert kernels_of(rows, rows) == {"xla_codes"}
-    assert kernels_of(x, rows) == {"xla_codes", "cast"}
+    on_several = kernels if kind == "Auto" else {"xla_codes"}
+    assert kernels_of(rows, rows) == on_several
+    assert kernels_of(x, rows) == on_several | {"cast"}
     with jax.set_mesh(several):
-        assert kernels_of(x, x) == {"xla_codes"}
+        assert kernels_of(x, x) == on_several
         whole = jax.P()
         assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
     with jax.set_mesh(one):
         assert kernels_of(x, x) == kernels
-    assert types.devices_of(rows) == 8
-    assert types.devices_of(x) == 1
+    assert types.partitioning_of(rows) == types.Partitioning(8, is_automatic=kind == "Auto")
+    assert types.partitioning_of(x) == types.ONE_DEVICE

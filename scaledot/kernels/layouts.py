@@ -81,6 +81,11 @@ def values_of(q: ScaledArray) -> jax.Array:
     return block_values(q, jnp.bfloat16)
 
 
+def stored(q: Any, labels: str) -> tuple[Any, str]:
+    """A quantised matrix of such labels as it is stored, and the labels of its axes then."""
+    return (q.stored, labels[::-1]) if isinstance(q, Transposed) else (logical(q), labels)
+
+
 def logical(q: Any) -> Any:
     """A quantised matrix with its axes in their own order, one element each; anything else as it is."""
     return q.logical() if isinstance(q, Transposed | RowPairs) else q

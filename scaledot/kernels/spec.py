@@ -21,7 +21,7 @@ from scaledot.hashing import hash_once
 from scaledot.numerics import blocks
 from scaledot.numerics.cast import Plan
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.parallel.types import devices_of
+from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 
 
 def sum_dtype(dtype) -> np.dtype:
@@ -49,7 +49,7 @@ class Operand:
     """What is known of an operand before data; `format` is None for a plain array.
 
     block: one entry per axis. level_axes: how many leading axes the tensor scale has entries for.
-    sharded: labels that are split over explicit mesh axes. devices: those that its type says XLA partitions it over.
+    sharded: labels that are split over explicit mesh axes. partitioning: what its type says of how XLA partitions it.
     """
 
     labels: str
@@ -61,7 +61,7 @@ class Operand:
     level_axes: int = 0
     rotation: Hadamard | None = None
     sharded: str = ""
-    devices: int = 1
+    partitioning: Partitioning = ONE_DEVICE
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -105,8 +105,8 @@ class Operand:
 
 def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
     if not isinstance(x, ScaledArray):
-        sharded, devices = _sharded(x, labels), devices_of(x)
-        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=sharded, devices=devices)
+        sharded, partitioning = _sharded(x, labels), partitioning_of(x)
+        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=sharded, partitioning=partitioning)
     return Operand(
         labels,
         x.shape,
@@ -117,7 +117,7 @@ def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
         0 if x.tensor_scale is None else x.tensor_scale.ndim,
         x.rotation,
         _sharded(x.data, labels),
-        devices_of(x.data),
+        partitioning_of(x.data),
     )
 
 
@@ -159,9 +159,12 @@ class Problem:
         return ("lhs", self.lhs), ("rhs", self.rhs)
 
     @property
-    def devices(self) -> int:
-        """Those that XLA partitions the operands over."""
-        return max(operand.devices for operand in self.operands)
+    def partitioning(self) -> Partitioning:
+        """How XLA partitions it; automatic if each device can multiply shards of its operands."""
+        found = self.lhs.partitioning.joined(self.rhs.partitioning)
+        are_scaled = self.lhs.format is not None and self.rhs.format is not None
+        can_shard = self.op == "dot" and are_scaled and not self.contraction.batch and self.out_sharding is None
+        return found if can_shard or found == ONE_DEVICE else found._replace(is_automatic=False)
 
     @property
     def is_plain(self) -> bool:
@@ -238,6 +241,8 @@ class CastProblem:
     magnitude, and sums over all axes but the last, are wanted beside the codes; a kernel may leave them to its caller.
     groups: rows come in so many groups, whose sizes are data, and each is cast as if it were alone; None elsewhere.
     group_multiple: each group of the results begins at a multiple of so many rows, with zeros between.
+    row_length: of a shard (m, k), the length of rows in the whole matrix, by which stochastic rounding counts elements;
+    None for k.
     """
 
     op: ClassVar[str] = "cast"
@@ -248,7 +253,8 @@ class CastProblem:
     column_sums: bool = False
     groups: int | None = None
     group_multiple: int = 1
-    devices: int = 1
+    row_length: int | None = None
+    partitioning: Partitioning = ONE_DEVICE
 
     @property
     def dtype(self) -> np.dtype:
@@ -263,6 +269,7 @@ class CastArguments(NamedTuple):
     """The arrays of a cast beside the one that is cast; None where they are not given.
 
     keys: those that views name. uniforms: numbers in [0, 1) in the place of keys, each None or of the array's shape.
+    offset: of a shard, the flat index of its first element in the whole matrix, uint32 ().
     """
 
     keys: tuple[jax.Array | None, ...] = ()
@@ -272,6 +279,7 @@ class CastArguments(NamedTuple):
     tensor_scale: jax.Array | None = None
     zero: jax.Array | None = None
     group_sizes: jax.Array | None = None
+    offset: jax.Array | None = None
 
     @property
     def names(self) -> frozenset[str]:

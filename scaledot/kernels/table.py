@@ -26,6 +26,7 @@ from scaledot.kernels.operands import Factor, lay, scaled
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, sum_dtype
 from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
+from scaledot.parallel.types import Partitioning
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class Kernel:
     """A row of a table.
 
     problem_reason: why it cannot solve a problem, whatever the device, or None; place_reason: why it does not run in a
-    program that XLA partitions over so many devices, or inside a shard_map for None (XLA's own kernels run anywhere).
+    program that XLA partitions so, or inside a shard_map for None (XLA's own kernels run anywhere). is_opaque: whether
+    XLA cannot partition it.
     how: one sentence on what it does with a problem that it supports.
     run: (problem, lhs, rhs, group_sizes) -> result; of a cast (problem, x, CastArguments) -> CastResult.
     Of matmuls: adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
@@ -46,7 +48,8 @@ class Kernel:
     problem_reason: Callable[[Any], str | None]
     how: Callable[[Any], str]
     run: Callable[..., Any]
-    place_reason: Callable[[int | None], str | None] | None = None
+    place_reason: Callable[[Partitioning | None], str | None] | None = None
+    is_opaque: bool = False
     adds_bias: bool = False
     scales_groups: bool = False
     keeps_codes: bool = False
@@ -55,7 +58,7 @@ class Kernel:
     def supports(self, problem: Problem | CastProblem) -> str | None:
         """A reason why not, or None."""
         reason = self.problem_reason(problem)
-        return reason if reason or self.place_reason is None else self.place_reason(problem.devices)
+        return reason if reason or self.place_reason is None else self.place_reason(problem.partitioning)
 
 
 def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
@@ -72,7 +75,7 @@ def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     """The named kernel, or the first that supports the problem."""
     rows = kernels_for(problem)
     if kernel is None:
-        return _first(rows, problem, tuple(find(problem.devices) for find in _place_reasons(rows)))
+        return _first(rows, problem, tuple(find(problem.partitioning) for find in _place_reasons(rows)))
     if not isinstance(kernel, str):
         raise TypeError(f"`kernel` must be a name, a function that gives one, or None, not {kernel!r}")
     named = {row.name: row for row in rows}
@@ -94,7 +97,7 @@ def _first(rows: tuple[Kernel, ...], problem: Problem | CastProblem, places: tup
 
 
 @functools.cache
-def _place_reasons(rows: tuple[Kernel, ...]) -> tuple[Callable[[int | None], str | None], ...]:
+def _place_reasons(rows: tuple[Kernel, ...]) -> tuple[Callable[[Partitioning | None], str | None], ...]:
     """What the rows ask about the place that a program runs in, each question once."""
     return tuple(dict.fromkeys(row.place_reason for row in rows if row.place_reason is not None))
 
@@ -107,9 +110,19 @@ def explain(problem: Problem | CastProblem) -> str:
     lines = [str(problem)]
     for row in rows:
         reason = row.supports(problem)
-        verdict = f"no: {reason}" if reason else f"{'TAKEN' if row.name == chosen else 'could'}: {row.how(problem)}"
+        taken = "TAKEN" if row.name == chosen else "could"
+        verdict = f"no: {reason}" if reason else f"{taken}: {row.how(problem)}{_on_shards(row, problem)}"
         lines.append(f"  {row.name:<{width}}  {verdict}")
     return "\n".join(lines)
+
+
+def _on_shards(row: Kernel, problem: Problem | CastProblem) -> str:
+    """What becomes of a kernel in a program that XLA partitions."""
+    devices = problem.partitioning.devices
+    if devices == 1 or not row.is_opaque:
+        return ""
+    gathered = "" if problem.op == "cast" else ", and operands are gathered as codes"
+    return f"; each of {devices} devices runs it on its shards{gathered}"
 
 
 def passes(problem: CastProblem) -> tuple[CastProblem, ...]:
@@ -131,9 +144,9 @@ def spacing(problem: CastProblem) -> int:
     return problem.group_multiple
 
 
-def casts_matrices(devices: int | None) -> bool:
-    """Whether kernels that cast matrices, and nothing else, run on so many devices, or inside a shard_map for None."""
-    return any(kernel.place_reason is not None and kernel.place_reason(devices) is None for kernel in CASTS)
+def casts_matrices(partitioning: Partitioning | None) -> bool:
+    """Whether kernels that cast matrices, and nothing else, run in such a program, or inside a shard_map for None."""
+    return any(kernel.place_reason is not None and kernel.place_reason(partitioning) is None for kernel in CASTS)
 
 
 def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[..., jax.Array]) -> Kernel:
@@ -204,7 +217,7 @@ _BLOCK_SCALED = Kernel(
     lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem),
     lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
     block_scaled.run,
-    lambda devices: block_scaled.device_reason() or block_scaled.mesh_reason(),
+    lambda partitioning: block_scaled.device_reason() or block_scaled.mesh_reason(),
 )
 
 
@@ -221,7 +234,7 @@ def _mosaic(name: str, product: Any) -> Kernel:
         reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
         return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
-    return Kernel(name, product.problem_reason, product.how, run, support.place_reason, adds_bias=True)
+    return Kernel(name, product.problem_reason, product.how, run, support.place_reason, is_opaque=True, adds_bias=True)
 
 
 def _without_mosaic(problem: Problem) -> Kernel:
@@ -296,7 +309,8 @@ def _mosaic_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
         reference = functools.partial(_reference_cast, problem)
         return lax.platform_dependent(x, given, cuda=kernel, default=reference)
 
-    return Kernel(name, cast.problem_reason, cast.how, run, support.place_reason, group_multiple=group_multiple)
+    place = {"place_reason": support.place_reason, "is_opaque": True}
+    return Kernel(name, cast.problem_reason, cast.how, run, group_multiple=group_multiple, **place)
 
 
 def _reference_cast(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
@@ -321,6 +335,7 @@ _MOSAIC_GROUPED = Kernel(
     mosaic_grouped.how,
     _run_grouped,
     support.place_reason,
+    is_opaque=True,
     scales_groups=True,
 )
 _MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES)

@@ -26,6 +26,7 @@ from scaledot.numerics.grouped import (
     spaced,
     whole_groups,
 )
+from scaledot.numerics.rounding import uniform_of
 
 # Traced once per Plan and shape, however many problems have that cast.
 _quantize = jax.jit(quantize_parts, static_argnums=0)
@@ -55,6 +56,8 @@ def _cast(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) 
         return _cast_groups(problem, view, x, given)
     x, plan = padded(x, view.plan), view.plan
     key, uniform = given.key(view), given.uniform(view)
+    if key is not None and given.offset is not None:
+        key, uniform = None, uniform_of(key, x.shape, problem.row_length, given.offset)
     parts = _quantize(plan, x, given.scale, given.tensor_scale, given.zero, given.factor, uniform, key)
     return scaled_array(plan, parts)
 

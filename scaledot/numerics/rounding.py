@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_STRIDE = np.uint32(0x9E3779B1)  # between the hashes of neighbours
+
 
 def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
     """w to a whole number: ties to even, or up with the probability of its fraction where `uniform` is given."""
@@ -39,10 +41,17 @@ def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
     return jnp.where(w - below > uniform, below + np.float32(1), below)
 
 
-def uniform_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32)."""
+def uniform_of(
+    key: jax.Array, shape: tuple[int, ...], row_length: int | None = None, offset: jax.Array | None = None
+) -> jax.Array:
+    """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32).
+
+    Of a shard (m, k): `row_length` of the whole matrix, and the flat index `offset` of the first element in it.
+    """
     axes = [Positions(jnp.arange(size, dtype=jnp.uint32), size) for size in shape]
-    return uniform_at(flat_index(axes), *seeds_of(key))
+    if row_length is not None:
+        axes[-1] = axes[-1]._replace(size=row_length)
+    return uniform_at(flat_index(axes), *seeds_from(offset, *seeds_of(key)))
 
 
 def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
@@ -51,7 +60,7 @@ def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Arr
     The second word comes in between two rounds, so that streams of two keys are no shifts of each other; the last
     multiplication has mixed the high bits, which are all that is used.
     """
-    hashed = index * np.uint32(0x9E3779B1) + first
+    hashed = index * _STRIDE + first
     hashed = (hashed ^ (hashed >> 16)) * np.uint32(0x7FEB352D) + second
     hashed = (hashed ^ (hashed >> 15)) * np.uint32(0x846CA68B)
     return (hashed >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
@@ -105,6 +114,11 @@ def seeds_of(key: jax.Array) -> tuple[jax.Array, jax.Array]:
         first = _mix(first ^ _mix(word + np.uint32(0x27D4EB2F)))
         second = _mix(second + _mix(word ^ np.uint32(0x165667B1)))
     return jnp.asarray(first), jnp.asarray(second)
+
+
+def seeds_from(offset: jax.Array | None, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The words of a key with which an index draws what index + offset draws with the given ones."""
+    return (first if offset is None else first + offset * _STRIDE), second
 
 
 def _mix(h):

@@ -9,24 +9,33 @@ from scaledot.kernels import table
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.kernels.table import Kernel
 from scaledot.ops.operands import Choice
-from scaledot.parallel.types import devices_of
+from scaledot.parallel import partitioned
+from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.programs import program
 
 
 def make_casts(
-    x: jax.Array, views: tuple[View, ...], given: CastArguments, kernel: Choice = None, devices: int = 1, **wanted
+    x: jax.Array,
+    views: tuple[View, ...],
+    given: CastArguments,
+    kernel: Choice = None,
+    partitioning: Partitioning = ONE_DEVICE,
+    members: tuple[tuple[int, ...], ...] | None = None,
+    **wanted,
 ) -> CastResult:
     """All casts of x that the views ask for, in as few passes as a kernel of the table makes them.
 
-    devices: at least so many that XLA partitions the program over, where that of x does not say it all. `wanted` are
-    further fields of the CastProblem.
+    partitioning: how XLA partitions the program, where the type of x does not say it all. members: for each axis of x,
+    the sizes of the axes that were flattened to it. `wanted` are further fields of the CastProblem.
     """
     groups = None if given.group_sizes is None else given.group_sizes.shape[0]
-    devices = max(devices, devices_of(x))
-    problem = _problem(x.shape, views, given.names, groups=groups, devices=devices, **wanted)
+    partitioning = partitioning.joined(partitioning_of(x))
+    if groups is not None or (x.ndim != 2 and any(view.is_stochastic for view in views)):
+        partitioning = partitioning._replace(is_automatic=False)  # there is no rule for the shards of these
+    problem = _problem(x.shape, views, given.names, groups=groups, partitioning=partitioning, **wanted)
     if len(views) == 1 or isinstance(kernel, str):
-        return _solve(problem, kernel, x, given)
-    first, *others = [_solve(each, kernel, x, given) for each in table.passes(problem)]
+        return _solve(problem, kernel, x, given, members)
+    first, *others = [_solve(each, kernel, x, given, members) for each in table.passes(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
@@ -36,9 +45,12 @@ def _problem(*fields, **named_fields) -> CastProblem:
     return CastProblem(*fields, **named_fields)
 
 
-def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArguments) -> CastResult:
-    name = kernel(problem) if callable(kernel) else kernel
-    made = program(_run, problem, table.choose(problem, name))(x, given)
+def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArguments, members) -> CastResult:
+    chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
+    if chosen.is_opaque and problem.partitioning.devices > 1:
+        made = partitioned.cast(problem, chosen, x, given, members or tuple((size,) for size in x.shape))
+    else:
+        made = program(_run, problem, chosen)(x, given)
     return made if len(made.arrays) == 1 else made._replace(arrays=_shared(problem, made.arrays))
 
 

@@ -4,6 +4,7 @@ The arrays of a contraction are constants where they are scaled: `constant` lets
 differentiated and refuses the gradient of a scaled one with a sentence.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
 from scaledot.ops.plan import check_byte_order, check_hashable, check_whole
+from scaledot.parallel import partitioned
+from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 
 Array = jax.Array | ScaledArray
@@ -58,12 +61,20 @@ def element_type(dtype) -> np.dtype | None:
         raise TypeError(f"`preferred_element_type` {dtype!r} is not a dtype") from None
 
 
-def make_problem(op: str, contraction: Contraction, lhs: Array, rhs: Array, **wanted) -> Problem:
-    """The problem that two operands pose, after every check that needs both."""
+def make_problem(
+    op: str, contraction: Contraction, lhs: Array, rhs: Array, partitioning: Partitioning = ONE_DEVICE, **wanted
+) -> Problem:
+    """The problem that two operands pose, after every check that needs both.
+
+    partitioning: how XLA partitions the program, where the types of the operands do not say it all.
+    """
     if isinstance(wanted.get("precision"), list):
         wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
     try:
-        return _problem(op, contraction, operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs), **wanted)
+        left, right = operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs)
+        if partitioning != ONE_DEVICE:
+            left = dataclasses.replace(left, partitioning=left.partitioning.joined(partitioning))
+        return _problem(op, contraction, left, right, **wanted)
     except TypeError:
         check_hashable(wanted)
         raise
@@ -130,10 +141,22 @@ def contract(
     out_sharding=None,
     kernel: Choice = None,
     bias: jax.Array | None = None,
+    partitioning: Partitioning = ONE_DEVICE,
+    members: dict[str, tuple[int, ...]] | None = None,
 ) -> jax.Array:
-    """A dot of checked operands, by labels; plus a bias along the free labels of rhs, before the one rounding."""
+    """A dot of checked operands, by labels; plus a bias along the free labels of rhs, before the one rounding.
+
+    partitioning: how XLA partitions the program, where the types of the operands do not say it all. members: by label,
+    the sizes of the axes that were flattened to one.
+    """
     wanted = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
-    return solve(make_problem("dot", contraction, lhs, rhs, **wanted), kernel, lhs, rhs, bias=bias)
+    problem = make_problem("dot", contraction, lhs, rhs, partitioning, **wanted)
+    if problem.partitioning.devices > 1 and problem.partitioning.is_automatic:
+        name = kernel(problem) if callable(kernel) else kernel
+        if choose(problem, name).is_opaque:
+            lhs, rhs = constant(lhs), constant(rhs)
+            return partitioned.contract(problem, name, lhs, rhs, bias, members or {})
+    return solve(problem, kernel, lhs, rhs, bias=bias)
 
 
 def solve(

@@ -3,12 +3,22 @@
 Stochastic rounding hashes the index of an element in the whole array, so that every mesh draws the same numbers.
 """
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from scaledot.numerics.rounding import Positions, flat_index
+from scaledot.parallel.divisibility import misfit
+from scaledot.parallel.specs import device_count
 from scaledot.parallel.transfers import Axes
+
+Sharding = Mapping[str, Axes]  # by label, the mesh axes that it is sharded over
+Sizes = tuple[int, ...]
 
 
 def positions(shard: int, size: int, axes: Axes) -> Positions:
@@ -28,3 +38,65 @@ def padded(axis: Positions, multiple: int) -> Positions:
     missing = -axis.size % multiple
     zeros = np.uint32(axis.size % 2**32) + jnp.arange(missing, dtype=jnp.uint32)
     return Positions(jnp.concatenate([axis.at, zeros]), axis.size + missing)
+
+
+class Axis(NamedTuple):
+    """An axis of a matrix: the labels and sizes of its members, and of how many elements a shard must be a multiple."""
+
+    labels: str
+    sizes: Sizes
+    multiple: int = 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def cut_member(self, sharding: Sharding, mesh) -> str | None:
+        """A member whose sharding is uneven or cuts blocks: the last sharded one decides where shards end."""
+        for i in reversed(range(len(self.labels))):
+            devices = device_count(mesh, sharding.get(self.labels[i], ()))
+            if devices > 1:
+                behind = math.prod(self.sizes[i + 1 :])
+                whole_blocks = misfit(self.sizes[i] * behind, devices, self.multiple) is None
+                if misfit(self.sizes[i], devices) is not None or not whole_blocks:
+                    return self.labels[i]
+        return None
+
+    def scattered_member(self, sharding: Sharding, mesh) -> str | None:
+        """The last member by whose sharding a shard is several runs of the axis; None where it is one run."""
+        sizes = self.shard(sharding, mesh).sizes
+        cut = [i for i, (part, whole) in enumerate(zip(sizes, self.sizes, strict=True)) if part < whole]
+        return self.labels[cut[-1]] if cut and math.prod(sizes[: cut[-1]]) > 1 else None
+
+    def first(self, sharding: Sharding, mesh) -> jax.Array:
+        """The index of a shard's first element, uint32 (), modulo 2^32."""
+        found = jnp.uint32(0)
+        for c, size in zip(self.labels, self.shard(sharding, mesh).sizes, strict=True):
+            axes = sharding.get(c, ())
+            index = lax.axis_index(axes).astype(jnp.uint32) if axes else jnp.uint32(0)
+            count = device_count(mesh, axes)
+            found = found * jnp.uint32(size * count) + index * jnp.uint32(size)
+        return found
+
+    def shard(self, sharding: Sharding, mesh) -> "Axis":
+        """The axis of a device's shard."""
+        counts = (device_count(mesh, sharding.get(c, ())) for c in self.labels)
+        return self._replace(sizes=tuple(size // count for size, count in zip(self.sizes, counts, strict=True)))
+
+    def open(self, size: int) -> Sizes:
+        """The members of an axis that has an entry for each block of this one's elements: `size` of them."""
+        return (*self.sizes[:-1], self.sizes[-1] // (self.size // size))
+
+    @classmethod
+    def of(cls, fresh: Iterator[str], sizes: Sizes, multiple: int) -> "Axis":
+        """One whose blocks do not run across members, or of a single member."""
+        sizes = sizes if sizes[-1] % multiple == 0 else (math.prod(sizes),)
+        return cls("".join(next(fresh) for _ in sizes), sizes, multiple)
+
+
+def first_index(axes: Sequence[Axis], sharding: Sharding, mesh) -> jax.Array:
+    """The flat index of a shard's first element in the whole array, uint32 (), modulo 2^32."""
+    index = jnp.uint32(0)
+    for axis in axes:
+        index = index * jnp.uint32(axis.size % 2**32) + axis.first(sharding, mesh)
+    return index

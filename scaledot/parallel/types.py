@@ -4,8 +4,8 @@ A mesh axis is explicit, automatic or manual:
 
 * Along explicit axes the type of an array holds its sharding. JAX infers most shardings of results; a reshape that
   splits a sharded axis into blocks has to be told.
-* Along automatic axes XLA partitions the program. It cannot partition Pallas kernels, so these need to know over how
-  many devices it would.
+* Along automatic axes XLA partitions the program. It cannot partition Pallas kernels, so these need to know whether it
+  would (`Partitioning`).
 * Along manual axes, inside a shard_map, an array is a device's shard, and its type says whether shards differ (vary).
   A primitive without a rule and a custom_vjp have to set that themselves.
 
@@ -16,7 +16,7 @@ For an x of type `bfloat16[8@dp,512]{V:tp}`, on 2 devices along "dp" and 4 along
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -103,36 +103,64 @@ class Like:
         return lax.psum(cotangent, tuple(axes)) if axes else cotangent
 
 
-def devices_of(*arrays: jax.Array) -> int:
-    """The number of devices that XLA may partition a program of these arrays over.
+class Partitioning(NamedTuple):
+    """Over how many devices XLA partitions a program, and whether along automatic mesh axes alone."""
 
-    They are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
+    devices: int = 1
+    is_automatic: bool = True
+
+    def joined(self, other: "Partitioning") -> "Partitioning":
+        """That of a program with arrays of both."""
+        if self == other or other == ONE_DEVICE:
+            return self
+        return Partitioning(max(self.devices, other.devices), self.is_automatic and other.is_automatic)
+
+
+ONE_DEVICE = Partitioning()
+
+
+def partitioning_of(*arrays: jax.Array) -> Partitioning:
+    """How XLA may partition a program of these arrays.
+
+    The devices are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
     NamedSharding inside jit, too, along automatic axes as along explicit ones. Axes of a surrounding shard_map do not
     count. What types do not say is not seen: `in_shardings` of jit for arrays that are not placed so yet, and a mesh
     that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
     """
     context = jax.sharding.get_abstract_mesh()
-    if context.empty:
-        return max(map(_devices_of, arrays), default=1)
-    if not _partitioned(context):
-        return 1
-    return max([math.prod(_partitioned(context)), *map(_devices_of, arrays)])
+    found = ONE_DEVICE if context.empty else _partitioning(context)
+    if not context.empty and found == ONE_DEVICE:
+        return ONE_DEVICE
+    for array in arrays:
+        found = found.joined(_partitioning_of(array))
+    return found
 
 
-def _devices_of(array: jax.Array) -> int:
+def _partitioning_of(array: jax.Array) -> Partitioning:
     if isinstance(array, jax.Array) and not isinstance(array, Tracer):
-        return array.sharding.num_devices
-    return math.prod(_partitioned(jax.typeof(array).sharding.mesh))
+        if array.sharding.num_devices == 1:
+            return ONE_DEVICE
+        if not isinstance(array.sharding, NamedSharding):
+            return Partitioning(array.sharding.num_devices, is_automatic=False)
+        return _partitioning(array.sharding.mesh)
+    return _partitioning(jax.typeof(array).sharding.mesh)
 
 
-def _partitioned(mesh: Any) -> list[int]:
-    """The sizes of the axes along which XLA partitions."""
+def _partitioning(mesh: Any) -> Partitioning:
+    """Over the axes of a mesh that are not those of a surrounding shard_map."""
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return [size for size, kind in kinds if kind != AxisType.Manual]
-
-
-def partition_reason(devices: int) -> str | None:
-    """Why Pallas kernels are not taken in a program that XLA partitions over so many devices."""
+    sizes = [size for size, kind in kinds if kind != AxisType.Manual]
+    devices = math.prod(sizes)
     if devices == 1:
+        return ONE_DEVICE
+    return Partitioning(devices, is_automatic=all(kind == AxisType.Auto for kind in mesh.axis_types))
+
+
+def partition_reason(partitioning: Partitioning) -> str | None:
+    """Why Pallas kernels are not taken in a program that XLA partitions."""
+    if partitioning.devices == 1 or partitioning.is_automatic:
         return None
-    return f"XLA partitions this over {devices} devices; kernels run on one, or inside a shard_map over all mesh axes"
+    return (
+        f"XLA partitions this over {partitioning.devices} devices; such a kernel runs on one, inside a shard_map over "
+        "all mesh axes, or as a dot of two scaled matrices and their casts where all mesh axes are automatic"
+    )

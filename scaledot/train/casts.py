@@ -18,6 +18,7 @@ from scaledot.kernels.table import XLA_CAST
 from scaledot.ops.casts import make_casts
 from scaledot.ops.plan import given_factor
 from scaledot.ops.quantize import amax
+from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
 from scaledot.state import State
 from scaledot.train.kind import CastRequest, Made, Step
@@ -115,12 +116,13 @@ def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
 class Arrays:
     """What kinds of matmuls share that cast whole arrays.
 
-    out: the labels of the result. features: those of a bias. devices: that XLA partitions the operands over.
+    out: the labels of the result. features: those of a bias. partitioning: how XLA partitions the
+    program.
     """
 
     out: str
     features: str
-    devices: int = 1
+    partitioning: Partitioning = ONE_DEVICE
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
         """All casts of a request, in one pass where a kernel makes them."""
@@ -135,12 +137,19 @@ class Arrays:
             for matmul, laid in request.laid.items()
         )
         factor = None if request.factor is None else given_factor(views[0].plan, x, None, request.factor)
-        wanted = {"amax": request.amax, "column_sums": request.sums and self.out.endswith(self.features)}
-        made = make_casts(x, views, request.arguments(factor), request.kernel, self.devices, **wanted)
+        sums = request.sums and self.out.endswith(self.features)
+        wanted = {"amax": request.amax, "column_sums": sums, "row_length": request.row_length}
+        members = self.members_of(next(iter(request.laid)), request.tensor)
+        given = request.arguments(factor)
+        made = make_casts(x, views, given, request.kernel, self.partitioning, members, **wanted)
         return Made(dict(zip(request.laid, made.arrays, strict=True)), made.amax, made.column_sums)
 
     def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         """The axis of an operand that a matmul contracts, if kernels may choose its layout; None elsewhere."""
+        return None
+
+    def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+        """For each axis of a tensor the sizes of the axes that were flattened to it, in a partitioned program."""
         return None
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:

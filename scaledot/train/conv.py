@@ -19,7 +19,7 @@ from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import float_operand
 from scaledot.ops.quantize import dequantize
 from scaledot.parallel.specs import Splits, splits_of
-from scaledot.parallel.types import devices_of
+from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import Arrays
@@ -82,7 +82,7 @@ def conv_general_dilated(
     reason = groups_reason(how.recipe, feature_group_count, *window.features_of_a_group)
     if reason is not None:
         raise ValueError(reason)
-    kind, operands, state = Conv(window, devices_of(x, w)), Operands(x, w, None, None), how.checked_state(state, w)
+    kind, operands, state = Conv(window, partitioning_of(x, w)), Operands(x, w, None, None), how.checked_state(state, w)
     splits = splits_of(kind.contraction, jax.typeof(x), jax.typeof(w), how.specs, how.out_sharding)
     if splits is None:
         return how.returned(*multiply(Step(kind, how), operands, state, key))
@@ -260,7 +260,7 @@ class Conv(Arrays):
     """x is images of features, w kernels from features to features."""
 
     window: Window
-    devices: int = 1
+    partitioning: Partitioning = ONE_DEVICE
     has_batch = False
     features = "o"
 

@@ -8,11 +8,11 @@ import jax
 
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
-from scaledot.kernels.layouts import logical
+from scaledot.kernels.layouts import logical, stored
 from scaledot.ops.einsum import two_terms
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Splits, splits_of
-from scaledot.parallel.types import devices_of
+from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import Arrays
@@ -141,15 +141,17 @@ def contract_under(options: Options, contraction: Contraction, x, w, b, state: S
 def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key):
     """Operands on one device, or that XLA partitions as it likes."""
     _check_bias(contraction, operands)
-    devices = devices_of(operands.x, operands.w)
-    flat = flatten(contraction, table.casts_matrices(devices) or options.recipe.cuts)
+    partitioning = partitioning_of(operands.x, operands.w)
+    flat = flatten(contraction, table.casts_matrices(partitioning) or options.recipe.cuts)
     sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
     if sharding is not None:
         options = dataclasses.replace(options, out_sharding=None)
     x, w, b, _ = operands
     given = Operands(flat.x.enter(x), flat.w.enter(w), None if b is None else flat.bias.enter(b), None)
-    y, state = multiply(Step(Dot(flat.flat, devices), options), given, state, key)
-    y = flat.g.leave(y, dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True)))
+    sizes = dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True))
+    members = () if partitioning.devices == 1 else flat.members(sizes)
+    y, state = multiply(Step(Dot(flat.flat, partitioning, members), options), given, state, key)
+    y = flat.g.leave(y, sizes)
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
 
 
@@ -169,10 +171,14 @@ def _contract_sharded(options: Options, contraction: Contraction, splits: Splits
 
 @dataclasses.dataclass(frozen=True)
 class Dot(Arrays):
-    """A contraction of x (batch, free, contracted) and w (batch, contracted, free), with axes in any order."""
+    """A contraction of x (batch, free, contracted) and w (batch, contracted, free), with axes in any order.
+
+    members: in a program that XLA partitions, the sizes of the axes that each label was flattened from.
+    """
 
     contraction: Contraction
-    devices: int = 1
+    partitioning: Partitioning = ONE_DEVICE
+    members: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def out(self) -> str:
@@ -203,4 +209,10 @@ class Dot(Arrays):
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        return contract(self.contraction.of(matmul.name), logical(lhs), logical(rhs), bias=bias, **matmul.keywords)
+        of = self.contraction.of(matmul.name)
+        (lhs, left), (rhs, right) = stored(lhs, of.lhs), stored(rhs, of.rhs)
+        wanted = {**matmul.keywords, "partitioning": self.partitioning, "members": dict(self.members)}
+        return contract(Contraction(left, right, of.out), lhs, rhs, bias=bias, **wanted)
+
+    def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+        return tuple(dict(self.members)[c] for c in self.sides(matmul, tensor).labels) if self.members else None

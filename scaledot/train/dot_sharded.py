@@ -26,7 +26,7 @@ from scaledot.parallel import partition
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.overlap import Side, adds, contract_overlapped, ring_of
 from scaledot.parallel.partition import Axes, Split, spec_of
-from scaledot.parallel.positions import flattened, padded, positions
+from scaledot.parallel.positions import Axis, first_index, flattened, padded, positions
 from scaledot.parallel.sharding import constrain
 from scaledot.parallel.specs import Splits, are_shards, check_axes, cut_sentence, device_count, mesh_of, whole_sizes
 from scaledot.programs import run_as_program
@@ -88,7 +88,13 @@ class Sharded:
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
         """What one device would find: scales are shared, and random numbers are drawn by global indices."""
-        request = request.on_shards(lambda on, key: self._uniform(on, key, x.shape))
+        axes = self._contiguous_axes(request)
+        if axes is not None:
+            offset = first_index(axes, dict(getattr(self.splits, request.tensor)), self.mesh)
+            request = dataclasses.replace(request, offset=offset, row_length=axes[-1].size)
+            request = request.on_shards(lambda on, key: None)
+        else:
+            request = request.on_shards(lambda on, key: self._uniform(on, key, x.shape))
         made = self.kind.cast(request, self._layout(request.tensor).enter(x), groups)
         return made if made.sums is None else made._replace(sums=self._unflattened_bias(made.sums, x))
 
@@ -228,6 +234,21 @@ class Sharded:
         found = misfit(sizes[members[last]] * behind, device_count(self.mesh, over), block)
         if found is not None:
             yield Cut(members[last], cut_sentence(tensor, over, found, what))
+
+    def _contiguous_axes(self, request: CastRequest) -> list[Axis] | None:
+        """The axes of a matrix that is rounded stochastically, if a shard of it is a run of each; None otherwise.
+
+        Then the index of an element follows from that of the first one. An axis that is padded for a rotation is longer
+        than its members.
+        """
+        layout, sizes = self._layout(request.tensor), dict(self.sizes)
+        axes = [Axis(members, tuple(sizes[c] for c in members)) for members in map(layout.members, layout.flat)]
+        rotations = ((on.laid.cast.rotation, on.laid.rotated_axis) for on in request.distinct)
+        is_padded = any(rotation and axes[axis].size % rotation.size for rotation, axis in rotations)
+        if not request.is_stochastic or len(axes) != 2 or is_padded:
+            return None
+        sharding = dict(getattr(self.splits, request.tensor))
+        return None if any(axis.scattered_member(sharding, self.mesh) for axis in axes) else axes
 
     def _uniform(self, on: LaidOnShard, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """What one device would draw for these elements: by their indices in the whole flattened array."""

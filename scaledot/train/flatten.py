@@ -74,6 +74,12 @@ class Flattened(NamedTuple):
         layouts = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, bias))
         return cls(contraction, contraction, *layouts)
 
+    def members(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """By flat label, the sizes of the axes that it is made of."""
+        layouts = {c: layout for layout in (self.x, self.w) for c in layout.flat}
+        found = ((c, tuple(sizes[m] for m in layout.members(c))) for c, layout in layouts.items())
+        return tuple((c, members or (1,)) for c, members in found)
+
     def of_tensor(self, tensor: str) -> Layout:
         return {"x": self.x, "w": self.w, "g": self.g}[tensor]
 

@@ -64,8 +64,9 @@ class CastRequest:
 
     laid: how each lies on the tensor, by matmul. keys: of those that round stochastically. residual: the matmul whose
     operand is saved for the backward pass. factor: that of delayed scaling. amax, sums: whether the largest magnitude,
-    and sums over everything that shares a bias, are wanted, too. Of shards: uniforms, numbers in the place of keys, and
-    amax_axes, the mesh axes over which scales are shared.
+    and sums over everything that shares a bias, are wanted, too. Of shards: amax_axes, the mesh axes over which scales
+    are shared; and so that random numbers are those of one device, offset and row_length as in CastArguments and
+    CastProblem, or uniforms, numbers in the place of keys.
     """
 
     tensor: str
@@ -78,6 +79,8 @@ class CastRequest:
     kernel: Choice = None
     uniforms: dict[Any, jax.Array | None] = dataclasses.field(default_factory=dict)
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    offset: jax.Array | None = None
+    row_length: int | None = None
 
     @property
     def distinct(self) -> list[Any]:
@@ -88,12 +91,17 @@ class CastRequest:
         """With the key of each distinct cast."""
         uniforms = tuple(self.uniforms.get(laid) for laid in self.distinct)
         keys = tuple(self.keys[laid] for laid in self.distinct)
-        return CastArguments(keys, uniforms, factor, group_sizes=group_sizes)
+        return CastArguments(keys, uniforms, factor, group_sizes=group_sizes, offset=self.offset)
 
-    def on_shards(self, uniform: Callable[["LaidOnShard", jax.Array], jax.Array]) -> "CastRequest":
+    @property
+    def is_stochastic(self) -> bool:
+        return any(key is not None for key in self.keys.values())
+
+    def on_shards(self, uniform: Callable[["LaidOnShard", jax.Array], jax.Array | None]) -> "CastRequest":
         """The casts of a shard, which share scales with other devices and draw what one device would.
 
-        `laid` holds LaidOnShards. uniform: the random numbers of a shard, from its cast and a key.
+        `laid` holds LaidOnShards. uniform: the random numbers of a shard, from its cast and a key, or None where they
+        follow from `offset`.
         """
         drawn = {on: None if (key := self.keys[on]) is None else uniform(on, key) for on in self.distinct}
         return dataclasses.replace(

@@ -26,7 +26,7 @@ from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan, propagating
 from scaledot.ops.quantize import amax, plan_of_groups
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
-from scaledot.parallel.types import devices_of
+from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Gemm, Recipe
 from scaledot.state import State
 from scaledot.train.kind import CastRequest, Made, Matmul, Operands, Step
@@ -73,12 +73,12 @@ def ragged_dot(
         raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
-    operands, state, devices = Operands(x, w, b, groups), how.checked_state(state, w), devices_of(x, w)
+    operands, state, partitioning = Operands(x, w, b, groups), how.checked_state(state, w), _partitioning(x, w)
     how = dataclasses.replace(how, out_sharding=None)  # the matmuls of shards, or of whole arrays, have none
 
     def kind_of(groups: int, rows: int, k: int, n: int) -> Ragged:
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
-        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays, devices), devices)
+        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays, partitioning), partitioning)
 
     if experts is not None:
         return how.returned(*multiply_experts(kind_of, how, experts, operands, state, key))
@@ -88,7 +88,12 @@ def ragged_dot(
     return how.returned(y[:rows], state)
 
 
-def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], devices: int) -> int:
+def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
+    """How XLA partitions them: kernels of groups have no partitioning of their own."""
+    return partitioning_of(x, w)._replace(is_automatic=False)
+
+
+def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], partitioning: Partitioning) -> int:
     """What sizes of groups are rounded up to in wgrad: what its casts need, or more where kernels make both of them.
 
     A cast that rounds stochastically must have the same codes on every device, so what serves two products still does.
@@ -102,7 +107,7 @@ def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, A
             return needed
         view = View(LaidRows(cast, cast.tile, 1, 1).plan(x.shape, x.dtype, groups), contracted=0)
         given = frozenset() if cast.delayed is None else frozenset({"factor"})
-        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, devices=devices)
+        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, partitioning=partitioning)
         multiples.add(table.spacing(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
@@ -156,7 +161,7 @@ class Ragged:
     """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
 
     together: int
-    devices: int = 1  # that XLA partitions the operands over
+    partitioning: Partitioning = ONE_DEVICE
     has_batch = False
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid | LaidRows:
@@ -192,7 +197,7 @@ class Ragged:
         factor = None if request.factor is None else request.factor.reshape(1, 1)
         given = request.arguments(factor, groups)
         wanted = {"amax": request.amax and is_first, "group_multiple": laid.together}
-        return make_casts(x, (view,), given, request.kernel, self.devices, **wanted)
+        return make_casts(x, (view,), given, request.kernel, self.partitioning, **wanted)
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.together) if matmul == "wgrad" else x

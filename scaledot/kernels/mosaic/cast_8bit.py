@@ -133,7 +133,8 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     )
     seeds = cast_support.seeds([by_axis.get(axis, views[0]) for axis in (1, 0)], given)
     along, down = (by_axis[axis].plan.rotation if axis in by_axis else None for axis in (1, 0))
-    made = cast_tiles.cast(filled, plan.format, scaling, wanted, seeds, k, (along, down), saturates=saturates)
+    row_length = problem.row_length or k
+    made = cast_tiles.cast(filled, plan.format, scaling, wanted, seeds, row_length, (along, down), saturates=saturates)
     largest = made.amax if seen is None else seen
 
     def array(view: View) -> ScaledArray | Transposed:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
+from scaledot.kernels.mosaic.launch import launch
 from scaledot.kernels.mosaic.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
 from scaledot.kernels.mosaic.sizes import BLOCKS
 from scaledot.kernels.mosaic.support import kernel_name
@@ -98,7 +99,7 @@ def cast(
     if call.paired:
         x = lax.bitcast_convert_type(x.reshape(m, k // 2, 2), jnp.uint32)
     given = [each for each in (up, seeds) if each is not None]
-    written = iter(run(x.reshape(m, k // call.size, call.words), *given))
+    written = iter(launch(call, run, x.reshape(m, k // call.size, call.words), *given))
 
     def made(view: View) -> Made:
         data = next(written)
@@ -211,7 +212,8 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
         kernel_name=kernel_name("amax"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return tuple(jnp.max(run(x.reshape(m, k // size, size)), axis=(1, 2)))
+    found = launch(("amax of blocks", rotations, size), run, x.reshape(m, k // size, size))
+    return tuple(jnp.max(found, axis=(1, 2)))
 
 
 # Nothing that a cast writes is read again, so no thread need wait for another.

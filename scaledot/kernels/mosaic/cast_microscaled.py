@@ -105,7 +105,7 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
     if format.two_level:
         up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
     wanted = tuple(_wanted(view, shape_of(view, ndim)) for view in views)
-    made = cast_blocks.cast(filled, wanted, up, cast_support.seeds(views, given), shape[1])
+    made = cast_blocks.cast(filled, wanted, up, cast_support.seeds(views, given), problem.row_length or shape[1])
     arrays = (
         _stored(view, tile_of(view, ndim), one, level, x) for view, one, level in zip(views, made, levels, strict=True)
     )

@@ -15,7 +15,7 @@ from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import seeds_of
+from scaledot.numerics.rounding import seeds_from, seeds_of
 from scaledot.parallel.types import vary_as
 
 INPUTS = ("bfloat16", "float16", "float32")
@@ -103,7 +103,7 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
 def _seeds(views, given: CastArguments) -> Iterator[jax.Array]:
     for view in views:
         key = given.key(view)
-        yield jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(seeds_of(key))
+        yield jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(seeds_from(given.offset, *seeds_of(key)))
 
 
 def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:

@@ -41,6 +41,7 @@ from scaledot.kernels.mosaic.cast_tiles_launch import (
     Wanted,
 )
 from scaledot.kernels.mosaic.cast_tiles_program import largest_of
+from scaledot.kernels.mosaic.launch import launch
 from scaledot.kernels.mosaic.memory import LANES, THREADS, load, magnitudes, side_by_side
 from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.mosaic.support import kernel_name
@@ -83,7 +84,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
         kernel_name=kernel_name("amax"),
         compiler_params=_PARAMETERS,
     )
-    return run(x.reshape(-1, *read))
+    return launch(("amax", finite), run, x.reshape(-1, *read))
 
 
 def cast(
@@ -134,5 +135,6 @@ def cast(
         compiler_params=_PARAMETERS,
     )
     optional = (*call.factors(scaling), seeds, strips)
-    written = iter(run(x.reshape(-1, 2, x.shape[1]), *(each for each in optional if each is not None)))
+    given = (each for each in optional if each is not None)
+    written = iter(launch(call, run, x.reshape(-1, 2, x.shape[1]), *given))
     return call.result(*(next(written) if want else None for want in call.writes))

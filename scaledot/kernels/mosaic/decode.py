@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.mosaic.decode_mainloop import FETCH_REGISTERS, PART, STRIP, TILES, Config, Ring, Slots
+from scaledot.kernels.mosaic.launch import launch
 from scaledot.kernels.mosaic.memory import THREADS, load
 from scaledot.kernels.mosaic.registers import WORDS
 from scaledot.kernels.mosaic.support import kernel_name
@@ -105,7 +106,7 @@ class Kernel:
             scratch_types=self.scratch(),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
-        return run(*operands)
+        return launch(self, run, *operands)
 
     def scratch(self) -> list[Any]:
         """SMEM and barriers of a CTA, in the order in which the kernel names them."""

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from scaledot.kernels.mosaic.launch import launch
 from scaledot.kernels.mosaic.matmul_epilogue import Epilogue, Factors
 from scaledot.kernels.mosaic.matmul_mainloop import Inputs, MainLoop, Ring
 from scaledot.kernels.mosaic.memory import SWIZZLE, tiled
@@ -141,7 +142,7 @@ class Kernel:
             scratch_types=self.scratch(),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
-        return run(*operands)
+        return launch(None if self.grouped else self, run, *operands)  # groups are data
 
     def scratch(self) -> Scratch:
         config, columns = self.config, self._store_columns()

@@ -4,7 +4,7 @@ import re
 
 import jax
 
-from scaledot.parallel.types import devices_of, partition_reason
+from scaledot.parallel.types import Partitioning, partition_reason, partitioning_of
 
 OLDEST_JAX = (0, 11)
 MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
@@ -12,12 +12,12 @@ MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
 
 def device_reason() -> str | None:
     """Why this process cannot use them here, whatever the arrays."""
-    return machine_reason() or partition_reason(devices_of())
+    return machine_reason() or partition_reason(partitioning_of())
 
 
-def place_reason(devices: int | None) -> str | None:
-    """Why they do not run in a program that XLA partitions over so many devices, or inside a shard_map for None."""
-    return machine_reason() if devices is None else device_reason() or partition_reason(devices)
+def place_reason(partitioning: Partitioning | None) -> str | None:
+    """Why they do not run in a program that XLA partitions so, or inside a shard_map for None."""
+    return machine_reason() if partitioning is None else device_reason() or partition_reason(partitioning)
 
 
 def machine_reason() -> str | None:
