@@ -1,4 +1,4 @@
-"""A weight with the codes that were made of it before: what `cast_weights` returns, and `dense` and relatives multiply by.
+"""A weight with the codes that `cast_weights` made of it, which `dense`, `dot_general` and `einsum` multiply by.
 
 Codes of a weight depend on its elements, on the recipe, and on which of its axes a matmul contracts. The last two are
 static (`CastSpec`) and are checked wherever codes are used. Whether the elements have changed since is not known here.

@@ -8,7 +8,7 @@ weights inside the function that is differentiated:
     def loss(params, batch):
         return loss_of(model.apply({"params": cast.attach(params)}, batch))
 
-Codes are constants; gradients go to the master weights. Results are bit-identical to those of casting in each matmul.
+Codes are constants; gradients go to the master weights. Codes are bit-identical to those that each matmul would make.
 """
 
 import dataclasses
@@ -84,10 +84,12 @@ def cast_weights(
 
     Call it once per optimizer step, inside or outside jit, and `attach` the result to the parameters in the loss:
     `train.dense`, `train.dot_general`, `train.einsum` and Flax layers under the same recipe then multiply by these
-    codes instead of casting again, in every micro-batch and in what `jax.checkpoint` recomputes. Losses and gradients
-    are bit-identical to those without it. Codes that are older than the weights are not noticed: cast again after
-    each optimizer step. They take 1 byte per element and operand for 8-bit formats, plus scales; forward operands of
-    MXFP8 and NVFP4 on Hopper are bfloat16 values, 2 bytes.
+    codes instead of casting again, in every micro-batch and in what `jax.checkpoint` recomputes. Codes are the same,
+    bit by bit, as those that the matmuls would make; results are, too, unless XLA fuses the two programs differently.
+
+    Codes that are older than the weights are not noticed: cast again after each optimizer step. They take 1 byte per
+    element and operand for 8-bit formats, plus scales; forward operands of MXFP8 and NVFP4 on Hopper may be bfloat16
+    values, 2 bytes.
 
     Path patterns are those of `linen.with_recipe`, matched against the path of a layer: of "mlp/up/kernel", "mlp/up".
 
@@ -172,8 +174,8 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
     _check_recipe(name, recipe)
     if is_sharded(jax.typeof(w)):
         raise ValueError(
-            f"`{name}` is sharded over explicit mesh axes, {jax.typeof(w).sharding.spec}; cast_weights takes arrays that "
-            "XLA partitions along automatic axes, or whole ones: leave it out with `select`"
+            f"`{name}` is sharded over explicit mesh axes, {jax.typeof(w).sharding.spec}; cast_weights takes arrays "
+            "that XLA partitions along automatic axes, or whole ones: leave it out with `select`"
         )
     shape, devices = tuple(w.shape[stacked:]), devices_of(w)
     contracted = _checked_axes(name, contracting, w.shape, stacked)
@@ -200,7 +202,9 @@ def _check_recipe(name: str, recipe: Recipe) -> None:
 def _checked_axes(name: str, contracting: Any, shape: tuple[int, ...], stacked: int) -> tuple[int, ...]:
     """The axes of one weight that fwd contracts."""
     if not isinstance(stacked, int) or not 0 <= stacked < len(shape):
-        raise ValueError(f"`stacked` {stacked!r} must be a number of leading axes of `{name}` {shape}, and fewer than all")
+        raise ValueError(
+            f"`stacked` {stacked!r} must be a number of leading axes of `{name}` {shape}, and fewer than all"
+        )
     ndim = len(shape) - stacked
     axes = tuple(range(contracting)) if isinstance(contracting, int) else tuple(contracting)
     axes = tuple(a + ndim if a < 0 else a for a in axes)
