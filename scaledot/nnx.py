@@ -20,7 +20,7 @@ Weights can be cast once for several micro-batches; `attach` takes the State of 
 
     graphdef, params, others = nnx.split(model, nnx.Param, ...)
     cast = sd.train.cast_weights(params, recipe)
-    def loss(params, batch):
+    def loss(params, others, batch):
         return loss_of(nnx.merge(graphdef, cast.attach(params), others), batch)
 
 On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with

@@ -10,6 +10,7 @@ import pytest
 from data import normal
 from flax import linen as nn
 from flax import nnx
+from hopper import lowered_for_hopper, needs_mosaic
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import equations
@@ -86,7 +87,12 @@ def nnx_linear(recipe):
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     model = sd.nnx.with_recipe(model, recipe, rngs=nnx.Rngs(sr_rng=0))
     graphdef, params, others = nnx.split(model, nnx.Param, ...)
-    return Case(lambda params, x: nnx.merge(graphdef, params, others)(x), params, {})
+
+    def apply(params, x):
+        variables = jax.tree.map(lambda leaf: leaf, others)  # of this trace: stochastic rounding counts its keys there
+        return nnx.merge(graphdef, params, variables)(x)
+
+    return Case(apply, params, {})
 
 
 CASES = [plain_jax, master_weights, dot_general_cls, with_recipe, scanned_and_rematerialised, nnx_linear]
@@ -129,17 +135,17 @@ def test_losses_and_gradients_are_those_of_casting_in_each_micro_batch(recipe, m
     assert_equal(plain, cast)
 
 
-def casts_of_weights(step, params):
-    """How many casts of a weight a program has outside and inside the loop over micro-batches."""
+def casts_of_weights(step, params, program="quantize_parts", shape=(WIDTH, WIDTH), dtypes=(jnp.float32, jnp.bfloat16)):
+    """How many casts of a weight, by the name of their program, are outside and inside the loop over micro-batches."""
 
     def is_cast(equation):
-        shapes = [v.aval.shape for v in equation.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        return equation.params.get("name") == "quantize_parts" and (WIDTH, WIDTH) in shapes
+        shapes = [v.aval.shape for v in equation.invars if v.aval.dtype in dtypes]
+        return equation.params.get("name") == program and shape in shapes
 
-    every = list(equations(jax.make_jaxpr(step)(params).jaxpr))
-    (loop,) = (e for e in every if e.primitive.name == "scan" and e.params["length"] == MICRO)
+    whole = jax.make_jaxpr(step)(params).jaxpr
+    (loop,) = (e for e in whole.eqns if e.primitive.name == "scan" and e.params["length"] == MICRO)
     inside = sum(map(is_cast, equations(loop.params["jaxpr"].jaxpr)))
-    return sum(map(is_cast, every)) - inside, inside
+    return sum(map(is_cast, equations(whole))) - inside, inside
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -149,6 +155,23 @@ def test_a_weight_is_cast_outside_the_loop_and_only_there(recipe, casts, make):
     case, again = make(recipe), 1 if make is scanned_and_rematerialised else 0
     assert casts_of_weights(accumulated(case, recipe, False), case.params) == (0, casts + again)
     assert casts_of_weights(accumulated(case, recipe, True), case.params) == (casts, 0)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("recipe", "layout"), [("fp8_block", "Transposed"), ("nvfp4", "RowPairs")])
+def test_kernels_for_hopper_cast_weights_outside_the_loop(monkeypatch, recipe, layout):
+    """With the layouts that their matmuls read. Traced, not run."""
+    w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def apply(w, x):
+        return train.dense(jnp.tile(x, (64, 8)), w, recipe=recipe, key=KEY)
+
+    with lowered_for_hopper(monkeypatch):
+        steps = (accumulated(Case(apply, w, {}), recipe, is_cast) for is_cast in (False, True))
+        plain, cast = (casts_of_weights(step, w, "_run", w.shape, [w.dtype]) for step in steps)
+        codes = jax.eval_shape(lambda w: train.cast_weights(w, recipe), w)
+    assert plain[0] == cast[1] == 0 < plain[1] == cast[0]
+    assert layout in str(jax.tree.structure(codes))
 
 
 def test_codes_are_stored_once_where_two_matmuls_take_them():
