@@ -292,6 +292,7 @@ def test_a_cast_weight_says_what_it_stands_for():
     assert ATTACHED.astype(jnp.float32) is ATTACHED
     assert ATTACHED[...] is ATTACHED
     assert jax.tree.leaves(ATTACHED)[0] is W
+    np.testing.assert_array_equal(train.dense(X, ATTACHED, recipe="mxfp8"), train.dense(X, W, recipe="mxfp8"))
 
 
 def test_recipes_that_leave_weights_alone_attach_nothing():
@@ -355,7 +356,7 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
             "mxfp8 uses stochastic rounding for w of fwd and w of dgrad",
         ),
         (lambda: train.cast_weights({"a": W}, "mxfp8"), "`params` has no leaf named 'kernel'.*of 'a'"),
-        (lambda: train.cast_weights({"a": W}, "mxfp8", select="b"), "no leaf named 'kernel'"),
+        (lambda: train.cast_weights({"a": W}, "mxfp8", select="b"), "'b' of `select` matches no.*near paths: a"),
         (lambda: train.cast_weights({"a": {"kernel": W}}, {"b": "mxfp8"}), "'b' of `rules` matches no layer"),
         (
             lambda: train.cast_weights({"a": {"kernel": W}}, "mxfp8", contracting={"b": 1}),
@@ -396,6 +397,7 @@ MISSING = r"CastWeight\(float32\[64,32\], mxfp8\) was given to something that ta
         (lambda: layer(dot_general_cls=sd.linen.make_dot_general_cls("mxfp8")), MISSING),
         (lambda: layer(promote_dtype=sd.linen.promote_dtype), "argument to dot_general.*CastWeight"),
         (lambda: ATTACHED[0], "cannot be indexed"),
+        (lambda: train.cast_weights(W, "mxfp8", dtype=jnp.int8), "`dtype` of `params` must be a float dtype.*not int8"),
         (
             lambda: train.ragged_dot(X, ATTACHED, jnp.array([ROWS]), recipe="mxfp8"),
             r"train.ragged_dot casts its own weights and takes no CastWeight.*select=",

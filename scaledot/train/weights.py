@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import GetAttrKey
@@ -51,7 +52,7 @@ class CastWeights:
         checked: after an optimizer step, cast again. A `nn.Partitioned` box around a weight is unboxed.
         """
         leaves, tree = _leaves(params)
-        missing = [path for path in self.by_path if path not in [path for path, _ in leaves]]
+        missing = [path for path in self.by_path if path not in dict(leaves)]
         if missing:
             raise ValueError(f"`params` has nothing at {missing[0]!r}, which was cast; its paths: {_some(leaves)}")
         return tree.unflatten([self._attached(path, leaf) for path, leaf in leaves])
@@ -125,10 +126,11 @@ def cast_weights(
         axes, count = 1 if axes is None else axes, count or 0
         if chosen.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
             codes[path] = None if found is None else _codes_of(path, w, found, to, axes, count)
-    if not codes:
+    if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; give its leaves by `select`, of {_some(leaves)}")
+    for patterns in by_layer:
+        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
     for patterns in (*by_layer, chosen):
-        patterns.asked |= {_layer(path).rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
         patterns.check_all_matched()
     return CastWeights({path: made for path, made in codes.items() if made is not None})
 
@@ -180,8 +182,10 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
     shape, devices = tuple(w.shape[stacked:]), devices_of(w)
     contracted = _checked_axes(name, contracting, w.shape, stacked)
     to_matrices = table.casts_matrices(devices) or recipe.cuts
-    to = w.dtype if dtype is None else np.dtype(dtype)
-    spec = CastSpec(recipe, shape, np.dtype(w.dtype), np.dtype(to), contracted, to_matrices)
+    to = np.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
+        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
+    spec = CastSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
     return run_as_program(_cast, table.tables(), spec, devices, stacked, arrays=(w,))
 
 
