@@ -36,6 +36,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("scaledot.linen needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.core.scope import Scope
+from flax.linen import dtypes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
@@ -44,6 +45,7 @@ from scaledot.recipes import UNQUANTISED, Recipe, find_recipe
 from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
+from scaledot.train.weight_codes import promote_around
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
@@ -270,9 +272,11 @@ def _intercepted(chosen: Rules, lying: Patterns, overlap: str | tuple[str, ...],
         specs = lying.value_for("/".join(layer.path))
         on_mesh = {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
         if isinstance(layer, nn.Einsum):
-            return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
+            with _fields_set(layer, _promotion(layer)):
+                return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
         seam, product = _SEAMS[isinstance(layer, nn.Conv)]
-        with _field_set(layer, f"{seam}_cls", _with_default(product, recipe, **on_mesh)):
+        fields = {f"{seam}_cls": _with_default(product, recipe, **on_mesh), **_promotion(layer)}
+        with _fields_set(layer, fields):
             return call(*args, **kwargs)
 
     return nn.intercept_methods(interceptor)
@@ -289,17 +293,46 @@ def _recipe_for(layer: nn.Module, method: str, chosen: Rules, args: tuple, kwarg
 
 
 @contextlib.contextmanager
-def _field_set(layer: nn.Module, field: str, value: Any):
-    """Sets a field of a bound layer, which is None otherwise, for one call.
+def _fields_set(layer: nn.Module, fields: Mapping[str, Any]):
+    """Sets fields of a bound layer for one call.
 
-    Calling `layer.clone` with the field set would not touch the layer, but linen would record it as one more call:
+    Calling `layer.clone` with the fields set would not touch the layer, but linen would record it as one more call:
     `capture_intermediates` would return each output twice, and interceptors would run again.
     """
-    object.__setattr__(layer, field, value)  # a bound module refuses assignments
+    before = {name: getattr(layer, name) for name in fields}
     try:
+        for name, value in fields.items():
+            object.__setattr__(layer, name, value)  # a bound module refuses assignments
         yield
     finally:
-        object.__setattr__(layer, field, None)
+        for name, value in before.items():
+            object.__setattr__(layer, name, value)
+
+
+def promote_dtype(*args, dtype=None, inexact=True) -> list[Any]:
+    """`flax.linen.dtypes.promote_dtype` of arrays that lets a `train.CastWeight` pass.
+
+    For layers with a `dot_general_cls` whose parameters come from `train.CastWeights.attach`; `with_recipe` sets it.
+    A weight that was cast from another dtype than the layer computes in is refused.
+
+    >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"), promote_dtype=promote_dtype)
+    >>> params = layer.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
+    >>> cast = train.cast_weights(params, "mxfp8")
+    >>> layer.apply({"params": cast.attach(params)}, jnp.ones((2, 32))).shape
+    (2, 8)
+    """
+    return promote_around(lambda arrays: dtypes.promote_dtype(*arrays, dtype=dtype, inexact=inexact), args)
+
+
+def _promotion(layer: nn.Module) -> dict[str, Any]:
+    """The field with which a layer passes on a CastWeight; one with a `promote_dtype` of its own keeps that."""
+    held = getattr(layer, "promote_dtype", None)
+    if held is None and isinstance(layer.get_variable("params", "kernel"), train.CastWeight):
+        raise TypeError(
+            f"{type(layer).__name__} {'/'.join(layer.path)!r} has no `promote_dtype` in this version of Flax, and so "
+            "cannot take a CastWeight; leave its kernel out with `select` of cast_weights, or update Flax"
+        )
+    return {"promote_dtype": promote_dtype} if held is dtypes.promote_dtype else {}
 
 
 _SEAMS = ("dot_general", DotGeneral), ("conv_general_dilated", ConvGeneralDilated)

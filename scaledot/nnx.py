@@ -16,6 +16,13 @@ jit cannot tell a history that was never trained from one that was.
 Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, or from their default
 stream, except after `model.eval()`.
 
+Weights can be cast once for several micro-batches; `attach` takes the State of the Params:
+
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+    cast = sd.train.cast_weights(params, recipe)
+    def loss(params, others, batch):
+        return loss_of(nnx.merge(graphdef, cast.attach(params), others), batch)
+
 On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
 products, as in `scaledot.train.dot_general`.
 """
@@ -31,12 +38,14 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("scaledot.nnx needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.errors import TraceContextError
+from flax.nnx.nn import dtypes
 
 from scaledot import train
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.rules import Given, Layer, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
+from scaledot.train.weight_codes import promote_around
 
 KEY_STREAM = "sr_rng"
 
@@ -146,6 +155,16 @@ class GroupedDense(Quantized):
         )
 
 
+def promote_dtype(args: tuple, /, *, dtype=None, inexact=True) -> tuple:
+    """NNX's own `promote_dtype` of arrays that lets a `train.CastWeight` pass.
+
+    For layers whose parameters come from `train.CastWeights.attach`; `with_recipe` and the layers of this module set
+    it. A weight that was cast from another dtype than the layer computes in is refused.
+    """
+    own = functools.partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
+    return tuple(promote_around(lambda arrays: own(tuple(arrays)), args))
+
+
 class _WithDotGeneral:
     """The constructor of layers whose matmul is a `DotGeneral`."""
 
@@ -162,6 +181,7 @@ class _WithDotGeneral:
         **options,
     ):
         product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+        options = {"promote_dtype": promote_dtype, **options}
         layer: Any = super()  # nnx.Linear or nnx.LinearGeneral
         layer.__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
 
@@ -196,6 +216,7 @@ class Einsum(nnx.Einsum):
         **options,
     ):
         product = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+        options = {"promote_dtype": promote_dtype, **options}
         super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=product, **options)
 
 
@@ -277,6 +298,8 @@ def with_recipe(
             on_mesh: dict[str, Any] = {"specs": lying.value_for(path), "overlap": overlap}
             product = seam.product(recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
             setattr(layer, seam.attribute, nnx.data(product))
+            if getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
+                setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)
     chosen.check_all_matched()
     lying.check_all_matched()
     warn_of_overlooked(chosen.layers, stacklevel=2)

@@ -24,19 +24,30 @@ from scaledot.state import State
 from scaledot.train.kind import CastRequest, Made, Step
 from scaledot.train.laid import Laid
 from scaledot.train.residuals import named
+from scaledot.train.weight_codes import WeightCodes
 
 
 class Casts:
     """The casts of one pass, forward or backward."""
 
-    def __init__(self, step: Step, groups: jax.Array | None, state: State, key: jax.Array | None):
+    def __init__(
+        self,
+        step: Step,
+        groups: jax.Array | None,
+        state: State,
+        key: jax.Array | None,
+        codes: WeightCodes | None = None,
+    ):
         self.kind, self.recipe, self.options = step.kind, step.options.recipe, step.options
         self.groups, self.state, self.key = groups, state, key
+        self.codes = {} if codes is None else {"w": codes}  # of tensors that were cast before
 
     def made(
         self, tensor: str, x: jax.Array, matmuls: tuple[str, ...], residual: str | None = None, sums: bool = False
     ) -> Made:
         """x as each matmul takes it: cast, or as it is. That for `residual` is saved for the backward pass."""
+        if tensor in self.codes:
+            return self._cast_before(tensor, x, matmuls)
         casts = {m: cast for m in matmuls if (cast := cast_of(self.recipe, m, tensor)) is not None}
         plain = {m: self.kind.plain(m, tensor, x, self.groups) for m in matmuls if m not in casts}
         made = []
@@ -47,6 +58,16 @@ class Casts:
         operands = functools.reduce(operator.or_, (each.operands for each in made), plain)
         seen = next((each.amax for each in made if each.amax is not None), None)
         return Made({m: operands[m] for m in matmuls}, seen, made[0].sums if made else None)
+
+    def _cast_before(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> Made:
+        """x as each matmul takes it, of codes that were made before."""
+
+        def operand(matmul: str) -> Any:
+            if cast_of(self.recipe, matmul, tensor) is None:
+                return self.kind.plain(matmul, tensor, x, self.groups)
+            return self.codes[tensor].operand(matmul)
+
+        return Made({m: operand(m) for m in matmuls})
 
     def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, sums: bool) -> CastRequest:
         laid = {m: self.kind.lay(cast, m, tensor) for m, cast in casts.items()}
@@ -65,6 +86,8 @@ class Casts:
         kept = made.operands[later]
         if cast_of(self.recipe, later, tensor) is None:
             return made, kept
+        if tensor in self.codes:  # under no name: they are inputs, which jax.checkpoint need not save
+            return made, self.codes[tensor].bits(later)
         saved = named(kept, self.options.residual_name)
         return made._replace(operands={m: saved if q is kept else q for m, q in made.operands.items()}), saved
 

@@ -29,6 +29,7 @@ from scaledot.train.kind import Matmul, Operands, Step
 from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.vjp import multiply
+from scaledot.train.weight_codes import plain_weight
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -60,7 +61,7 @@ def conv_general_dilated(
     >>> conv_general_dilated(image, kernel, (1,), "VALID", recipe="fp8_current").shape
     (1, 1, 3)
     """
-    x, w = float_operand(x, "x"), float_operand(w, "w")
+    x, w = float_operand(x, "x"), plain_weight(w, "conv_general_dilated")
     if batch_group_count != 1:
         raise ValueError(f"`batch_group_count` {batch_group_count} is not offered in training; use feature groups")
     how = Options.of(

@@ -17,11 +17,12 @@ from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import Arrays
 from scaledot.train.dot_sharded import Sharded, multiply_sharded
-from scaledot.train.flatten import flatten
+from scaledot.train.flatten import Flattened, flatten
 from scaledot.train.kind import Matmul, Operands, Step
 from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.vjp import multiply
+from scaledot.train.weight_codes import WeightCodes, weight_operand
 
 
 def dot_general(
@@ -42,6 +43,7 @@ def dot_general(
     is kept for the backward pass is codes.
 
     Args:
+      w: an array, or a weight that `cast_weights` has cast under the same recipe.
       recipe: a Recipe or its name.
       state: for a recipe with delayed scaling, from `init_state`; then (y, state) is returned, and the state that is
         returned is the one to give to the next use within the same differentiated function. The gradient of a state
@@ -57,10 +59,10 @@ def dot_general(
     Array([[64., 64., 64.],
            [64., 64., 64.]], dtype=float32)
     """
-    x, w = float_operand(x, "x"), float_operand(w, "w")
+    x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
     how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    return contract_under(how, contraction, x, w, None, state, key)
+    return contract_under(how, contraction, x, w, None, state, key, codes)
 
 
 def einsum(
@@ -82,10 +84,13 @@ def einsum(
     >>> einsum("bsd,dhk->bshk", x, w, recipe="fp8_current").shape
     (2, 5, 4, 8)
     """
-    x, w = float_operand(x, "x"), float_operand(w, "w")
+    x, (w, codes) = float_operand(x, "x"), weight_operand(w)
+    shape = w.shape
     how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
     (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
-    return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key)
+    if codes is not None and w.shape != shape:
+        raise ValueError(f"{subscripts!r} sums or broadcasts axes of {codes.spec} alone, which was cast as it is")
+    return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
 
 
 def dense(
@@ -110,7 +115,7 @@ def dense(
     Array([[32. , 32.5],
            [32. , 32.5]], dtype=float32)
     """
-    x, w = float_operand(x, "x"), float_operand(w, "w")
+    x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     b = None if b is None else float_operand(b, "b")
     are_whole = options.get("specs") is None  # shards inside a shard_map may be cut differently, and are checked later
     if not x.ndim or not w.ndim or (are_whole and x.shape[-1] != w.shape[0]):
@@ -120,7 +125,7 @@ def dense(
     contraction = _last_by_first(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
     how = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
-    return contract_under(how, contraction, x, w, b, state, key)
+    return contract_under(how, contraction, x, w, b, state, key, codes)
 
 
 @functools.cache
@@ -129,28 +134,37 @@ def _last_by_first(x_ndim: int, w_ndim: int) -> Contraction:
     return from_dimension_numbers((((x_ndim - 1,), (0,)), ((), ())), x_ndim, w_ndim)
 
 
-def contract_under(options: Options, contraction: Contraction, x, w, b, state: State | None, key):
-    """A contraction of checked operands: y, or (y, state) with delayed scaling."""
+def contract_under(
+    options: Options, contraction: Contraction, x, w, b, state: State | None, key, codes: WeightCodes | None = None
+):
+    """A contraction of checked operands: y, or (y, state) with delayed scaling. codes: of w, if it was cast before."""
+    if codes is not None:
+        codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
     splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
     if splits is None:
-        return options.returned(*_contract_whole(options, contraction, operands, state, key))
+        return options.returned(*_contract_whole(options, contraction, operands, state, key, codes))
+    if codes is not None:
+        raise ValueError(
+            f"{codes.spec} was cast whole; with `specs`, or sharded over explicit mesh axes, a matmul casts shards: "
+            "leave the weight out of cast_weights with `select`"
+        )
     return options.returned(*_contract_sharded(options, contraction, splits, operands, state, key))
 
 
-def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key):
+def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):
     """Operands on one device, or that XLA partitions as it likes."""
     _check_bias(contraction, operands)
     partitioning = partitioning_of(operands.x, operands.w)
-    flat = flatten(contraction, table.casts_matrices(partitioning) or options.recipe.cuts)
+    to_matrices = table.casts_matrices(partitioning) or options.recipe.cuts
+    flat = flatten(contraction, to_matrices if codes is None else codes.spec.to_matrices)
     sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
     if sharding is not None:
         options = dataclasses.replace(options, out_sharding=None)
     x, w, b, _ = operands
     given = Operands(flat.x.enter(x), flat.w.enter(w), None if b is None else flat.bias.enter(b), None)
     sizes = dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True))
-    members = () if partitioning.devices == 1 else flat.members(sizes)
-    y, state = multiply(Step(Dot(flat.flat, partitioning, members), options), given, state, key)
+    y, state = multiply(Step(Dot.of(flat, partitioning, sizes), options), given, state, key, codes)
     y = flat.g.leave(y, sizes)
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
 
@@ -179,6 +193,11 @@ class Dot(Arrays):
     contraction: Contraction
     partitioning: Partitioning = ONE_DEVICE
     members: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, flat: Flattened, partitioning: Partitioning, sizes: dict[str, int]) -> "Dot":
+        """The flattened contraction in a program that XLA partitions so. sizes: of the labels before flattening."""
+        return cls(flat.flat, partitioning, () if partitioning.devices == 1 else flat.members(sizes))
 
     @property
     def out(self) -> str:

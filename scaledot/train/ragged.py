@@ -34,6 +34,7 @@ from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.vjp import multiply
+from scaledot.train.weight_codes import plain_weight
 
 
 def ragged_dot(
@@ -60,7 +61,7 @@ def ragged_dot(
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
     Array([32., 96., 96.,  0.], dtype=float32)
     """
-    x, w = float_operand(x, "x"), float_operand(w, "w")
+    x, w = float_operand(x, "x"), plain_weight(w, "ragged_dot")
     b = None if b is None else float_operand(b, "b")
     dtype, refused = result_dtype(preferred_element_type, x.dtype, w.dtype), ("overlap", "on_indivisible")
     how = Options.of(recipe, dtype, precision, options, refused)

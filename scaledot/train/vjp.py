@@ -32,24 +32,29 @@ from scaledot.train.residuals import (
     differentiated_once,
     from_bits,
 )
+from scaledot.train.weight_codes import WeightCodes
 
 
-def multiply(step: Step, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
-    """The result, and the state to give to the next use."""
+def multiply(
+    step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None = None
+) -> tuple[jax.Array, State]:
+    """The result, and the state to give to the next use. codes: of w, if it was cast before."""
     if callable(step.options.kernel):  # which may answer differently every time
-        return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key))
-    return run_as_program(_multiply_by, table.tables(), step, arrays=(operands, state, key))
+        return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key, codes))
+    return run_as_program(_multiply_by, table.tables(), step, arrays=(operands, state, key, codes))
 
 
-def _multiply_by(tables, step: Step, operands: Operands, state: State, key: jax.Array | None):
+def _multiply_by(tables, step: Step, operands: Operands, state: State, key, codes: WeightCodes | None):
     """`_multiply`, whose kernels are chosen from these tables."""
-    return _multiply(step, operands, state, key)
+    return _multiply(step, operands, state, key, codes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(step: Step, operands: Operands, state: State, key: jax.Array | None) -> tuple[jax.Array, State]:
+def _multiply(
+    step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None
+) -> tuple[jax.Array, State]:
     """The forward matmul alone, as it is computed when nobody differentiates."""
-    casts = Casts(step, operands.groups, state, key)
+    casts = Casts(step, operands.groups, state, key, codes)
     x, w = (casts.made(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
     return _multiply_codes(step, operands, x, w), state
 
@@ -59,10 +64,10 @@ def _multiply_codes(step: Step, operands: Operands, x, w) -> jax.Array:
     return step.kind.multiply(matmul, x, w, operands.groups, operands.bias)
 
 
-def _forward(step: Step, operands: Operands, state: State, key: jax.Array | None):
+def _forward(step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None):
     check_key(step.options.recipe, key, step.options.recipe.stochastic)
     operands = differentiated_once(operands)
-    casts = Casts(step, operands.groups, state, key)
+    casts = Casts(step, operands.groups, state, key, codes)
     x, kept_x = casts.made_and_kept("x", operands.x, "wgrad")
     w, kept_w = casts.made_and_kept("w", operands.w, "dgrad")
     inside_x = casts.inside("dgrad", "x", operands.x, x.operands["fwd"])
@@ -87,7 +92,7 @@ def _backward(step: Step, kept: Residuals, cotangents: tuple[jax.Array, State]):
     db = None if bias_like is None else _as_primal(casts.bias_gradient(g, made), bias_like)
     amaxes = kept.amax | ({"g": casts.amax("g", g, made)} if "g" in kept.state else {})
     state = _next_state(step, kept.state, amaxes, later)
-    return Operands(dx, dw, db, _no_tangent(kept.groups)), state, _no_tangent(kept.key)
+    return Operands(dx, dw, db, _no_tangent(kept.groups)), state, _no_tangent(kept.key), None
 
 
 _multiply.defvjp(_forward, _backward)

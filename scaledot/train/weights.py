@@ -1,0 +1,229 @@
+"""Weights cast once for many matmuls: once per optimizer step, whatever the number of micro-batches.
+
+A training step with gradient accumulation multiplies by the same weights in each micro-batch, and rematerialised layers
+do so twice. `cast_weights` quantises them before the loop, and `CastWeights.attach` puts the codes beside the master
+weights inside the function that is differentiated:
+
+    cast = cast_weights(params, "mxfp8")
+    def loss(params, batch):
+        return loss_of(model.apply({"params": cast.attach(params)}, batch))
+
+Codes are constants; gradients go to the master weights. Codes are bit-identical to those that each matmul would make.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import GetAttrKey
+
+from scaledot.kernels import table
+from scaledot.ops.operands import float_operand
+from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
+from scaledot.programs import run_as_program
+from scaledot.recipes import Recipe
+from scaledot.rules import Given, Patterns, Rules
+from scaledot.train.casts import Casts, cast_of
+from scaledot.train.dot import Dot
+from scaledot.train.flatten import flatten
+from scaledot.train.kind import Step
+from scaledot.train.options import Options
+from scaledot.train.weight_codes import CastSpec, CastWeight, WeightCodes, described
+
+KERNEL = "kernel"  # the name that Flax's layers give to their weights
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CastWeights:
+    """The codes of the weights of a model, by path."""
+
+    by_path: dict[str, WeightCodes]
+
+    def attach(self, params: Any) -> Any:
+        """The parameters with a `CastWeight` in the place of each leaf that was cast; call it inside the loss.
+
+        `params` has the structure, shapes and dtypes that `cast_weights` saw. That it has the same elements is not
+        checked: after an optimizer step, cast again. A `nn.Partitioned` box around a weight is unboxed.
+        """
+        leaves, tree = _leaves(params)
+        missing = [path for path in self.by_path if path not in dict(leaves)]
+        if missing:
+            raise ValueError(f"`params` has nothing at {missing[0]!r}, which was cast; its paths: {_some(leaves)}")
+        return tree.unflatten([self._attached(path, leaf) for path, leaf in leaves])
+
+    def _attached(self, path: str, leaf: Any) -> Any:
+        if path not in self.by_path:
+            return leaf
+        master, codes = _unboxed(leaf), lax.stop_gradient(self.by_path[path])
+        found = described(np.shape(master), master.dtype)
+        cast = described((*codes.stack, *codes.spec.shape), codes.spec.master_dtype)
+        if found != cast:
+            raise ValueError(f"`params` has {found} at {path!r}, where {cast} was cast; call cast_weights again")
+        return CastWeight(master, codes)
+
+    def __repr__(self) -> str:
+        words = (f"{path or 'array'}: {codes.spec.recipe.name}" for path, codes in self.by_path.items())
+        return f"CastWeights({', '.join(words)})"
+
+
+def cast_weights(
+    params: Any,
+    recipe: Given,
+    *,
+    dtype: Any = None,
+    contracting: int | Sequence[int] | Mapping[str, int | Sequence[int]] = 1,
+    stacked: int | Mapping[str, int] = 0,
+    select: str | Sequence[str] | Mapping[str, bool] | None = None,
+) -> CastWeights:
+    """The quantised operands of weights, for the forward and the dgrad matmul, as a pytree of arrays.
+
+    Call it once per optimizer step, inside or outside jit, and `attach` the result to the parameters in the loss:
+    `train.dense`, `train.dot_general`, `train.einsum` and Flax layers under the same recipe then multiply by these
+    codes instead of casting again, in every micro-batch and in what `jax.checkpoint` recomputes. Codes are the same,
+    bit by bit, as those that the matmuls would make; results are, too, unless XLA fuses the two programs differently.
+
+    Codes that are older than the weights are not noticed: cast again after each optimizer step. They take 1 byte per
+    element and operand for 8-bit formats, plus scales; forward operands of MXFP8 and NVFP4 on Hopper may be bfloat16
+    values, 2 bytes.
+
+    Path patterns are those of `linen.with_recipe`, matched against the path of a layer: of "mlp/up/kernel", "mlp/up".
+
+    Args:
+      params: an array, or a pytree of parameters, such as linen's `params` or an `nnx.State` of Params.
+      recipe: a Recipe, its name, or {path pattern: recipe or None}, where the first match decides. Recipes with delayed
+        scaling or stochastic rounding of w are refused.
+      dtype: what a weight is converted to before it is cast, such as the `dtype` of nn.Dense; None for its own. Also
+        {path pattern: dtype}.
+      contracting: how many leading axes of a weight are contracted, or which ones. Also {path pattern: axes}, such as
+        {"*/out": 2} for the output projection of attention, `nn.DenseGeneral(axis=(-2, -1))`; 1 where nothing matches.
+      stacked: the number of leading axes that count layers, as `nn.scan` stacks them; each layer is cast by itself.
+        Also {path pattern: number}; 0 where nothing matches.
+      select: a pattern of the whole paths of leaves to cast, several, or {pattern: bool}. By default leaves named
+        "kernel" with at least 2 axes that are not stacked; an array alone is always cast.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from scaledot import train
+    >>> w, xs = jnp.ones((32, 2)), jnp.ones((4, 8, 32))            # four micro-batches
+    >>> cast = train.cast_weights(w, "mxfp8")
+    >>> grads = [jax.grad(lambda w: train.dense(x, cast.attach(w), recipe="mxfp8").sum())(w) for x in xs]
+    >>> sum(grads)[0]
+    Array([32., 32.], dtype=float32)
+    """
+    leaves, _ = _leaves(params)
+    named = {"dtype": dtype, "contracting": contracting, "stacked": stacked}
+    by_layer = [Rules(recipe), *(Patterns(given, name) for name, given in named.items())]
+    chosen = Patterns(_selection(select), "select")
+    codes: dict[str, WeightCodes | None] = {}
+    for path, leaf in leaves:
+        w, layer = _unboxed(leaf), _layer(path)
+        found, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
+        axes, count = 1 if axes is None else axes, count or 0
+        if chosen.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
+            codes[path] = None if found is None else _codes_of(path, w, found, to, axes, count)
+    if not codes and select is None:
+        raise ValueError(f"`params` has no leaf named {KERNEL!r}; give its leaves by `select`, of {_some(leaves)}")
+    for patterns in by_layer:
+        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+    for patterns in (*by_layer, chosen):
+        patterns.check_all_matched()
+    return CastWeights({path: made for path, made in codes.items() if made is not None})
+
+
+def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves with their paths, and the tree; a box of Flax linen around an array is a leaf."""
+    found, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: hasattr(node, "unbox"))
+    value = GetAttrKey("value")  # of a Variable of NNX
+    names = (keys[:-1] if keys and keys[-1] == value else keys for keys, _ in found)
+    paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names)
+    return [(path, leaf) for path, (_, leaf) in zip(paths, found, strict=True)], tree
+
+
+def _unboxed(leaf: Any) -> Any:
+    return leaf.unbox() if hasattr(leaf, "unbox") else leaf
+
+
+def _some(leaves: list[tuple[str, Any]]) -> str:
+    return ", ".join(repr(path) for path, _ in leaves[:8]) or "none"
+
+
+def _layer(path: str) -> str:
+    """The path of the layer that has a weight: that of a "kernel" without its name, any other one whole."""
+    layer, _, name = path.rpartition("/")
+    return layer if name == KERNEL else path
+
+
+def _selection(select: Any) -> Mapping[str, bool] | None:
+    given = [select] if isinstance(select, str) else select
+    return given if given is None or isinstance(given, Mapping) else dict.fromkeys(given, True)
+
+
+def _is_kernel(path: str, ndim: int) -> bool:
+    return not path or (path.rpartition("/")[-1] == KERNEL and ndim >= 2)
+
+
+def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, stacked: int) -> WeightCodes | None:
+    """The codes of one leaf; None if the recipe quantises w in no matmul."""
+    if all(cast_of(recipe, matmul, "w") is None for matmul in ("fwd", "dgrad")):
+        return None
+    name = path or "params"
+    w = lax.stop_gradient(float_operand(w, name))
+    _check_recipe(name, recipe)
+    if is_sharded(jax.typeof(w)):
+        raise ValueError(
+            f"`{name}` is sharded over explicit mesh axes, {jax.typeof(w).sharding.spec}; cast_weights takes arrays "
+            "that XLA partitions along automatic axes, or whole ones: leave it out with `select`"
+        )
+    shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
+    contracted = _checked_axes(name, contracting, w.shape, stacked)
+    to_matrices = table.casts_matrices(partitioning) or recipe.cuts
+    to = np.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
+        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
+    spec = CastSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
+    return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
+
+
+def _check_recipe(name: str, recipe: Recipe) -> None:
+    """Raise if codes of w depend on more than w."""
+    why = None
+    if "w" in recipe.delayed:
+        why = "scales w by its amax history, which every differentiated matmul advances"
+    elif chance := [what for what in recipe.stochastic if what.startswith("w of")]:
+        why = f"uses stochastic rounding for {' and '.join(chance)}, with new bits in every micro-batch"
+    if why is not None:
+        raise ValueError(
+            f"{recipe.name} {why}; it cannot be cast ahead: choose another recipe for `{name}`, or leave it out with "
+            "`select`"
+        )
+
+
+def _checked_axes(name: str, contracting: Any, shape: tuple[int, ...], stacked: int) -> tuple[int, ...]:
+    """The axes of one weight that fwd contracts."""
+    if not isinstance(stacked, int) or not 0 <= stacked < len(shape):
+        raise ValueError(
+            f"`stacked` {stacked!r} must be a number of leading axes of `{name}` {shape}, and fewer than all"
+        )
+    ndim = len(shape) - stacked
+    axes = tuple(range(contracting)) if isinstance(contracting, int) else tuple(contracting)
+    axes = tuple(a + ndim if a < 0 else a for a in axes)
+    if not axes or len(set(axes)) != len(axes) or not all(0 <= a < ndim for a in axes):
+        raise ValueError(f"`contracting` {contracting!r} must name axes of `{name}`, which has {shape[stacked:]}")
+    return axes
+
+
+def _cast(tables, spec: CastSpec, partitioning: Partitioning, stacked: int, w: jax.Array) -> WeightCodes:
+    """The codes that a training matmul makes of w; of a stack, one after the other."""
+    if stacked:
+        return lax.map(functools.partial(_cast, tables, spec, partitioning, stacked - 1), w)
+    flat, options = flatten(spec.contraction, spec.to_matrices), Options(spec.recipe, spec.dtype)
+    sizes = dict.fromkeys(spec.contraction.lhs, 1) | dict(zip(spec.contraction.rhs, spec.shape, strict=True))
+    casts = Casts(Step(Dot.of(flat, partitioning, sizes), options), None, {}, None)
+    made, _ = casts.made_and_kept("w", flat.w.enter(w.astype(spec.dtype)), "dgrad")
+    quantized = {m: q for m, q in made.operands.items() if cast_of(spec.recipe, m, "w") is not None}
+    return WeightCodes.of(spec, quantized)
