@@ -49,7 +49,7 @@ test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_blackwell.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_hopper.py tests/test_hopper_decode.py \
-		tests/test_hopper_meshes.py
+		tests/test_hopper_meshes.py tests/test_hopper_models.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

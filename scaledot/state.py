@@ -27,7 +27,7 @@ import contextvars
 import functools
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -231,22 +231,28 @@ def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
         yield path, f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
-def factor_of(cast: Cast, state: AmaxHistory) -> jax.Array:
+# Computes float32 scalars from others, by a function of a key and the scalars: as a kernel, if it likes.
+Compute = Callable[..., jax.Array]
+
+
+def _inline(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> jax.Array:
+    return f(*scalars)
+
+
+def factor_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
     """The factor to cast with: the stored one, which in a true state is never above what the history allows.
 
     A state that took no part in a step has zeros for a gradient, and so for its next value: it begins again.
     """
-    factor = state.factor.reshape(())
-    factor = jnp.where(factor > 0, jnp.minimum(factor, LARGEST_FACTOR), np.float32(1))
-    limit = _limit(cast, state.history)
-    return jnp.where(limit > 0, jnp.minimum(factor, limit), factor)
-
-
-def _limit(cast: Cast, history: jax.Array) -> jax.Array:
-    """The largest factor that a history allows, 0 where it is empty."""
     assert cast.delayed is not None
-    remembered = jnp.max(history) if cast.delayed.algorithm == "max" else history[-1]
-    return _factor(cast, remembered)
+    remembered = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
+    return compute(("factor", cast), functools.partial(_used_factor, cast), state.factor.reshape(()), remembered)
+
+
+def _used_factor(cast: Cast, factor: jax.Array, remembered: jax.Array) -> jax.Array:
+    factor = jnp.where(factor > 0, jnp.minimum(factor, LARGEST_FACTOR), np.float32(1))
+    limit = _factor(cast, remembered)  # 0 where the history is empty
+    return jnp.where(limit > 0, jnp.minimum(factor, limit), factor)
 
 
 def _factor(cast: Cast, amax: jax.Array) -> jax.Array:
@@ -265,15 +271,19 @@ def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
     return {tensor: advance(cast, state[tensor], amax[tensor]) for tensor, cast in recipe.delayed.items()}
 
 
-def advance(cast: Cast, state: AmaxHistory, amax: jax.Array) -> AmaxHistory:
+def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = _inline) -> AmaxHistory:
     """One step of one history: record, derive the next factor, make room for the next step."""
     delayed = cast.delayed
     assert delayed is not None
-    used = factor_of(cast, state)
+    used = factor_of(cast, state, compute)
     intact = used == state.factor.reshape(())
     history = jnp.where(intact, state.history, np.float32(0)).at[0].set(amax)
     largest = jnp.max(history) if delayed.algorithm == "max" else amax
-    factor = jnp.where(largest > 0, _factor(cast, largest), used)
+    factor = compute(("next factor", cast), functools.partial(_next_factor, cast), largest, used)
     if delayed.length > 1:  # a single slot is overwritten by the next step anyway
         history = jnp.roll(history, -1).at[0].set(np.float32(0))
     return AmaxHistory(history, factor.reshape(state.factor.shape))
+
+
+def _next_factor(cast: Cast, largest: jax.Array, used: jax.Array) -> jax.Array:
+    return jnp.where(largest > 0, _factor(cast, largest), used)

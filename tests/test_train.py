@@ -123,7 +123,7 @@ def values(tensors, recipe, product, side, factors=None):
         order = ["fwd x", "fwd w", "dgrad g", "dgrad w", "wgrad x", "wgrad g"]
         shape = list(x.shape)
         shape[axis] += -shape[axis] % 16 if "rotation" in cast else 0
-        key = jax.random.fold_in(KEY, order.index(f"{product} {tensor}"))
+        key = jnp.append(jax.random.key_data(KEY), np.uint32(order.index(f"{product} {tensor}")))
         cast["uniform"] = np.asarray(uniform_of(key, tuple(shape)))
     if factors:
         cast["factor"] = factors[tensor]

@@ -21,6 +21,7 @@ from scaledot.hashing import hash_once
 from scaledot.numerics import blocks
 from scaledot.numerics.cast import Plan
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import Key
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 
 
@@ -272,7 +273,7 @@ class CastArguments(NamedTuple):
     offset: of a shard, the flat index of its first element in the whole matrix, uint32 ().
     """
 
-    keys: tuple[jax.Array | None, ...] = ()
+    keys: tuple[Key | None, ...] = ()
     uniforms: tuple[jax.Array | None, ...] = ()
     factor: jax.Array | None = None
     scale: jax.Array | None = None
@@ -290,7 +291,7 @@ class CastArguments(NamedTuple):
         found = {name for name in ("factor", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
         return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
-    def key(self, view: View) -> jax.Array | None:
+    def key(self, view: View) -> Key | None:
         return None if view.key is None or self.uniform(view) is not None else self.keys[view.key]
 
     def uniform(self, view: View) -> jax.Array | None:

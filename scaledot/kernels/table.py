@@ -9,7 +9,7 @@ more row: nothing above this module knows of devices.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from scaledot.kernels.operands import Factor, lay, scaled
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, sum_dtype
 from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
-from scaledot.parallel.types import Partitioning
+from scaledot.parallel.types import Partitioning, vary_as
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,6 +147,29 @@ def spacing(problem: CastProblem) -> int:
 def casts_matrices(partitioning: Partitioning | None) -> bool:
     """Whether kernels that cast matrices, and nothing else, run in such a program, or inside a shard_map for None."""
     return any(kernel.place_reason is not None and kernel.place_reason(partitioning) is None for kernel in CASTS)
+
+
+def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array]:
+    """What computes f(*scalars), a float32 scalar, from (key, f, *scalars): a kernel where kernels run, or f itself.
+
+    partitioning: as in `casts_matrices`. key: what f depends on.
+    """
+
+    def compute(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> jax.Array:
+        is_one = partitioning is None or partitioning.devices == 1
+        if not is_one or support.place_reason(partitioning) is not None:
+            return f(*scalars)
+        from scaledot.kernels.mosaic.scalars import compute
+
+        def kernel(*scalars):
+            result = [jax.ShapeDtypeStruct((), jnp.float32)]
+            return compute(key, lambda *numbers: (f(*numbers),), result, *scalars)[0]
+
+        if jax.default_backend() != "gpu":
+            return vary_as(kernel(*scalars), *scalars)
+        return vary_as(lax.platform_dependent(*scalars, cuda=kernel, default=f), *scalars)
+
+    return compute
 
 
 def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[..., jax.Array]) -> Kernel:

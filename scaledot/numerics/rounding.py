@@ -5,8 +5,9 @@ the rest of the cast; here it is a hash of the key and of the element's flat ind
 the same codes on every backend and however the array is sharded.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
 
 
 def uniform_of(
-    key: jax.Array, shape: tuple[int, ...], row_length: int | None = None, offset: jax.Array | None = None
+    key: "Key", shape: tuple[int, ...], row_length: int | None = None, offset: jax.Array | None = None
 ) -> jax.Array:
     """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32).
 
@@ -106,14 +107,56 @@ def flat_index(axes: Sequence[Positions]) -> jax.Array:
     return index
 
 
-def seeds_of(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two well-mixed words from all words of the key."""
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    first, second = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)
-    for word in jnp.ravel(words):
-        first = _mix(first ^ _mix(word + np.uint32(0x27D4EB2F)))
-        second = _mix(second + _mix(word ^ np.uint32(0x165667B1)))
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """A key for one of several casts, by its number.
+
+    `seeds_of` mixes the number with the words of the key, so that it is as good as another key. Unlike
+    jax.random.fold_in that costs a few instructions: compiling Threefry for every cast of a model takes longer than
+    compiling its kernels.
+    """
+
+    key: jax.Array
+    number: int = dataclasses.field(metadata={"static": True})
+
+
+Key = jax.Array | Stream  # of jax.random, typed or raw
+
+
+def key_words(key: Key) -> list[Any]:
+    """The uint32 words of a key; of raw keys (..., words), each an array."""
+    if isinstance(key, Stream):
+        return [*key_words(key.key), np.uint32(key.number)]
+    words = raw_key(key)
+    return [words[..., i] for i in range(words.shape[-1])]
+
+
+def raw_key(key: jax.Array) -> jax.Array:
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def numbered(key: Key, numbers: jax.Array) -> jax.Array:
+    """A raw key for each of several numbers, which need not be static: (..., words)."""
+    words = [*key_words(key), numbers.astype(jnp.uint32)]
+    return jnp.stack([jnp.broadcast_to(word, numbers.shape) for word in words], axis=-1)
+
+
+def seeds_of(key: Key) -> tuple[jax.Array, jax.Array]:
+    """Two well-mixed words from all words of the key; of raw keys (..., words), two for each."""
+    first, second = mixed(key_words(key))
     return jnp.asarray(first), jnp.asarray(second)
+
+
+def mixed(words: Sequence[Any]) -> tuple[Any, Any]:
+    """Two well-mixed words from several."""
+    first: Any = np.uint32(0x9E3779B9)
+    second: Any = np.uint32(0x85EBCA6B)
+    with np.errstate(over="ignore"):  # a number that is known wraps around like all others
+        for word in words:
+            first = _mix(first ^ _mix(word + np.uint32(0x27D4EB2F)))
+            second = _mix(second + _mix(word ^ np.uint32(0x165667B1)))
+    return first, second
 
 
 def seeds_from(offset: jax.Array | None, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,7 @@ from scaledot.kernels.operands import Factor, lay
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Operand, Problem, sum_dtype
 from scaledot.kernels.table import Kernel
 from scaledot.numerics import blocks
+from scaledot.numerics.rounding import raw_key
 from scaledot.parallel import partition
 from scaledot.parallel.automatic import Arrays, Leaf, Shards, run_partitioned
 from scaledot.parallel.partition import Split
@@ -83,15 +84,10 @@ def _reshaped(arrays: Arrays, shapes: Sequence[Sizes]) -> tuple[jax.Array, ...]:
 
 def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArguments, members) -> CastResult:
     """The casts of x by a kernel, in a program that XLA partitions. members: sizes, for each axis of x."""
-    words = tuple(None if key is None else _words(key) for key in given.keys)
-    leaves, tree = jax.tree.flatten(given._replace(keys=words))
+    leaves, tree = jax.tree.flatten(given._replace(keys=jax.tree.map(raw_key, given.keys)))
     operation = Cast(problem, kernel, members, tuple(leaf.shape for leaf in leaves), tree)
     made = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
     return jax.tree.unflatten(operation.tree, _reshaped(made, [flat.shape for flat in operation.flats]))
-
-
-def _words(key: jax.Array) -> jax.Array:
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from scaledot import state as states
 from scaledot.kernels.spec import View, sum_dtype
-from scaledot.kernels.table import XLA_CAST
+from scaledot.kernels.table import XLA_CAST, scalar_program
+from scaledot.numerics.rounding import Key, Stream, raw_key
 from scaledot.ops.casts import make_casts
 from scaledot.ops.plan import given_factor
 from scaledot.ops.quantize import amax
@@ -108,9 +109,11 @@ class Casts:
         return self.kind.inside(self.kind.lay(cast, "fwd", tensor), x, q)
 
     def _factor(self, cast: Cast, tensor: str) -> jax.Array | None:
-        return None if cast.delayed is None else states.factor_of(cast, self.state[tensor])
+        if cast.delayed is None:
+            return None
+        return states.factor_of(cast, self.state[tensor], scalar_program(self.kind.partitioning))
 
-    def _key(self, laid: Hashable, cast: Cast, tensor: str) -> jax.Array | None:
+    def _key(self, laid: Hashable, cast: Cast, tensor: str) -> Key | None:
         """Independent bits for each cast of a step; one that serves two matmuls has those of the first."""
         if cast.rounding != "stochastic":
             return None
@@ -119,7 +122,7 @@ class Casts:
         first = next(m for m, c in served if c is not None and self.kind.lay(c, m, tensor) == laid)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
-        return jax.random.fold_in(self.key, every.index((first, tensor)))
+        return Stream(raw_key(self.key), every.index((first, tensor)))
 
 
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:

@@ -21,7 +21,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.numerics.rounding import Positions, flat_index, seeds_of, uniform_at
+from scaledot.numerics.rounding import Key, Positions, flat_index, seeds_of, uniform_at
 from scaledot.parallel import partition
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.overlap import Side, adds, contract_overlapped, ring_of
@@ -77,6 +77,10 @@ class Sharded:
     @property
     def has_batch(self) -> bool:
         return self.kind.has_batch
+
+    @property
+    def partitioning(self) -> None:
+        return None
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
         laid: Any = self.kind.lay(cast, matmul, tensor)
@@ -250,7 +254,7 @@ class Sharded:
         sharding = dict(getattr(self.splits, request.tensor))
         return None if any(axis.scattered_member(sharding, self.mesh) for axis in axes) else axes
 
-    def _uniform(self, on: LaidOnShard, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def _uniform(self, on: LaidOnShard, key: Key, shape: tuple[int, ...]) -> jax.Array:
         """What one device would draw for these elements: by their indices in the whole flattened array."""
         layout, rotation = self._layout(on.tensor), on.laid.cast.rotation
         shard, axes = dict(zip(layout.labels, shape, strict=True)), []

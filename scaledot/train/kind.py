@@ -13,7 +13,9 @@ import numpy as np
 
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import CastArguments, sum_dtype
+from scaledot.numerics.rounding import Key
 from scaledot.ops.operands import Choice
+from scaledot.parallel.types import Partitioning
 from scaledot.recipes import Cast
 from scaledot.train.options import Options
 
@@ -71,7 +73,7 @@ class CastRequest:
 
     tensor: str
     laid: dict[str, Any]
-    keys: dict[Any, jax.Array | None]
+    keys: dict[Any, Key | None]
     residual: str | None = None
     factor: jax.Array | None = None
     amax: bool = False
@@ -97,7 +99,7 @@ class CastRequest:
     def is_stochastic(self) -> bool:
         return any(key is not None for key in self.keys.values())
 
-    def on_shards(self, uniform: Callable[["LaidOnShard", jax.Array], jax.Array | None]) -> "CastRequest":
+    def on_shards(self, uniform: Callable[["LaidOnShard", Key], jax.Array | None]) -> "CastRequest":
         """The casts of a shard, which share scales with other devices and draw what one device would.
 
         `laid` holds LaidOnShards. uniform: the random numbers of a shard, from its cast and a key, or None where they
@@ -141,6 +143,11 @@ class Kind(Protocol):
     @property
     def has_batch(self) -> bool:
         """Whether it is a batch of matmuls."""
+        ...
+
+    @property
+    def partitioning(self) -> Partitioning | None:
+        """How XLA partitions the program; None inside a shard_map."""
         ...
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> Hashable:

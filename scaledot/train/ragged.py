@@ -21,6 +21,7 @@ from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.spec import CastProblem, CastResult, View, sum_dtype
 from scaledot.numerics.cast import Plan
 from scaledot.numerics.grouped import group_of, members, room, spaced, whole_groups
+from scaledot.numerics.rounding import numbered
 from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice, float_operand
 from scaledot.ops.plan import checked_groups, make_plan, propagating
@@ -250,7 +251,7 @@ def _cast_weights(request: CastRequest, laid: Laid, w: jax.Array) -> CastResult:
     key, uniform, axes = request.keys[laid], request.uniforms.get(laid), request.amax_axes.get(laid, ())
     keys = None
     if key is not None and uniform is None:
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(w.shape[0]))
+        keys = numbered(key, jnp.arange(w.shape[0]))
     each = functools.partial(laid.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
     codes = jax.vmap(lambda w, key, uniform: each(w, request.factor, key, None, uniform))(w, keys, uniform)
     return CastResult((codes,))

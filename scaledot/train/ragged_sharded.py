@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.numerics.grouped import room, whole_groups
-from scaledot.numerics.rounding import Positions, flat_index, seeds_of, uniform_at
+from scaledot.numerics.rounding import Key, Positions, flat_index, numbered, seeds_of, uniform_at
 from scaledot.parallel import partition
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.expert_dispatch import combine, dispatch, route_of_rows, route_of_weights
@@ -209,6 +209,7 @@ class ShardedRagged:
     sizes: tuple[tuple[str, int], ...]
     amax_scope: str
     has_batch = False
+    partitioning = None
 
     def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
         laid: Any = self.kind.lay(cast, matmul, tensor)
@@ -277,7 +278,7 @@ class ShardedRagged:
         if found is not None:
             raise ValueError(f"{cut_sentence(tensor, axes, found, what)}, or gather it first")
 
-    def _uniform(self, on: LaidOnShard, key: jax.Array, shape: tuple[int, ...], groups: jax.Array) -> jax.Array:
+    def _uniform(self, on: LaidOnShard, key: Key, shape: tuple[int, ...], groups: jax.Array) -> jax.Array:
         """What one device would draw for these elements: by their indices among all rows, or in a group's matrix."""
         feature = self._positions(on, "n" if on.tensor == "w" else _feature(on.tensor), shape[-1])
         if on.tensor != "w":
@@ -288,8 +289,7 @@ class ShardedRagged:
             return uniform_at(flat_index([row, feature]), *seeds_of(key))
         index = flat_index([self._positions(on, "k", shape[1]), feature])
         group = jnp.arange(shape[0]) + _first_group(groups, self._axes("g"))
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, group)
-        return jax.vmap(lambda each: uniform_at(index, *seeds_of(each)))(keys)
+        return jax.vmap(lambda each: uniform_at(index, *seeds_of(each)))(numbered(key, group))
 
     def _positions(self, on: LaidOnShard, label: str, shard: int) -> Positions:
         """Of a device's elements along features, and of the zeros that pad them for a rotation."""

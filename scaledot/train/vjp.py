@@ -117,7 +117,8 @@ def _next_state(step: Step, state: State, amaxes: dict[str, jax.Array], later: S
     """The next state, merged with what later uses of the same state have seen."""
     advanced = {}
     for tensor, cast in step.options.recipe.delayed.items():
-        mine = states.advance(cast, state[tensor], _largest_anywhere(amaxes[tensor], state[tensor]))
+        amax = _largest_anywhere(amaxes[tensor], state[tensor])
+        mine = states.advance(cast, state[tensor], amax, table.scalar_program(step.kind.partitioning))
         advanced[tensor] = states.merged(mine, later[tensor])
     return advanced
 

@@ -20,7 +20,7 @@ from scaledot.kernels.mosaic.sizes import FLOAT8_ELEMENTS, LINE
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import ONE, divide, flush
+from scaledot.numerics.bits import flush
 from scaledot.numerics.grouped import group_of, room, spaced_strips, strips, whole_groups
 from scaledot.numerics.scale import Levels, levels_or_nan
 from scaledot.parallel.types import vary_as
@@ -139,7 +139,8 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
 
     def array(view: View) -> ScaledArray | Transposed:
         codes = (made.rows, (m, k)) if _axis(view) else (made.transposed, (k, m))
-        scale = _stored_scale(made, given.factor, view, scaling_kind, x if seen is None else seen)
+        source = given.factor if given.factor is not None else x if seen is None else seen
+        scale = _stored_scale(made, view, scaling_kind, source)
         q = _stored(view, tile_of(view, len(problem.shape)), *codes, scale, x)
         return in_shape(problem, view, q) if isinstance(q, ScaledArray) and view.contracted is None else q
 
@@ -150,10 +151,8 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     )
 
 
-def _stored_scale(made, factor: jax.Array | None, view: View, scaling_kind: str, source: jax.Array) -> jax.Array:
-    """The scales of a view, as its codes are stored. They vary as what they were made from, a factor or the source."""
-    if factor is not None:
-        return divide(ONE, factor).reshape(1, 1)
+def _stored_scale(made, view: View, scaling_kind: str, source: jax.Array) -> jax.Array:
+    """The scales of a view, as its codes are stored. They vary as the source that they were made from."""
     if scaling_kind == "tensor":
         scale = made.row_scale.reshape(1, 1)
     elif scaling_kind == "squares":
@@ -246,6 +245,6 @@ def _cast_rows(
     if factor is None:
         scale = vary_as(made.row_scale if along else made.column_scale, x)
     else:
-        scale = (divide(ONE, factor) if factor.ndim == 0 else jnp.ones((), jnp.float32)).reshape(1, 1)
+        scale = (vary_as(made.row_scale, factor) if factor.ndim == 0 else jnp.ones(1, jnp.float32)).reshape(1, 1)
     data, shape = (made.rows, (m, k)) if along else (made.transposed, (k, rows))
     return _stored(view, tile_of(view, 2), data, shape, scale, x), vary_as(jnp.max(made.amax), x) if amax else None

@@ -179,8 +179,8 @@ def _kernel(call: Call, x_gmem, *others) -> None:
     _make(made, Rows(x_smem, first, beside, call.vector, call.paired))
 
 
-def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> tuple[jax.Array, ...]:
-    """The largest finite magnitude of x, and of x rotated down its columns in groups of `size`."""
+def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> jax.Array:
+    """The largest finite magnitude of x as each rotation, or None, leaves it: (R,). They run down columns of `size`."""
     m, k = x.shape
     vector, deep = _vector(size, x.dtype), m // size
     columns = THREADS * vector
@@ -213,7 +213,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> t
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     found = launch(("amax of blocks", rotations, size), run, x.reshape(m, k // size, size))
-    return tuple(jnp.max(found, axis=(1, 2)))
+    return jnp.max(found, axis=(1, 2))
 
 
 # Nothing that a cast writes is read again, so no thread need wait for another.

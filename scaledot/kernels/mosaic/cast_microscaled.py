@@ -1,6 +1,6 @@
 """MXFP8 and NVFP4 as a row of the cast table: blocks along rows, down columns or square, and several from one read."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,14 +100,11 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
     assert shape is not None
     format, x = views[0].plan.format, x.reshape(shape)
     filled = filled_up(x, block_of(format), cast_blocks.COLUMNS)
-    levels = _levels(filled, views)
-    up = None
-    if format.two_level:
-        up = jnp.stack([jnp.stack([level.up, divide(ONE, level.up)]) for level in levels])
+    up, down = _levels(filled, views)
     wanted = tuple(_wanted(view, shape_of(view, ndim)) for view in views)
     made = cast_blocks.cast(filled, wanted, up, cast_support.seeds(views, given), problem.row_length or shape[1])
     arrays = (
-        _stored(view, tile_of(view, ndim), one, level, x) for view, one, level in zip(views, made, levels, strict=True)
+        _stored(view, tile_of(view, ndim), one, level, x) for view, one, level in zip(views, made, down, strict=True)
     )
     return CastResult(
         tuple(in_shape(problem, v, q) if v.contracted is None else q for v, q in zip(views, arrays, strict=True))
@@ -124,40 +121,42 @@ def _wanted(view: View, shape: str) -> Any:
     return cast_blocks.View(plan.format, shape, _is_values(view), view.is_stochastic, plan.rotation, packing, saturates)
 
 
-class Level(NamedTuple):
-    """What brings the largest block maximum to the largest scale, and what block scales are multiplied by to return."""
+def _levels(x: jax.Array, views: tuple[View, ...]) -> tuple[jax.Array | None, list[jax.Array | None]]:
+    """Of a two-level format: what brings the largest block maximum of each view to the largest scale, and the
+    reciprocal, float32 (V, 2); and what block scales are multiplied by to return, V numbers. None for other formats."""
+    from scaledot.kernels.mosaic import cast_blocks, scalars
 
-    up: Any
-    down: Any
+    format, dtype = views[0].plan.format, views[0].plan.input_dtype
+    if not format.two_level:
+        return None, [None] * len(views)
+    rotations = list(dict.fromkeys(view.plan.rotation for view in views))
+    amax = cast_blocks.amaxes(x, tuple(rotations), block_of(format))
+    amax = cast_support.largest_of_devices(amax, x, views[0].plan.amax_axes)
+    numbers = tuple(rotations.index(view.plan.rotation) for view in views)
+
+    def levels(amax: list[Any]) -> tuple[Any, ...]:
+        found = [tensor_level(format, dtype, None, each) for each in amax]
+        return [[found[i][0], divide(ONE, found[i][0])] for i in numbers], *(found[i][1] for i in numbers)
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(views), 2), *[()] * len(views))]
+    up, *down = scalars.compute(("levels", format, dtype, numbers), levels, types, amax)
+    return up, [vary_as(each, amax) for each in down]
 
 
-def _levels(x: jax.Array, views: tuple[View, ...]) -> list[Level]:
-    from scaledot.kernels.mosaic import cast_blocks
-
-    plan = views[0].plan
-    if not plan.format.two_level:
-        return [Level(ONE, ONE)] * len(views)
-    rotations = tuple(dict.fromkeys(view.plan.rotation for view in views))
-    amaxes = cast_blocks.amaxes(x, rotations, block_of(plan.format))
-    amaxes = [cast_support.largest_of_devices(amax, x, plan.amax_axes) for amax in amaxes]
-    found = dict(zip(rotations, amaxes, strict=True))
-    return [Level(*tensor_level(plan.format, plan.input_dtype, None, found[view.plan.rotation])) for view in views]
-
-
-def _stored(view: View, tile: tuple[int, int], made, level: Level, x: jax.Array) -> Any:
+def _stored(view: View, tile: tuple[int, int], made, down: jax.Array | None, x: jax.Array) -> Any:
     """A matrix of the shape of x, from padded codes or values and bytes of scales."""
     plan, (m, k), format, data = view.plan, x.shape, view.plan.format, vary_as(made.data, x)
     if _is_values(view):
-        return as_values(data[:m, :k], level.down, plan.dtype, plan.rotation)
+        scale = jnp.ones((), jnp.float32) if down is None else down
+        return as_values(data[:m, :k], scale, plan.dtype, plan.rotation)
     pairs_rows = format.bits == 4 and view.contracted is not None
     rows = m + m % 2 if pairs_rows else m  # of pairs, both are stored
     grid = blocks.grid((rows, k), tile)
     scale = vary_as(made.scale, x)[: grid[0], : grid[1]]
     scale = lax.bitcast_convert_type(scale, format.scale_dtype(plan.input_dtype))
-    tensor_scale = level.down if format.two_level else None
     what = {"format": format, "block": blocks.trim(tile), "dtype": plan.dtype, "rotation": plan.rotation}
     if pairs_rows:
-        return RowPairs(ScaledArray(data[: rows // 2, :k], scale, tensor_scale, **what), m)
+        return RowPairs(ScaledArray(data[: rows // 2, :k], scale, down, **what), m)
     if format.bits == 4:
         data = lax.bitcast_convert_type(data, format.code_dtype).reshape(data.shape[0], -1)
-    return ScaledArray(data[:m, :k], scale, tensor_scale, **what)
+    return ScaledArray(data[:m, :k], scale, down, **what)

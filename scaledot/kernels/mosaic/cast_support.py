@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
@@ -15,7 +15,7 @@ from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import seeds_from, seeds_of
+from scaledot.numerics.rounding import Stream, mixed, raw_key, seeds_from
 from scaledot.parallel.types import vary_as
 
 INPUTS = ("bfloat16", "float16", "float32")
@@ -97,13 +97,25 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
     """Two words of each view's key, uint32 (V, 2); None where all round to nearest."""
     if not any(view.is_stochastic for view in views):
         return None
-    return jnp.stack(list(_seeds(views, given)))
+    from scaledot.kernels.mosaic import scalars
 
+    keys = [given.key(view) for view in views]
+    numbers = tuple(key.number if isinstance(key, Stream) else None for key in keys)
+    arrays = [raw_key(key.key if isinstance(key, Stream) else key) for key in keys if key is not None]
+    drawn = tuple(key is not None for key in keys)
+    offset = [] if given.offset is None else [given.offset.reshape(1)]
 
-def _seeds(views, given: CastArguments) -> Iterator[jax.Array]:
-    for view in views:
-        key = given.key(view)
-        yield jnp.zeros(2, jnp.uint32) if key is None else jnp.stack(seeds_from(given.offset, *seeds_of(key)))
+    def seeds(*words: list[Any]) -> tuple[list[Any]]:
+        given, first = iter(words), words[-1][0] if offset else None
+        made = []
+        for is_drawn, number in zip(drawn, numbers, strict=True):
+            key = [*next(given), *([] if number is None else [np.uint32(number)])] if is_drawn else None
+            made.append([np.uint32(0)] * 2 if key is None else seeds_from(first, *mixed(key)))
+        return (made,)
+
+    result = [jax.ShapeDtypeStruct((len(views), 2), jnp.uint32)]
+    (found,) = scalars.compute(("seeds", drawn, numbers, bool(offset)), seeds, result, *arrays, *offset)
+    return found
 
 
 def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:

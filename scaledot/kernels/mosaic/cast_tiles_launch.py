@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 class Result(NamedTuple):
     """What was wanted, None elsewhere.
 
-    amax: one of each tile. sums: one row of each strip of tiles. Scales are (1,) for a factor that was seen, (M / 128,
+    amax: one of each tile. sums: one row of each strip of tiles. Scales are (1,) for one factor, (M / 128,
     K / 128) for squares; for lines (M, K / 128) of the rows and (K, M / 128) of the transposed matrix.
     """
 
@@ -121,13 +121,13 @@ class Call:
     @property
     def writes(self) -> tuple[bool, ...]:
         """Which of the outputs are written."""
-        has_scale = self.scaling in (Seen, OfBlocks) and (self.wanted.rows or not self.of_lines)
+        has_scale = self.scaling in (Given, Seen, OfBlocks) and (self.wanted.rows or not self.of_lines)
         return *self.wanted, has_scale, self.of_lines and self.wanted.transposed
 
     @property
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         (m, k), (deep, wide) = self.shape, self.grid
-        scales = (1,) if self.scaling is Seen else (wide, deep, LINE) if self.of_lines else (deep, wide)
+        scales = (1,) if self.scaling in (Given, Seen) else (wide, deep, LINE) if self.of_lines else (deep, wide)
         return (
             jax.ShapeDtypeStruct((m // 2, 2, k), self.format.code_dtype),
             jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),

@@ -24,7 +24,7 @@ from scaledot.kernels.mosaic.memory import (
     to_int8,
 )
 from scaledot.kernels.mosaic.sizes import LINE
-from scaledot.numerics.bits import amax_of_rank, magnitude_rank
+from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
 from scaledot.numerics.encode import rounded
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import levels_or_nan
@@ -100,10 +100,12 @@ class Program(NamedTuple):
 
     def known_factor(self) -> Any:
         """The factor of the whole matrix; those of rows go to shared memory instead."""
+        is_first = (self.row == 0) & (self.column == 0)
         if self.call.scaling is Given:
-            return self.given[0]
+            factor, scale_gmem = self.given[0], self.outs.row_scale
+            pl.when(is_first)(lambda: scale_gmem.__setitem__(0, divide(ONE, factor)))
+            return factor
         if self.call.scaling is Seen:
-            is_first = (self.row == 0) & (self.column == 0)
             return _scale_tensor(self.given, self.call.format, self.outs.row_scale, is_first)
         if self.call.scaling is OfRows:
             self.lines_smem[0] = load(self.given.at[self.row], EACH)

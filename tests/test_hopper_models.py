@@ -1,0 +1,122 @@
+"""What the compiler makes of a Llama-like stack on H200s, without one: `make test-gpu-compile`.
+
+A block has seven matmuls, and four different inputs of them: q, k and v read one tensor, gate and up another. Under
+fp8_current a tensor takes two kernels, for its amax and its casts, and a layer three matmuls.
+"""
+
+import math
+import re
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import lowered_for_hopper, needs_mosaic
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import scaledot as sd
+
+if not gpu_compile.is_possible():
+    pytest.skip(gpu_compile.MISSING, allow_module_level=True)
+
+from benchmarks.gpu import llama
+from benchmarks.gpu.sizes import Shape
+
+pytestmark = [needs_mosaic, pytest.mark.usefixtures("standard_promotion")]
+
+RECIPE = "fp8_current"
+LAYERS, INPUTS = 7, 4
+WEIGHT_CASTS, MATMULS = 2 * LAYERS, 3 * LAYERS
+KERNELS = 2 * INPUTS + WEIGHT_CASTS + 2 * LAYERS + MATMULS  # of a block: inputs, weights and gradients are cast
+BATCH, TOKENS = 8, 1024
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    with lowered_for_hopper(monkeypatch):
+        yield
+
+
+def stack(**shape) -> llama.Stack:
+    sizes = {"width": 1024, "hidden": 2048, "heads": 8, "groups": 4, "vocabulary": 1024, **shape}
+    return llama.Stack(Shape(**sizes), sd.linen.make_dot_general_cls(RECIPE))
+
+
+def lowered(model: llama.Stack, mesh, spec=lambda leaf: P()):
+    """The training step, with leaves of the state sharded as `spec` says and examples over all of "fsdp"."""
+    init, step, data = llama.training(model, BATCH, TOKENS)
+    state = jax.eval_shape(init, jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def placed(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.tree.map(lambda leaf: placed(leaf, spec(leaf)), state)
+    batch = placed(data, P("fsdp" if "fsdp" in mesh.shape else None))
+    return jax.jit(step, donate_argnums=0).lower(state, batch, placed(key, P()))
+
+
+def computations(text: str) -> dict[str, str]:
+    """The computations of a program, by name."""
+    parts = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", text)
+    return {part.split(" (")[0]: part for part in parts}
+
+
+def kernels(text: str) -> int:
+    return text.count('custom_call_target="mosaic_gpu')
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_every_tensor_is_cast_once_and_nothing_is_computed_twice(hopper, scanned):
+    blocks = 2
+    mesh = topologies.make_mesh(gpu_compile.devices_of("H200", 1), (1,), ("x",))
+    text = lowered(stack(blocks=blocks, scanned=scanned), mesh).compile().as_text()
+    assert kernels(text) == KERNELS * (1 if scanned else blocks)
+
+
+def test_weights_are_cast_before_the_loop_over_micro_batches(hopper):
+    model = stack(blocks=1)
+    layers = sd.linen.with_recipe(llama.Stack(model.shape), {"head": None, "*": RECIPE})
+    init, _, data = llama.training(model, BATCH, TOKENS)
+    params = jax.eval_shape(init, jax.random.key(0)).params["params"]
+
+    def gradients(params, batches):
+        cast = sd.train.cast_weights(params, {"head": None, "*": RECIPE}, dtype=jnp.bfloat16)
+
+        def loss(params, tokens):
+            logits = layers.apply({"params": cast.attach(params)}, tokens)
+            return jnp.mean(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+
+        def add(total, tokens):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, tokens)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+    mesh = topologies.make_mesh(gpu_compile.devices_of("H200", 1), (1,), ("x",))
+    here = NamedSharding(mesh, P())
+    shapes = [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), params)]
+    shapes += [jax.ShapeDtypeStruct((4, 2, TOKENS), data.dtype, sharding=here)]
+    parts = computations(jax.jit(gradients).lower(*shapes).compile().as_text())
+    entry = next(part for name, part in parts.items() if name.startswith("ENTRY"))
+    assert kernels(entry) == WEIGHT_CASTS
+    assert sum(map(kernels, parts.values())) == KERNELS
+
+
+def test_each_of_eight_devices_runs_kernels_on_its_shards_and_gathers_codes(hopper):
+    """FSDP and tensor parallelism along automatic mesh axes, as an ordinary program says it: by shardings of arrays."""
+    mesh = topologies.make_mesh(gpu_compile.devices_of("H200", 8), (4, 2), ("fsdp", "tp"))
+
+    def spec(leaf) -> P:
+        return P("fsdp", "tp") if leaf.ndim == 2 else P()
+
+    text = lowered(stack(blocks=1), mesh, spec).compile().as_text()
+    # XLA merges no all-reduces: layers that read one tensor share the search for its amax, but not the cast after it.
+    assert kernels(text) == KERNELS + LAYERS - INPUTS
+    gathered = re.findall(r"(\w+)\[([\d,]*)\]\S*\)? all-gather(?:-start)?\(", text)
+    codes = [math.prod(map(int, shape.split(","))) for dtype, shape in gathered if dtype.startswith("f8")]
+    weights = 2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 2048
+    assert sum(codes) >= weights // 2  # of its own half of the features, the weights of all fsdp devices
+    assert len([dtype for dtype, _ in gathered if dtype == "bf16"]) <= 2, gathered  # embedding and head
+    assert not [shape for dtype, shape in gathered if dtype not in ("bf16", "f8e4m3fn", "f8e5m2")], gathered
