@@ -28,6 +28,7 @@ from scaledot.programs import IS_FOR_TYPES
 _CHECKS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _LOWERED: dict[Hashable, export.Exported] = {}
 _FOLDER = "scaledot_kernels"  # in the folder of JAX's cache
+_DIGEST = hashlib.sha256().digest_size  # bytes in front of a stored kernel
 
 
 def launch(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
@@ -63,14 +64,16 @@ def _stored(problem, kernel: Callable[..., Any]) -> export.Exported:
         return _export(problem, kernel)
     file = folder / hashlib.sha256(f"{_versions()} {problem!r}".encode()).hexdigest()
     if file.exists():
-        try:
-            return export.deserialize(bytearray(file.read_bytes()))
-        except (ValueError, OSError) as error:
-            warnings.warn(f"{file} is not a kernel and is replaced: {error}", stacklevel=2)
+        content = file.read_bytes()
+        digest, stored = content[:_DIGEST], content[_DIGEST:]
+        if hashlib.sha256(stored).digest() == digest:
+            return export.deserialize(bytearray(stored))
+        warnings.warn(f"{file} is damaged and is replaced", stacklevel=2)
     exported = _export(problem, kernel)
+    stored = bytes(exported.serialize())
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as written:
-        written.write(exported.serialize())
+        written.write(hashlib.sha256(stored).digest() + stored)
     os.replace(written.name, file)  # another process finds all of it or nothing
     return exported
 
