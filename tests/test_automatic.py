@@ -49,8 +49,7 @@ def seen(monkeypatch):
 
     def run_cast(problem: CastProblem, x, given: CastArguments):
         seen.casts.add(problem.shape)
-        # Behind a barrier: XLA of jax 0.10.2 fuses casts to 4 bits with what reads them into invalid code for CPUs.
-        made = jax.lax.optimization_barrier(table._reference_cast(problem, x, given))
+        made = table._reference_cast(problem, x, given)
         pairs = zip(made.arrays, problem.views, strict=True)
         return made._replace(arrays=tuple(Transposed(q.T) if view.contracted == 0 else q for q, view in pairs))
 
@@ -73,17 +72,18 @@ def seen(monkeypatch):
     return seen
 
 
-def chosen(name: str, layout: str) -> bool:
-    """By default each layout takes one recipe of each kind of scale in turn."""
+def marks(name: str, layout: str) -> list:
+    """By default each layout takes one recipe of each kind of scale in turn.
+
+    Unoptimised, XLA of jax 0.10.2 makes invalid code for CPUs of some programs with 4-bit codes.
+    """
     scalings = list(SCALINGS)
-    return name in scalings and scalings.index(name) % 3 == list(PLACES).index(layout) % 3
+    taken = name in scalings and scalings.index(name) % 3 == list(PLACES).index(layout) % 3
+    has_four_bits = any(cast.format.bits == 4 for *_, cast in RECIPES[name].casts())
+    return [pytest.mark.exhaustive] * (not taken) + [pytest.mark.optimized] * has_four_bits
 
 
-CASES = [
-    pytest.param(name, layout, marks=() if chosen(name, layout) else pytest.mark.exhaustive)
-    for name in RECIPES
-    for layout in PLACES
-]
+CASES = [pytest.param(name, layout, marks=marks(name, layout)) for name in RECIPES for layout in PLACES]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -133,6 +133,7 @@ def test_codes_and_scales_are_those_of_one_device(seen, name, spec):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.optimized  # see `marks`
 def test_rows_of_batch_and_sequence_draw_the_numbers_of_one_device(seen):
     """Rows of a device that are several runs of the whole matrix are gathered where they are rounded stochastically."""
     lay, recipe = PLACES["batch and sequence"], RECIPES["nvfp4"]
