@@ -223,6 +223,32 @@ def test_constraints_inside_a_program_decide(seen):
     np.testing.assert_array_equal(y, jnp.full((1024, 128), 256.0))
 
 
+def test_the_last_block_of_an_axis_may_be_short(seen):
+    """30 blocks of 16, of which the last has one element."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
+    x, w = (jnp.asarray(np.random.default_rng(6).standard_normal(s), jnp.float32) for s in ((256, 465), (465, 128)))
+    run = jax.jit(lambda x, w: train.dense(x, w, recipe="nvfp4"))
+    expected = run(x, w)
+    found = run(jax.device_put(x, NamedSharding(mesh, P("dp"))), w)
+    assert (32, 465) in seen.casts
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_rematerialised_layers_are_those_that_keep_their_residuals(seen):
+    _, x, w = fsdp_and_tensor_parallel()
+
+    def layer(x, w):
+        return jax.nn.relu(train.dense(x, w, recipe="fp8_block"))
+
+    def gradient(layer):
+        def loss(w, x):
+            return jnp.sum(jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=2)[0])
+
+        return jax.jit(jax.grad(loss))(w, x)
+
+    np.testing.assert_array_equal(gradient(jax.checkpoint(layer)), gradient(layer))
+
+
 def test_explain_says_that_devices_run_kernels_on_their_shards(seen):
     _, x, w = fsdp_and_tensor_parallel()
     text = sd.explain(train.dense, x, w, recipe="fp8_current")

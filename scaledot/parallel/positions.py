@@ -84,8 +84,11 @@ class Axis(NamedTuple):
         return self._replace(sizes=tuple(size // count for size, count in zip(self.sizes, counts, strict=True)))
 
     def open(self, size: int) -> Sizes:
-        """The members of an axis that has an entry for each block of this one's elements: `size` of them."""
-        return (*self.sizes[:-1], self.sizes[-1] // (self.size // size))
+        """The members of an axis that has an entry for each block of this one's elements: `size` of them.
+
+        Only of a single member may the last block be short.
+        """
+        return (size,) if len(self.sizes) == 1 else (*self.sizes[:-1], self.sizes[-1] // (self.size // size))
 
     @classmethod
     def of(cls, fresh: Iterator[str], sizes: Sizes, multiple: int) -> "Axis":
