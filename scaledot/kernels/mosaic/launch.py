@@ -10,6 +10,7 @@ save a second process the compilation of a program, but not tracing and lowering
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import tempfile
@@ -79,7 +80,12 @@ def _stored(problem, kernel: Callable[..., Any]) -> export.Exported:
 
 
 def _folder() -> pathlib.Path | None:
-    """Where kernels are stored between processes; None where JAX's cache is off or on another machine."""
+    """Where kernels are stored between processes; None where JAX's cache is off or on another machine.
+
+    None, too, without flatbuffers, an optional dependency of JAX that `jax.export` serialises with.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        return None
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
     is_local = folder and config.jax_enable_compilation_cache and "://" not in folder
