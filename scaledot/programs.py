@@ -14,7 +14,7 @@ IS_FOR_TYPES = contextvars.ContextVar("IS_FOR_TYPES", default=False)
 
 @contextlib.contextmanager
 def for_types() -> Iterator[None]:
-    """Inside, what is traced is not run as it stands: only the types of its results matter, so nothing is prepared."""
+    """Inside, functions are traced for the types of their results only, so kernels need not be lowered."""
     token = IS_FOR_TYPES.set(True)
     try:
         yield

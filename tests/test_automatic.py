@@ -94,14 +94,14 @@ def test_a_step_is_that_of_one_device(seen, name, layout):
     found, state = jax.jit(step(recipe))(placed, first_state(recipe))
     require_same(name, found, state)
     devices, tokens = mesh.size, placed.x.shape[0] * placed.x.shape[1]
-    # Each device casts a part of x, and with all devices multiplies no more than one would.
+    # Devices cast shards of x, and no matmul is computed whole on every one of them.
     assert min(shape[0] for shape in seen.casts) < tokens
     smallest = min(np.prod(lhs) * np.prod(rhs) for lhs, rhs in seen.matmuls)
     assert smallest < tokens * 512 * 512 * 256 // devices
 
 
 def views_of(recipe, x) -> list[tuple[tuple[View, ...], bool]]:
-    """The casts of a matrix that the matmuls of a recipe take, and whether they draw numbers."""
+    """The casts of a matrix that the matmuls of a recipe take, and whether they round stochastically."""
     found = []
     for matmul, tensor, cast in recipe.casts():
         if cast.delayed is None:

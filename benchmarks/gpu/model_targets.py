@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from benchmarks.gpu import model
+from benchmarks.gpu import model, report
 
 # At least these ratios to bfloat16: a target, and one beyond it.
 SPEEDS = {
@@ -48,9 +48,7 @@ class Aim(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        if self.reached is None:
-            return None
-        return self.reached <= self.target if self.at_most else self.reached >= self.target
+        return report.is_met(self.reached, self.target, self.at_most)
 
 
 def aims(results: dict[str, Any]) -> Iterator[Aim]:

@@ -59,3 +59,10 @@ def explain(suite: str, case: str, side: str, target: float | None, reached: flo
     words = remark(suite, case, side, target, reached)
     if words:
         print(textwrap.fill(words, 116, initial_indent="    ", subsequent_indent="    "))
+
+
+def is_met(reached: float | None, target: float, at_most: bool) -> bool | None:
+    """Whether a target, an upper or a lower bound, is met; None for one that was not measured."""
+    if reached is None:
+        return None
+    return reached <= target if at_most else reached >= target

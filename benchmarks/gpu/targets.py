@@ -44,9 +44,7 @@ class Row(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        if self.reached is None:
-            return None
-        return self.reached <= self.target if self.at_most else self.reached >= self.target
+        return report.is_met(self.reached, self.target, self.at_most)
 
 
 def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:

@@ -159,11 +159,11 @@ def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array
         is_one = partitioning is None or partitioning.devices == 1
         if not is_one or support.place_reason(partitioning) is not None:
             return f(*scalars)
-        from scaledot.kernels.mosaic.scalars import compute
+        from scaledot.kernels.mosaic import scalars as scalar_kernels
 
         def kernel(*scalars):
             result = [jax.ShapeDtypeStruct((), jnp.float32)]
-            return compute(key, lambda *numbers: (f(*numbers),), result, *scalars)[0]
+            return scalar_kernels.compute(key, lambda *numbers: (f(*numbers),), result, *scalars)[0]
 
         if jax.default_backend() != "gpu":
             return vary_as(kernel(*scalars), *scalars)

@@ -125,9 +125,10 @@ def _partitioned(operation: Operation) -> Callable[..., Arrays]:
 
 @functools.lru_cache(maxsize=4096)
 def axes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], mesh: Any) -> tuple[Axes, ...]:
-    """For each axis of an array the mesh axes that it is sharded over; () where its shards are not those of mesh axes.
+    """For each axis of an array the mesh axes that it is sharded over, major to minor.
 
-    XLA may shard by a part of a mesh axis, or unevenly. Nothing of that has a name; such an axis counts as whole.
+    XLA may also shard unevenly or over a part of a mesh axis, which no PartitionSpec describes: then (), as if
+    replicated.
     """
     try:
         indices = sharding.devices_indices_map(shape)
@@ -137,7 +138,7 @@ def axes_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...], mesh: Any) 
 
 
 def _axes_along(axis: int, size: int, indices: Mapping[Any, tuple[slice, ...]], mesh: Any) -> Axes:
-    """The mesh axes whose coordinates number the shards of an axis, the slowest first."""
+    """The mesh axes that one array axis is sharded over, major to minor; () if no PartitionSpec describes it."""
     starts = np.vectorize(lambda device: indices[device][axis].start or 0)(mesh.devices)
     strides = {name: np.take(starts, 1, i).min() for i, name in enumerate(mesh.axis_names) if mesh.shape[name] > 1}
     names = sorted((name for name, stride in strides.items() if stride > 0), key=lambda name: -strides[name])
@@ -246,7 +247,7 @@ class Batched:
         return self._mapped(self.operation.run)(arrays)
 
     def shards(self, mesh: Any, operands: Sequence[Sharding], results: Sequence[Sharding]) -> Shards:
-        """Examples are sharded over the mesh axes that no label within an example takes."""
+        """The batch axis keeps those of its mesh axes that nothing within an example is sharded over."""
         shards = self.operation.shards(mesh, operands, results)
         taken = {
             axis for sharding in (*shards.operands, *shards.results) for axes in sharding.values() for axis in axes

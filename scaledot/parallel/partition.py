@@ -121,6 +121,16 @@ def moves_between(labels: str, split: dict[str, Axes], shared: dict[str, Axes]) 
     return Moves(_nonempty(gathered), _nonempty(cut))
 
 
+def after(split: Split, moves: Moves) -> dict[str, Axes]:
+    """How an operand is sharded after its transfers."""
+    axes = dict(split)
+    for c, gathered in moves.gathered:
+        axes[c] = axes[c][: -len(gathered)]
+    for c, cut in moves.cut:
+        axes[c] = (*axes.get(c, ()), *cut)
+    return axes
+
+
 def _nonempty(split: list[tuple[str, Axes]]) -> Split:
     return tuple((c, axes) for c, axes in split if axes)
 

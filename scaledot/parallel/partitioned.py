@@ -1,8 +1,11 @@
-"""Casts and matmuls by kernels as Operations that XLA partitions along automatic mesh axes.
+"""Casts and matmuls by kernels, as Operations that XLA partitions along automatic mesh axes.
 
-Kernels work on matrices. The axes that were flattened to an axis of a matrix, its members, are sharded one by one: an
-operation takes and returns arrays with their members apart, and each device flattens its shards. For rows of (batch,
-sequence) with both sharded, the flattened rows of a device would not be contiguous in the whole matrix.
+Kernels work on matrices, whose rows are often several collapsed dims, such as (batch, sequence). If both are sharded,
+the rows of a device are not contiguous in the matrix, and no sharding of a matrix describes them. So an operation takes
+and returns arrays with those dims (the members of an `Axis`) apart, and each device collapses them in its shard.
+
+For x (8, 2048, 4096) sharded as (fsdp=4, tp=2, -) a device casts a shard (2, 1024, 4096) as a matrix (2048, 4096). Its
+codes are results of shape (8, 2048, 4096), and its 1x128 scales of shape (8, 2048, 32), both sharded as x is.
 """
 
 import dataclasses
@@ -34,7 +37,7 @@ from scaledot.programs import for_types, program
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """An array of a matrix's shape or of one entry for each of its blocks; None for an axis of one entry."""
+    """An array of the shape of a matrix, or of the shape of its scales, with the Axis of each dim; None for size 1."""
 
     shape: Sizes
     axes: tuple[Axis | None, ...]
@@ -55,7 +58,7 @@ class Flat:
 
 
 def flat_arrays(tree: Any, axes: Sequence[Axis]) -> Any:
-    """The tree of a quantised matrix, in any layout, or of a plain array, with a Flat for each array."""
+    """The pytree of a quantised matrix in any layout of `kernels.layouts`, or an array, with a Flat for each leaf."""
     if isinstance(tree, Transposed):
         return dataclasses.replace(tree, stored=flat_arrays(tree.stored, axes[::-1]))
     if isinstance(tree, RowPairs):
@@ -109,7 +112,7 @@ class Cast:
         return tuple(Axis.of(fresh, *each) for each in zip(self.members, multiples, strict=True))
 
     def _multiple(self, axis: int) -> int:
-        """Of how many elements along an axis a shard has to be a multiple: whole blocks and groups of a rotation."""
+        """The size along an axis that shards must be multiples of, so that no block or rotation group is cut."""
         ndim, multiple = len(self.problem.shape), 1
         for view in self.problem.views:
             rotation = view.plan.rotation
@@ -178,7 +181,7 @@ class Cast:
         return _reshaped(jax.tree.leaves(made), [flat.shard(sharding, mesh).leaf.shape for flat in self.flats])
 
     def _reduced(self, made: CastResult, sharding: Sharding) -> CastResult:
-        """What shards have seen, as of the whole: an amax of all devices, and sums over all rows."""
+        """With amax and column sums all-reduced over the devices that hold other shards."""
         every = tuple(axis for axes in sharding.values() for axis in axes)
         down = tuple(axis for along in self.axes[:-1] for c in along.labels for axis in sharding.get(c, ()))
         return made._replace(
@@ -192,7 +195,7 @@ class Cast:
         return Shards(operands, results, functools.partial(self._run_shards, mesh, sharding))
 
     def _fitting(self, mesh, wanted: Sharding) -> Sharding:
-        """The sharding of x without what is uneven, cuts blocks, or leaves shards that the kernel does not take."""
+        """The sharding of x, less dims whose shards would be uneven, cut blocks, or not be supported by the kernel."""
         sharding = dict(wanted)
         misfits = [Axis.cut_member, *([Axis.scattered_member] if self._is_stochastic else [])]
         while cut := next((c for of in misfits for axis in self.axes if (c := of(axis, sharding, mesh))), None):
@@ -202,7 +205,7 @@ class Cast:
         return sharding
 
     def _shard(self, mesh, sharding: Sharding) -> CastProblem:
-        """The casts of a shard, which shares with other devices the scales that are of more than it holds."""
+        """The casts of a shard. Scales that extend beyond it follow from an amax over several devices."""
         shape = tuple(axis.shard(sharding, mesh).size for axis in self.axes)
         views = tuple(
             dataclasses.replace(view, plan=dataclasses.replace(view.plan, amax_axes=self._shared(view.plan, sharding)))
@@ -213,7 +216,7 @@ class Cast:
         return dataclasses.replace(self.problem, **fields)
 
     def _shared(self, plan, sharding: Sharding) -> tuple[str, ...]:
-        """The mesh axes along which shards have scales in common."""
+        """The mesh axes over which the amax of a scale is all-reduced."""
         tile = blocks.expand(plan.block, len(self.axes))
         whole = (axis for axis, size in zip(self.axes, tile, strict=True) if size == 0 or plan.format.two_level)
         return tuple(name for axis in whole for c in axis.labels for name in sharding.get(c, ()))
@@ -224,10 +227,10 @@ def _run_cast(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArg
 
 
 def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, members: dict[str, Sizes]) -> jax.Array:
-    """The matmul of two scaled operands, in a program that XLA partitions.
+    """lhs (m, k) times rhs (k, n), both quantised, plus a bias (n,), as one operation that XLA partitions.
 
-    kernel: the name of one, which each device takes; None for the first that supports its shards. members: by label of
-    the contraction, the sizes of the axes that were flattened to it.
+    kernel: the name of a kernel for the shards; None for the first in the table that supports them. members: by label
+    of the contraction, the sizes of the dims that were collapsed to it.
     """
     arrays, tree = jax.tree.flatten((lhs, rhs, bias))
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
@@ -271,7 +274,7 @@ class Matmul:
 
     @functools.cached_property
     def opened(self) -> Contraction:
-        """The contraction of the members of all labels."""
+        """The contraction before dims were collapsed: a label for every member."""
         c = self.problem.contraction
         return Contraction(*("".join(self.axes[label].labels for label in of) for of in (c.lhs, c.rhs, c.out)))
 
@@ -306,14 +309,16 @@ class Matmul:
         return Flat(tuple(axis.size for axis in out), tuple(out)).leaf
 
     def run(self, arrays: Arrays) -> Arrays:
-        y = self._multiplied(self.problem, arrays, self.flats)
+        y = self._multiplied(self.problem, *self._matrices(arrays, self.flats))
         return (y.reshape(self.results[0].shape),)
 
-    def _multiplied(self, problem: Problem, arrays: Arrays, flats: Sequence[Flat]) -> jax.Array:
-        lhs, rhs, bias = jax.tree.unflatten(self.tree, _reshaped(arrays, [flat.shape for flat in flats]))
+    def _matrices(self, arrays: Arrays, flats: Sequence[Flat]) -> tuple[Any, Any, Any]:
+        """lhs, rhs and bias, or shards of them, with their dims collapsed again."""
+        return jax.tree.unflatten(self.tree, _reshaped(arrays, [flat.shape for flat in flats]))
+
+    def _multiplied(self, problem: Problem, lhs, rhs, bias) -> jax.Array:
         problem = dataclasses.replace(problem, lhs=_on_one(problem.lhs), rhs=_on_one(problem.rhs))
-        run = program(_run_matmul, problem, table.choose(problem, self.kernel))
-        return run(lhs, rhs, bias)
+        return program(_run_matmul, problem, table.choose(problem, self.kernel))(lhs, rhs, bias)
 
     def shards(self, mesh: Any, operands: Sequence[Sharding], results: Sequence[Sharding]) -> Shards:
         plan, lhs, rhs = self._plan(mesh, *self._splits(operands, results))
@@ -336,7 +341,7 @@ class Matmul:
         """
         while True:
             plan = partition.plan(self.opened, lhs, rhs, out)
-            left, right = _after(lhs, plan.lhs), _after(rhs, plan.rhs)
+            left, right = partition.after(lhs, plan.lhs), partition.after(rhs, plan.rhs)
             shardings = left, right, dict(plan.out)
             every = (axis.cut_member(sharding, mesh) for sharding in shardings for axis in self.axes.values())
             cut = next(filter(None, every), None)
@@ -345,29 +350,19 @@ class Matmul:
             lhs, rhs, out = (tuple((c, axes) for c, axes in split if c != cut) for split in (lhs, rhs, out))
 
     def _run_shards(self, mesh, plan: partition.Partition, work: Sharding, arrays: Arrays, flats: Sequence[Flat]):
-        """The matmul of shards. Partial sums are reduced in the dtype of sums; then the bias is added, once."""
-        problem, contraction = self._shard(mesh, work), self.problem.contraction
+        """The matmul of shards. Partial sums are reduced in the dtype of sums, and only then the bias is added."""
+        problem, (lhs, rhs, bias) = self._shard(mesh, work), self._matrices(arrays, flats)
         dtype = problem.out_dtype
-        bias = None
+        added_last = bias if plan.summed else None
         if plan.summed:
-            problem = dataclasses.replace(problem, preferred=sum_dtype(dtype))
-            lhs, rhs, bias = jax.tree.unflatten(self.tree, arrays)
-            arrays = jax.tree.leaves((lhs, rhs))
-            flats = flats[: len(arrays)]
-            total = self._of_codes(problem, arrays, flats)
-        else:
-            total = self._multiplied(problem, arrays, flats)
-        total = total.reshape(self._result(work, mesh).shape)
+            problem, bias = dataclasses.replace(problem, preferred=sum_dtype(dtype)), None
+        total = self._multiplied(problem, lhs, rhs, bias).reshape(self._result(work, mesh).shape)
         total = partition.added(total, self.opened.out, plan)
-        if bias is not None:
-            names = "".join(self.axes[c].labels for c in contraction.rhs_free)
-            total += lay(Factor(bias.astype(total.dtype), names), self.opened.out)
+        if added_last is not None:
+            axes = [self.axes[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
+            names, sizes = "".join(axis.labels for axis in axes), [size for axis in axes for size in axis.sizes]
+            total += lay(Factor(added_last.astype(total.dtype).reshape(sizes), names), self.opened.out)
         return (total.astype(dtype),)
-
-    def _of_codes(self, problem: Problem, arrays: Arrays, flats: Sequence[Flat]) -> jax.Array:
-        lhs, rhs, _ = jax.tree.unflatten(self.tree, self.types)
-        tree = jax.tree.structure((lhs, rhs, None))
-        return dataclasses.replace(self, tree=tree)._multiplied(problem, arrays, flats)
 
     def _shard(self, mesh, work: Sharding) -> Problem:
         def of(operand: Operand) -> Operand:
@@ -375,16 +370,6 @@ class Matmul:
             return dataclasses.replace(operand, shape=shape)
 
         return dataclasses.replace(self.problem, lhs=of(self.problem.lhs), rhs=of(self.problem.rhs))
-
-
-def _after(split: Split, moves: partition.Moves) -> dict[str, tuple[str, ...]]:
-    """How an operand is sharded after its transfers."""
-    axes = dict(split)
-    for c, gathered in moves.gathered:
-        axes[c] = axes[c][: -len(gathered)]
-    for c, cut in moves.cut:
-        axes[c] = (*axes.get(c, ()), *cut)
-    return axes
 
 
 def _on_one(operand: Operand) -> Operand:

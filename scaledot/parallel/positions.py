@@ -41,7 +41,10 @@ def padded(axis: Positions, multiple: int) -> Positions:
 
 
 class Axis(NamedTuple):
-    """An axis of a matrix: the labels and sizes of its members, and of how many elements a shard must be a multiple."""
+    """A dim of a matrix: labels and sizes of the array dims that were collapsed to it, its members, major to minor.
+
+    multiple: what the sizes of its shards must be multiples of.
+    """
 
     labels: str
     sizes: Sizes
@@ -52,7 +55,7 @@ class Axis(NamedTuple):
         return math.prod(self.sizes)
 
     def cut_member(self, sharding: Sharding, mesh) -> str | None:
-        """A member whose sharding is uneven or cuts blocks: the last sharded one decides where shards end."""
+        """The label of a member that does not divide by its devices, or whose sharding would cut blocks, if any."""
         for i in reversed(range(len(self.labels))):
             devices = device_count(mesh, sharding.get(self.labels[i], ()))
             if devices > 1:
@@ -63,7 +66,7 @@ class Axis(NamedTuple):
         return None
 
     def scattered_member(self, sharding: Sharding, mesh) -> str | None:
-        """The last member by whose sharding a shard is several runs of the axis; None where it is one run."""
+        """The last sharded member, if shards are not contiguous in the collapsed dim; else None."""
         sizes = self.shard(sharding, mesh).sizes
         cut = [i for i, (part, whole) in enumerate(zip(sizes, self.sizes, strict=True)) if part < whole]
         return self.labels[cut[-1]] if cut and math.prod(sizes[: cut[-1]]) > 1 else None
@@ -84,7 +87,7 @@ class Axis(NamedTuple):
         return self._replace(sizes=tuple(size // count for size, count in zip(self.sizes, counts, strict=True)))
 
     def open(self, size: int) -> Sizes:
-        """The members of an axis that has an entry for each block of this one's elements: `size` of them.
+        """The sizes of the members, in blocks: `size` blocks in all, as a dim of a scale has.
 
         Only of a single member may the last block be short.
         """
@@ -92,7 +95,7 @@ class Axis(NamedTuple):
 
     @classmethod
     def of(cls, fresh: Iterator[str], sizes: Sizes, multiple: int) -> "Axis":
-        """One whose blocks do not run across members, or of a single member."""
+        """With fresh labels. Where blocks would cross from one index of a member to the next, there is one member."""
         sizes = sizes if sizes[-1] % multiple == 0 else (math.prod(sizes),)
         return cls("".join(next(fresh) for _ in sizes), sizes, multiple)
 

@@ -174,11 +174,7 @@ class Sharded:
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """The mesh axes over which labels of an operand are cut when it is multiplied: after its transfers."""
         plan, side = self.plan(matmul), PRODUCTS[matmul].index(tensor)
-        moves, axes = (plan.lhs, plan.rhs)[side], dict(getattr(self.splits, tensor))
-        for label, gathered in moves.gathered:
-            axes[label] = axes[label][: -len(gathered)]
-        for label, cut in moves.cut:
-            axes[label] = (*axes.get(label, ()), *cut)
+        axes = partition.after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[side])
         ring = ring_of(plan, self.overlap)
         if ring is not None and ring.side != side and ring.label in self._layout(tensor).labels:
             axes[ring.label] = (*axes.get(ring.label, ()), ring.axis)  # a part of it for each shard that arrives

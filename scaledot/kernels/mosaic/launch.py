@@ -1,7 +1,7 @@
 """Kernels that are lowered once: for all programs of a process, and for later processes by JAX's persistent cache.
 
-JAX traces and lowers a Pallas kernel in Python, which takes about a quarter of a second, anew for every module that it
-builds: for each program, and for each operation with a partitioning of its own. Here a kernel is exported
+JAX traces and lowers a Pallas kernel in Python, anew for every module that it builds: for each program, and for each
+operation with a partitioning of its own. Here a kernel is exported
 (`jax.export`) when it is first called, and modules get a copy of what was lowered. Where JAX's persistent compilation
 cache is on (`jax_compilation_cache_dir`), exported kernels are stored there, too: the executables that JAX stores
 save a second process the compilation of a program, but not tracing and lowering it.

@@ -1,8 +1,8 @@
 """Arithmetic on a few numbers as one kernel.
 
-What scales and seeds are computed from is a handful of numbers per tensor, but correctly rounded divisions and hashes
-make hundreds of instructions of it. XLA optimises and compiles them anew for every layer, which takes longer than
-compiling all kernels of a model. A kernel is lowered once, and is one launch.
+Scales and seeds follow from a few scalars per tensor, but correctly rounded divisions and hashes are hundreds of HLO
+instructions, which XLA optimises and compiles again for every layer of a model. A kernel is lowered once for all of
+them, and is one launch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
