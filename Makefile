@@ -47,9 +47,9 @@ test-mutations: $(STAMP)
 # Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB, kernels need jax 0.11.
 test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_blackwell.py
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_hopper.py tests/test_hopper_decode.py \
-		tests/test_hopper_meshes.py tests/test_hopper_models.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_blackwell.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_hopper.py tests/test_compile_hopper_weight_only.py \
+		tests/test_compile_hopper_meshes.py tests/test_compile_hopper_models.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

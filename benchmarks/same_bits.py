@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import scaledot as sd
 from benchmarks import record
-from scaledot import flavours
+from scaledot import format_variants
 from scaledot.formats import rules_of
 
 KEY = np.array([7, 11], np.uint32)
@@ -46,7 +46,7 @@ def casts() -> Iterator[Cast]:
         for rule in rules_of(format):
             yield Cast(f"{name} {rule}", lambda x, f=format, r=rule: sd.quantize(x, f, rule=r))
     for tool in ("torchao", "compressed_tensors", "deepgemm", "modelopt"):
-        for name, format in vars(getattr(flavours, tool)).items():
+        for name, format in vars(getattr(format_variants, tool)).items():
             yield Cast(f"{tool}.{name}", lambda x, f=format: sd.quantize(x, f))
             yield Cast(f"{tool}.{name} bfloat16", lambda x, f=format: sd.quantize(x, f), ml_dtypes.bfloat16)
     for bits in (8, 4):

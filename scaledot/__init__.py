@@ -13,9 +13,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, flavours, orbax, recipes, state, train
+    from scaledot import checkpoint_policies, format_variants, linen, nnx, orbax, recipes, state, train
     from scaledot.array import ScaledArray
-    from scaledot.compat.jax_nn import get_scaled_dot_general_config, scaled_dot_general, scaled_matmul
     from scaledot.formats import FORMATS, Format, Quirks, find_format
     from scaledot.numerics.hadamard import Hadamard
     from scaledot.ops.conv import conv_general_dilated
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
         requantize,
     )
     from scaledot.ops.ragged import ragged_dot, ragged_dot_general
-    from scaledot.parallel import collective, sharding
-    from scaledot.recipes import RECIPES, Cast, Delayed, Gemm, Recipe
+    from scaledot.parallel import collective_matmul, sharding
+    from scaledot.recipes import RECIPES, Cast, Delayed, Gemm, Recipe, find_recipe
     from scaledot.state import init_state
 
 __version__ = "0.1.0"
 
 _ROOMS = {
     "checkpoint_policies": "checkpoint_policies",
-    "collective": "parallel.collective",
-    "flavours": "flavours",
+    "collective_matmul": "parallel.collective_matmul",
+    "format_variants": "format_variants",
     "linen": "linen",
     "nnx": "nnx",
     "orbax": "orbax",
@@ -69,7 +68,7 @@ _HOMES = {
     "einsum": "ops.einsum",
     "explain": "ops.explain",
     "find_format": "formats",
-    "get_scaled_dot_general_config": "compat.jax_nn",
+    "find_recipe": "recipes",
     "init_state": "state",
     "matmul": "ops.dot",
     "quantize": "ops.quantize",
@@ -79,8 +78,6 @@ _HOMES = {
     "ragged_dot": "ops.ragged",
     "ragged_dot_general": "ops.ragged",
     "requantize": "ops.quantize",
-    "scaled_dot_general": "compat.jax_nn",
-    "scaled_matmul": "compat.jax_nn",
 }
 
 __all__ = [
@@ -96,17 +93,19 @@ __all__ = [
     "ScaledArray",
     "amax",
     "checkpoint_policies",
-    "collective",
+    "collective_matmul",
     "conv_general_dilated",
     "dequantize",
     "dot_general",
     "einsum",
     "explain",
     "find_format",
-    "flavours",
-    "get_scaled_dot_general_config",
+    "find_recipe",
+    "format_variants",
     "init_state",
+    "linen",
     "matmul",
+    "nnx",
     "orbax",
     "quantize",
     "quantize_both",
@@ -116,8 +115,6 @@ __all__ = [
     "ragged_dot_general",
     "recipes",
     "requantize",
-    "scaled_dot_general",
-    "scaled_matmul",
     "sharding",
     "state",
     "train",
@@ -131,6 +128,10 @@ def __getattr__(name: str):
         value = getattr(importlib.import_module(f"scaledot.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
+    deprecated = importlib.import_module("scaledot.deprecated")
+    if name in deprecated.ATTRIBUTES:
+        module, _, attribute = deprecated.current("scaledot attribute", name, deprecated.ATTRIBUTES).rpartition(".")
+        return getattr(importlib.import_module(f"scaledot.{module}" if module else __name__), attribute)
     raise AttributeError(f"module 'scaledot' has no attribute {name!r}")
 
 

@@ -16,7 +16,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "tune": Command(
-        "scaledot.kernels.mosaic.command", "measure kernel tiles on this machine's GPU and write its table"
+        "scaledot.kernels.hopper.tune_command", "measure kernel tiles on this machine's GPU and write its table"
     ),
     "plan": Command("scaledot.plan.command", "what a step takes on many devices: times, bytes over mesh axes, memory"),
 }

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot import serialization, shaping
+from scaledot import serialization, shape_ops
 from scaledot.formats import Format
 from scaledot.numerics import blocks
 from scaledot.numerics.hadamard import Hadamard
@@ -95,19 +95,19 @@ class ScaledArray:
         axes = list(range(self.ndim))
         a, b = blocks.positive_axis(axis1, self.ndim), blocks.positive_axis(axis2, self.ndim)
         axes[a], axes[b] = axes[b], axes[a]
-        return shaping.transpose(self, axes)
+        return shape_ops.transpose(self, axes)
 
     def transpose(self, *axes) -> "ScaledArray":
         """Axes permuted as numpy does; without arguments, reversed."""
-        return shaping.transpose(self, _one_tuple(axes) or tuple(range(self.ndim))[::-1])
+        return shape_ops.transpose(self, _one_tuple(axes) or tuple(range(self.ndim))[::-1])
 
     def reshape(self, *shape) -> "ScaledArray":
         """Another shape with the same scales, where blocks stay whole; otherwise an error that names the axes."""
-        return shaping.reshape(self, _one_tuple(shape))
+        return shape_ops.reshape(self, _one_tuple(shape))
 
     def __getitem__(self, index) -> "ScaledArray":
         """Ints, slices, None, Ellipsis and integer arrays; a slice of a blocked axis must keep blocks whole."""
-        return shaping.take(self, index if isinstance(index, tuple) else (index,))
+        return shape_ops.take(self, index if isinstance(index, tuple) else (index,))
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))

@@ -12,7 +12,7 @@ its block. Code elsewhere reads these fields and never asks for a name, so a new
 (8, 127.0, 8.25)
 
 Bits, maximum and storage dtype are computed from the row. What a published tool does differently is a
-row too; those live in `scaledot.flavours`. Nothing here needs jax.
+row too; those live in `scaledot.format_variants`. Nothing here needs jax.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from scaledot import deprecated
 from scaledot.hashing import hash_once
 
 # The 16 quantiles of a normal distribution that QLoRA defines, to the last digit of float32.
@@ -50,7 +51,15 @@ NF4_CODEBOOK = (
 Row = TypeVar("Row")
 E8M0_RULES = ("ceil", "floor", "even", "even1", "ceil_log2")
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
-TWO_LEVEL_RULES = ("te", "te_jax", "torchao", "modelopt", "compressed_tensors")
+# How a two-level block scale is computed, where S = F * 448 / amax(tensor) and s = 1 / S: five orders of the same
+# arithmetic in float32, which round differently.
+TWO_LEVEL_RULES = (
+    "multiply",  # amax * (S * (1 / F)), as TransformerEngine's CUDA kernels do
+    "divide_multiply",  # (amax / F) * S, as its JAX code does
+    "divide_divide",  # (amax / F) / s, torchao
+    "divide_by_product",  # amax / (F * s), ModelOpt
+    "round_divide_multiply",  # S * round(amax / F), rounded to the input's dtype, compressed-tensors
+)
 
 # XLA has no 6-bit type: their codes travel as raw bits, one per byte.
 _RAW_BITS = ("float6_e2m3fn", "float6_e3m2fn")
@@ -116,6 +125,7 @@ class Format:
     def __post_init__(self):
         if isinstance(self.block, int):
             object.__setattr__(self, "block", (self.block,))
+        object.__setattr__(self, "rule", deprecated.current("scale rule", self.rule, deprecated.SCALE_RULES))
 
     @property
     def is_integer(self) -> bool:
@@ -209,7 +219,7 @@ _ROWS = (
     _mx("mxfp6_e2m3", "float6_e2m3fn", "ceil"),
     _mx("mxfp6_e3m2", "float6_e3m2fn", "ceil"),
     _mx("mxfp4", "float4_e2m1fn", "even"),
-    Format("nvfp4", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule="te", two_level=True),
+    Format("nvfp4", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule="multiply", two_level=True),
     *(_integer(bits) for bits in (8, 7, 6, 5, 4, 3, 2)),
     Format("nf4", "uint4", block=(64,), rule="amax_over_f", codebook=NF4_CODEBOOK),
 )

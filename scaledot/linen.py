@@ -41,8 +41,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
 from scaledot.contraction import parse_einsum
+from scaledot.path_patterns import Given, PathPatterns, RecipesByPath, table, warn_of_overlooked
 from scaledot.recipes import UNQUANTISED, Recipe, find_recipe
-from scaledot.rules import Given, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
 from scaledot.train.weight_codes import promote_around
@@ -104,16 +104,18 @@ class Quantized(nn.Module):
     @nn.nowrap
     def _variables(self, tensor: str, initial: AmaxHistory) -> AmaxHistory:
         history = self.variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", lambda: initial.history)
-        factor = self.variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", lambda: initial.factor.reshape(1))
-        return AmaxHistory(history.value, factor.value)
+        multiplier = self.variable(
+            STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", lambda: initial.multiplier.reshape(1)
+        )
+        return AmaxHistory(history.value, multiplier.value)
 
     @nn.nowrap
     def _hand_on(self, state: State) -> None:
         """Keeps the state for the next call of this layer."""
         if self.is_mutable_collection(STATE_COLLECTION):
-            for tensor, (history, factor) in state.items():
+            for tensor, (history, multiplier) in state.items():
                 self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", history)
-                self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", factor)
+                self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_scale", multiplier)
         else:
             self._returned_states[self.path] = state
 
@@ -241,9 +243,9 @@ def _with_default(base, recipe: str | Recipe, **fields):
 
 @contextlib.contextmanager
 def recipes_by_path(
-    rules: Given | Rules,
+    rules: Given | RecipesByPath,
     *,
-    specs: train.SpecsByPath | Patterns = None,
+    specs: train.SpecsByPath | PathPatterns = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
 ):
@@ -254,14 +256,14 @@ def recipes_by_path(
     without regard to interception: inside nn.jit give layers a `dot_general_cls` instead. Other arguments as in
     `with_recipe`.
     """
-    chosen = rules if isinstance(rules, Rules) else Rules(rules)
-    lying = specs if isinstance(specs, Patterns) else Patterns(specs, "specs")
+    chosen = rules if isinstance(rules, RecipesByPath) else RecipesByPath(rules)
+    lying = specs if isinstance(specs, PathPatterns) else PathPatterns(specs, "specs")
     with _intercepted(chosen, lying, overlap, on_indivisible):
         yield
     warn_of_overlooked(chosen.layers, stacklevel=3)
 
 
-def _intercepted(chosen: Rules, lying: Patterns, overlap: str | tuple[str, ...], on_indivisible: str):
+def _intercepted(chosen: RecipesByPath, lying: PathPatterns, overlap: str | tuple[str, ...], on_indivisible: str):
     """A context in which layers take the recipes that are chosen for them."""
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
@@ -282,7 +284,9 @@ def _intercepted(chosen: Rules, lying: Patterns, overlap: str | tuple[str, ...],
     return nn.intercept_methods(interceptor)
 
 
-def _recipe_for(layer: nn.Module, method: str, chosen: Rules, args: tuple, kwargs: dict[str, Any]) -> Recipe | None:
+def _recipe_for(
+    layer: nn.Module, method: str, chosen: RecipesByPath, args: tuple, kwargs: dict[str, Any]
+) -> Recipe | None:
     """The recipe for this call of a layer's method; None where it multiplies by no kernel, or has to stay as it is."""
     multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
     if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
@@ -443,8 +447,8 @@ class WithRecipe:
             jax.eval_shape(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
         return table(rules.layers)
 
-    def _patterns(self) -> tuple[Rules, Patterns]:
-        return Rules(self._rules), Patterns(self._specs, "specs")
+    def _patterns(self) -> tuple[RecipesByPath, PathPatterns]:
+        return RecipesByPath(self._rules), PathPatterns(self._specs, "specs")
 
     def __repr__(self) -> str:
         return f"WithRecipe({self.model!r}, {self._rules!r})"

@@ -41,8 +41,8 @@ from flax.errors import TraceContextError
 from flax.nnx.nn import dtypes
 
 from scaledot import train
+from scaledot.path_patterns import Given, Layer, PathPatterns, RecipesByPath, table, warn_of_overlooked
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.rules import Given, Layer, Patterns, Rules, table, warn_of_overlooked
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
 from scaledot.train.weight_codes import promote_around
@@ -64,9 +64,9 @@ class Quantized(nnx.Module):
         self.recipe = find_recipe(recipe)
         self.deterministic = False  # model.eval() sets it: a forward pass draws no keys
         self.keys = nnx.data(rngs[KEY_STREAM].fork() if rngs is not None and self.recipe.stochastic else None)
-        for tensor, (history, factor) in init_state(self.recipe).items():
+        for tensor, (history, multiplier) in init_state(self.recipe).items():
             setattr(self, f"{TENSOR_NAMES[tensor]}_amax_history", ScalingState(history))
-            setattr(self, f"{TENSOR_NAMES[tensor]}_scale", ScalingState(factor.reshape(1)))
+            setattr(self, f"{TENSOR_NAMES[tensor]}_scale", ScalingState(multiplier.reshape(1)))
 
     def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """The verb of `train`, with this module's state and key."""
@@ -289,7 +289,7 @@ def with_recipe(
     >>> model(jax.numpy.ones((2, 32))).shape
     (2, 8)
     """
-    chosen, lying = Rules(rules), Patterns(specs, "specs")
+    chosen, lying = RecipesByPath(rules), PathPatterns(specs, "specs")
     for path, layer in _multiplying(model):
         seam = _seam_of(layer)
         own = seam.attribute if seam is not None and seam.holds_other(layer) else None

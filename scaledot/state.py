@@ -37,16 +37,23 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
+from scaledot import deprecated
 from scaledot.formats import Format
-from scaledot.numerics.bits import LARGEST_FACTOR, divide
+from scaledot.numerics.bits import LARGEST_MULTIPLIER, divide
 from scaledot.recipes import Cast, Recipe, find_recipe
 
 
 class AmaxHistory(NamedTuple):
-    """float32 `history` of largest magnitudes, newest last (slot 0 is for the coming step), and the `factor` to use."""
+    """float32 `history` of amaxes, newest last (slot 0 is for the coming step), and the quantisation `multiplier`."""
 
     history: Any
-    factor: Any
+    multiplier: Any
+
+    @property
+    def factor(self) -> Any:
+        """The old name of `multiplier`."""
+        deprecated.warn("`AmaxHistory.factor` was renamed to `multiplier`")
+        return self.multiplier
 
 
 jax.export.register_namedtuple_serialization(AmaxHistory, serialized_name="scaledot.AmaxHistory")
@@ -62,7 +69,7 @@ def init_state(recipe: str | Recipe) -> State:
     """The state of one product before its first step; {} for a recipe that keeps none.
 
     >>> state = init_state("fp8_delayed")
-    >>> sorted(state), state["x"].history.shape, float(state["x"].factor)
+    >>> sorted(state), state["x"].history.shape, float(state["x"].multiplier)
     (['g', 'w', 'x'], (1024,), 1.0)
     """
     return {tensor: _empty(cast) for tensor, cast in find_recipe(recipe).delayed.items()}
@@ -82,7 +89,7 @@ def merge(*states: Any) -> Any:
     >>> from scaledot.recipes import FP8_DELAYED
     >>> start = init_state(FP8_DELAYED)
     >>> a, b = (step(FP8_DELAYED, start, {t: jnp.float32(amax) for t in "xwg"}) for amax in (2.0, 8.0))
-    >>> float(merge(a, b)["x"].factor)
+    >>> float(merge(a, b)["x"].multiplier)
     56.0
     """
     if not states:
@@ -95,11 +102,11 @@ def merge(*states: Any) -> Any:
 
 def merged(*states: AmaxHistory) -> AmaxHistory:
     """Histories by max, and the factor of the largest magnitude: the smallest of those that saw any in this step."""
-    lives = [(s.history[..., -1] > 0).reshape(s.factor.shape) for s in states]
-    seen = [jnp.where(live, s.factor, np.float32(np.inf)) for live, s in zip(lives, states, strict=True)]
+    lives = [(s.history[..., -1] > 0).reshape(s.multiplier.shape) for s in states]
+    seen = [jnp.where(live, s.multiplier, np.float32(np.inf)) for live, s in zip(lives, states, strict=True)]
     smallest = functools.reduce(jnp.minimum, seen)
-    factor = jnp.where(functools.reduce(jnp.logical_or, lives), smallest, states[0].factor)
-    return AmaxHistory(functools.reduce(jnp.maximum, [s.history for s in states]), factor)
+    multiplier = jnp.where(functools.reduce(jnp.logical_or, lives), smallest, states[0].multiplier)
+    return AmaxHistory(functools.reduce(jnp.maximum, [s.history for s in states]), multiplier)
 
 
 def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
@@ -113,10 +120,10 @@ def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
                 pairs[*path, tensor] = AmaxHistory(variables[*path, name], variables[*path, f"{tensor}_scale"])
         return pairs
 
-    together = merge(*map(paired, flat))
+    row_alignment = merge(*map(paired, flat))
     found = {}
-    for (*path, tensor), (history, factor) in together.items():
-        found |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): factor}
+    for (*path, tensor), (history, multiplier) in row_alignment.items():
+        found |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): multiplier}
     return found
 
 
@@ -211,7 +218,7 @@ def _leaves(recipe: Recipe):
     for tensor, cast in recipe.delayed.items():
         assert cast.delayed is not None
         yield f"{tensor}/history", str(cast.delayed.length)
-        yield f"{tensor}/factor", ""
+        yield f"{tensor}/multiplier", ""
 
 
 def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
@@ -227,7 +234,7 @@ def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
     """The path of each leaf and its dtype[shape]; a factor may be written with an axis of 1."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        shape = () if path.endswith("factor") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
+        shape = () if path.endswith("multiplier") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
         yield path, f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
@@ -239,31 +246,33 @@ def _inline(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> 
     return f(*scalars)
 
 
-def factor_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
+def multiplier_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
     """The factor to cast with: the stored one, which in a true state is never above what the history allows.
 
     A state that took no part in a step has zeros for a gradient, and so for its next value: it begins again.
     """
     assert cast.delayed is not None
     remembered = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
-    return compute(("factor", cast), functools.partial(_used_factor, cast), state.factor.reshape(()), remembered)
+    return compute(
+        ("multiplier", cast), functools.partial(_used_multiplier, cast), state.multiplier.reshape(()), remembered
+    )
 
 
-def _used_factor(cast: Cast, factor: jax.Array, remembered: jax.Array) -> jax.Array:
-    factor = jnp.where(factor > 0, jnp.minimum(factor, LARGEST_FACTOR), np.float32(1))
-    limit = _factor(cast, remembered)  # 0 where the history is empty
-    return jnp.where(limit > 0, jnp.minimum(factor, limit), factor)
+def _used_multiplier(cast: Cast, multiplier: jax.Array, remembered: jax.Array) -> jax.Array:
+    multiplier = jnp.where(multiplier > 0, jnp.minimum(multiplier, LARGEST_MULTIPLIER), np.float32(1))
+    limit = _multiplier(cast, remembered)  # 0 where the history is empty
+    return jnp.where(limit > 0, jnp.minimum(multiplier, limit), multiplier)
 
 
-def _factor(cast: Cast, amax: jax.Array) -> jax.Array:
+def _multiplier(cast: Cast, amax: jax.Array) -> jax.Array:
     assert cast.delayed is not None
-    return factor_from(cast.format, amax, cast.delayed.margin)
+    return multiplier_from(cast.format, amax, cast.delayed.margin)
 
 
-def factor_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
+def multiplier_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
     """(F / amax) / 2^margin, at most 2^126; 0 where amax is 0."""
-    factor = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_FACTOR)
-    return jnp.where(amax > 0, factor, np.float32(0))
+    multiplier = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_MULTIPLIER)
+    return jnp.where(amax > 0, multiplier, np.float32(0))
 
 
 def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
@@ -275,15 +284,15 @@ def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = 
     """One step of one history: record, derive the next factor, make room for the next step."""
     delayed = cast.delayed
     assert delayed is not None
-    used = factor_of(cast, state, compute)
-    intact = used == state.factor.reshape(())
+    used = multiplier_of(cast, state, compute)
+    intact = used == state.multiplier.reshape(())
     history = jnp.where(intact, state.history, np.float32(0)).at[0].set(amax)
     largest = jnp.max(history) if delayed.algorithm == "max" else amax
-    factor = compute(("next factor", cast), functools.partial(_next_factor, cast), largest, used)
+    multiplier = compute(("next factor", cast), functools.partial(_next_multiplier, cast), largest, used)
     if delayed.length > 1:  # a single slot is overwritten by the next step anyway
         history = jnp.roll(history, -1).at[0].set(np.float32(0))
-    return AmaxHistory(history, factor.reshape(state.factor.shape))
+    return AmaxHistory(history, multiplier.reshape(state.multiplier.shape))
 
 
-def _next_factor(cast: Cast, largest: jax.Array, used: jax.Array) -> jax.Array:
-    return jnp.where(largest > 0, _factor(cast, largest), used)
+def _next_multiplier(cast: Cast, largest: jax.Array, used: jax.Array) -> jax.Array:
+    return jnp.where(largest > 0, _multiplier(cast, largest), used)

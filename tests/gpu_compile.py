@@ -8,7 +8,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scaledot.kernels.mosaic import support
+from scaledot.kernels.hopper import support
 
 _FIELDS = """threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 threads_per_core_limit: 2048 fpus_per_core: 128

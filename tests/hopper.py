@@ -10,7 +10,7 @@ import pytest
 
 import scaledot as sd
 from scaledot.kernels import table
-from scaledot.kernels.mosaic import support
+from scaledot.kernels.hopper import support
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX,
@@ -19,12 +19,12 @@ needs_mosaic = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def interpreted(monkeypatch, multiprocessors: int = 2):
+def interpreted(monkeypatch, sm_count: int = 2):
     """A process in which the kernels are taken, as if on a Hopper GPU."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     races = plgpu.InterpretGPUParams(detect_races=True)
-    with _taken(monkeypatch, multiprocessors), plgpu.force_gpu_interpret_mode(races):
+    with _taken(monkeypatch, sm_count), plgpu.force_gpu_interpret_mode(races):
         yield
 
 
@@ -38,10 +38,10 @@ def lowered_for_hopper(monkeypatch):
 
 
 @contextlib.contextmanager
-def _taken(monkeypatch, multiprocessors: int):
+def _taken(monkeypatch, sm_count: int):
     with monkeypatch.context() as patched:
         patched.setattr(support, "device_reason", lambda: None)
-        patched.setattr(support, "multiprocessors", lambda: multiprocessors)
+        patched.setattr(support, "multiprocessors", lambda: sm_count)
         for name in ("DOT", "RAGGED", "CASTS"):  # tables of their own: no program that was traced before is taken
             first, *others = getattr(table, name)
             patched.setattr(table, name, (dataclasses.replace(first), *others))

@@ -12,7 +12,7 @@ import numpy as np
 
 f32 = np.float32
 SMALLEST_NORMAL = f32(2.0**-126)
-LARGEST_FACTOR = f32(2.0**126)
+LARGEST_MULTIPLIER = f32(2.0**126)
 LARGEST_FLOAT32 = np.finfo(np.float32).max
 
 
@@ -121,8 +121,8 @@ def block_amax(x, block):
 
 def float32_factor(amax, largest):
     """The factor that a per tensor, per channel or block fp8 cast multiplies by."""
-    factor = np.minimum(f32(largest) / amax, LARGEST_FACTOR)
-    return np.where(amax == 0, f32(1), factor)
+    multiplier = np.minimum(f32(largest) / amax, LARGEST_MULTIPLIER)
+    return np.where(amax == 0, f32(1), multiplier)
 
 
 def e8m0_ceil(amax, element):
@@ -147,8 +147,8 @@ def nvfp4_cast(x, block, target, tensor_factor, uniform):
     d = block_amax(x, block) * (tensor_factor * f32(1 / target))
     d8 = spread(round_float(d, E4M3), block, x.shape)
     # Choice: a subnormal product d8 * (1/S), possible only for A < 2688 * 2^-117, is kept as IEEE gives it.
-    factor = np.minimum(f32(1) / (d8 * (f32(1) / tensor_factor)), LARGEST_FLOAT32)
-    codes = round_float(x * factor, E2M1, uniform)
+    multiplier = np.minimum(f32(1) / (d8 * (f32(1) / tensor_factor)), LARGEST_FLOAT32)
+    codes = round_float(x * multiplier, E2M1, uniform)
     # Choice: the zero codes of a block with d8 = 0 keep the sign of the element.
     return np.where(d8 == 0, np.copysign(f32(0), x), codes), d8
 
@@ -156,7 +156,7 @@ def nvfp4_cast(x, block, target, tensor_factor, uniform):
 def quantize_nvfp4(x, block, uniform, search, guard):
     """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale."""
     amax = block_amax(x, x.shape)[0, 0]
-    tensor_factor = np.minimum(f32(2688) / amax, LARGEST_FACTOR) if amax > 0 else f32(1)
+    tensor_factor = np.minimum(f32(2688) / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / f32(2688), SMALLEST_NORMAL) if amax > 0 else f32(1)
     shrink = 16 / 17 if guard else 1
     first = quantized(*nvfp4_cast(x, block, 6 * shrink, tensor_factor, uniform), t)
@@ -179,11 +179,11 @@ def quantized(codes, scale, tensor_scale=1.0):
 
 @np.errstate(all="ignore")
 def quantize(
-    x, format, axis, *, block=None, uniform=None, rotation=None, factor=None, search=None, guard=False
+    x, format, axis, *, block=None, uniform=None, rotation=None, multiplier=None, search=None, guard=False
 ) -> Quantized:
     """Quantise a 2-D float32 array whose contracted axis is `axis`."""
     element, kind, length = FORMATS[format]
-    assert factor is None or kind == "float32", "a given factor is for per tensor fp8"
+    assert multiplier is None or kind == "float32", "a given factor is for per tensor fp8"
     assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
     x = flush(np.asarray(x, f32))
     if rotation is not None:
@@ -203,7 +203,7 @@ def quantize(
         return quantize_nvfp4(x, block, uniform, search, guard)
     amax = block_amax(x, block)
     if kind == "float32":
-        per_block = float32_factor(amax, element.largest) if factor is None else np.full_like(amax, f32(factor))
+        per_block = float32_factor(amax, element.largest) if multiplier is None else np.full_like(amax, f32(multiplier))
         scale = spread(f32(1) / per_block, block, x.shape)
         return quantized(round_float(x * spread(per_block, block, x.shape), element, uniform), scale)
     if kind == "integer":
@@ -240,12 +240,12 @@ def hadamard(x, axis, size, mask):
 
 
 class Delayed:
-    """The state of one cast with delayed scaling; `factor` is what the next cast multiplies by."""
+    """The state of one cast with delayed scaling; `multiplier` is what the next cast multiplies by."""
 
     def __init__(self, length, largest, margin=0, most_recent=False):
         self.largest, self.margin, self.most_recent = f32(largest), margin, most_recent
         self.history = np.zeros(length, f32)
-        self.factor = f32(1)
+        self.multiplier = f32(1)
 
     @np.errstate(all="ignore")
     def step(self, amax):
@@ -253,6 +253,6 @@ class Delayed:
         self.history[0] = amax
         present = self.history[0] if self.most_recent else self.history.max()
         if present > 0:
-            self.factor = np.minimum((self.largest / present) / f32(2.0**self.margin), LARGEST_FACTOR)
+            self.multiplier = np.minimum((self.largest / present) / f32(2.0**self.margin), LARGEST_MULTIPLIER)
         self.history = np.roll(self.history, -1)
         self.history[0] = 0

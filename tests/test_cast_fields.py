@@ -8,7 +8,7 @@ from hopper import needs_mosaic
 
 import scaledot as sd
 from scaledot.formats import E8M0_RULES, FLOAT_RULES, NF4_CODEBOOK, TWO_LEVEL_RULES, Format, Quirks
-from scaledot.kernels.mosaic import cast_8bit, cast_microscaled
+from scaledot.kernels.hopper import cast_8bit, cast_microscaled
 
 pytestmark = pytest.mark.jax_versions
 
@@ -109,7 +109,7 @@ def test_a_cast_kernel_refuses_what_it_does_not_compute(kernel):
 
 
 # Casts that together have every value that is computed, but for those of `benchmarks.gpu.cast.CASES`, whose bytes
-# test_mosaic compares.
+# test_hopper_kernels compares.
 PROOFS = [
     ("one scale", {"rule": "amax_over_f", "pow2": True}),
     ("lines", {"rule": "f_over_amax", "bound": "half"}),

@@ -28,7 +28,7 @@ class Fake:
     def problem_reason(self, problem: CastProblem) -> str | None:
         if not self.joint and len(problem.views) > 1:
             return "it makes one cast at a time"
-        return None if all(view.plan.block[:-1] == () for view in problem.views) else ALONG
+        return None if all(view.spec.block[:-1] == () for view in problem.views) else ALONG
 
     def run(self, problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
         self.ran.append(problem)
@@ -50,7 +50,7 @@ def test_verbs_take_a_kernel_that_the_table_has(fake):
     expected = [sd.quantize(x, "mxfp8", axis=axis, kernel="xla_cast") for axis in (1, 0)]
     for found, q in zip((rows, columns), expected, strict=True):
         np.testing.assert_array_equal(found.data, q.data)
-    asked = [[view.plan.block for view in problem.views] for problem in fake.ran]
+    asked = [[view.spec.block for view in problem.views] for problem in fake.ran]
     assert asked == [[(32,)], [(32,)], [(32,)]], "the columns, which it does not make, keep no row from it"
     sd.quantize_grouped(x, jnp.array([20, 40]), "mxfp8")
     assert fake.ran[-1].groups == 2
@@ -102,8 +102,8 @@ def test_explain_lists_casts_with_reasons(fake):
 
 def test_a_kernel_can_be_named():
     x = normal(0, (8, 64))
-    with pytest.raises(NotImplementedError, match=r"'mosaic_cast_8bit' cannot compute cast float32\[8,64\] -> mxfp8"):
-        sd.quantize(x, "mxfp8", kernel="mosaic_cast_8bit")
+    with pytest.raises(NotImplementedError, match=r"'hopper_cast_8bit' cannot compute cast float32\[8,64\] -> mxfp8"):
+        sd.quantize(x, "mxfp8", kernel="hopper_cast_8bit")
     with pytest.raises(ValueError, match="is not one of cast's; did you mean xla_cast"):
         sd.quantize(x, "mxfp8", kernel="xla_cats")
     chosen = []

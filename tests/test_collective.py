@@ -16,7 +16,7 @@ from meshes import LAYOUTS, arrays, cases, first_state, require_same, step
 from tables import fp4_optimized
 
 import scaledot as sd
-from scaledot import collective, train
+from scaledot import collective_matmul, train
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 
@@ -34,10 +34,10 @@ def mapped(f, count: int, x: P, w: P, y: P):
 
 
 gathering = functools.partial(
-    mapped, collective.all_gather_matmul, x=P(None, "tp"), w=P(None, "tp"), y=P(None, None, "tp")
+    mapped, collective_matmul.all_gather_matmul, x=P(None, "tp"), w=P(None, "tp"), y=P(None, None, "tp")
 )
 scattering = functools.partial(
-    mapped, collective.matmul_reduce_scatter, x=P(None, None, "tp"), w=P("tp"), y=P(None, "tp")
+    mapped, collective_matmul.matmul_reduce_scatter, x=P(None, None, "tp"), w=P("tp"), y=P(None, "tp")
 )
 
 
@@ -118,7 +118,7 @@ def compiled(specs: train.Specs, overlap):
 
 
 def moved(text: str) -> dict[str, int]:
-    """Bytes by kind of collective, less those of a few scalars."""
+    """Bytes by kind of collective_matmul, less those of a few scalars."""
     found = [one for one in collectives(text, {"tp": DEVICES}) if one.bytes > 64]
     return {one.kind: sum(each.bytes * each.count for each in found if each.kind == one.kind) for one in found}
 
@@ -182,9 +182,9 @@ def test_what_cannot_go_around_says_why():
     blocks = sd.quantize(normal(0, (64, 64)), "fp8_e4m3", axis=(0, 1), block=(32, 32))
     whole = sd.sharding.specs(blocks, P(), mesh=ring(4))
     with pytest.raises(ValueError, match=r"64 rows .* in blocks of 32; 128 would do"):
-        mapped(collective.matmul_reduce_scatter, 4, whole, P(), P("tp"))(blocks, w)
+        mapped(collective_matmul.matmul_reduce_scatter, 4, whole, P(), P("tp"))(blocks, w)
     with pytest.raises(ValueError, match="must be matrices"):
-        mapped(collective.all_gather_matmul, 2, P(), P(), P())(w[0], w)
+        mapped(collective_matmul.all_gather_matmul, 2, P(), P(), P())(w[0], w)
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3", "nvfp4"])
@@ -193,7 +193,7 @@ def test_codes_do_not_leave_a_scale_behind(format):
     x, w = normal(0, (64, 64)) * jnp.arange(1.0, 65.0)[:, None], normal(1, (64, 32))
 
     def gathered(x, w, axis_name, axes):
-        return collective.all_gather_matmul(sd.quantize(x, format, amax_axes=axes), w, axis_name)
+        return collective_matmul.all_gather_matmul(sd.quantize(x, format, amax_axes=axes), w, axis_name)
 
     with pytest.raises(ValueError, match=r"a scale of its own on each device of 'tp'.*amax_axes=\('tp',\)"):
         mapped(functools.partial(gathered, axes=()), 4, P("tp"), P(), P("tp"))(x, w)
@@ -214,7 +214,7 @@ def test_scales_of_rows_travel_with_their_rows():
     x, w, sizes = normal(0, (64, 64)), normal(1, (64, 32)), jnp.array([20, 44])
     q = sd.quantize_grouped(x * jnp.where(jnp.arange(64) < 20, 1.0, 100.0)[:, None], sizes, "nvfp4")
     specs = dataclasses.replace(q, data=P("tp"), scale=P("tp"), tensor_scale=P("tp"))
-    found = mapped(collective.all_gather_matmul, 4, specs, P(), P("tp"))(q, w)
+    found = mapped(collective_matmul.all_gather_matmul, 4, specs, P(), P("tp"))(q, w)
     for one in jnp.split(found, 4):
         require_reordered_sums(one, q, w)
 

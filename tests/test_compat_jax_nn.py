@@ -271,12 +271,6 @@ def test_configs_of_jax_itself_are_taken():
     np.testing.assert_array_equal(jax_nn.scaled_dot_general(x, w, MATRIX, configs=theirs), ours)
 
 
-def test_the_names_are_also_at_the_top():
-    assert sd.scaled_matmul is jax_nn.scaled_matmul
-    assert sd.scaled_dot_general is jax_nn.scaled_dot_general
-    assert sd.get_scaled_dot_general_config is jax_nn.get_scaled_dot_general_config
-
-
 def test_results_are_those_of_jax_nn_where_it_has_none_of_its_faults():
     x, w = normal(0, (2, 64, 128)), normal(1, (2, 32, 128))
     ours = jax_nn.scaled_dot_general(x, w, ROWS, configs=configs("mxfp8"))

@@ -14,7 +14,7 @@ from reference import check_einsum
 from tables import RELATED_FORMATS, table_of
 
 import scaledot as sd
-from scaledot import flavours
+from scaledot import format_variants
 
 MXINT8 = replace(sd.FORMATS["int8"], name="mxint8", scale="float8_e8m0fnu", block=(32,), rule="floor")
 CASTS = {  # name: (format, options of quantize)
@@ -26,9 +26,9 @@ CASTS = {  # name: (format, options of quantize)
     "int8 zeros": ("int8", {"calibration": "minmax"}),
     "int8 tiles zeros": ("int8", {"block": (128,), "calibration": "minmax"}),
     "int4 groups zeros": ("int4", {"block": (32,), "calibration": "minmax"}),
-    "int8 in its dtype": (flavours.qwix.int8, {"block": (0,)}),
+    "int8 in its dtype": (format_variants.qwix.int8, {"block": (0,)}),
     "mxint8": (MXINT8, {}),
-    "nvfp4 of torchao": (flavours.torchao.nvfp4, {}),
+    "nvfp4 of torchao": (format_variants.torchao.nvfp4, {}),
     "nvfp4 rotated": ("nvfp4", {"rotation": sd.Hadamard()}),
     "int8 tiles rotated": ("int8", {"block": (128,), "rotation": sd.Hadamard()}),
 }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot import flavours
+from scaledot import format_variants
 from scaledot.formats import rules_of
 
 NAMES = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"]
@@ -74,7 +74,13 @@ def test_each_row_uses_a_rule_of_its_scale(name):
 
 
 def test_each_flavour_uses_a_rule_of_its_scale():
-    tools = [flavours.torchao, flavours.compressed_tensors, flavours.deepgemm, flavours.modelopt, flavours.te_jax]
+    tools = [
+        format_variants.torchao,
+        format_variants.compressed_tensors,
+        format_variants.deepgemm,
+        format_variants.modelopt,
+        format_variants.te_jax,
+    ]
     rows = [row for tool in tools for row in vars(tool).values()]
     assert len({row.name for row in rows}) == len(rows)
     assert all(row.rule in rules_of(row) for row in rows)

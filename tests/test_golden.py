@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot import flavours
+from scaledot import format_variants
 from scaledot.numerics import pack
 
 pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
@@ -76,7 +76,7 @@ def test_two_level_nvfp4_matches_torchao(case):
     if case == "bf16_normal":
         x = x.astype(ml_dtypes.bfloat16)
     given = {"tensor_scale": np.float32(8) / np.float32(2688)} if "static" in case else {}
-    q = sd.quantize(x, flavours.torchao.nvfp4, dtype=jnp.float32, **given)
+    q = sd.quantize(x, format_variants.torchao.nvfp4, dtype=jnp.float32, **given)
     name = f"two_level_{case}"
     keep = slice(None)
     if case == "moderate":  # the same rows as the full input, without the two that overflow
@@ -87,11 +87,11 @@ def test_two_level_nvfp4_matches_torchao(case):
 
 def test_nvfp4_per_expert_matches_torchao():
     golden = Golden("torchao018_nvfp4")
-    q = jax.vmap(lambda x: sd.quantize(x, flavours.torchao.nvfp4))(golden["input_experts"])
+    q = jax.vmap(lambda x: sd.quantize(x, format_variants.torchao.nvfp4))(golden["input_experts"])
     assert_same(q, golden["per_expert__codes"], golden["per_expert__scales_e4m3"], golden["per_expert__dequant"])
     np.testing.assert_array_equal(q.tensor_scale, golden["per_expert__per_tensor_scale"].ravel())
     given = sd.quantize(
-        golden["input_experts"], flavours.torchao.nvfp4, tensor_scale=golden["per_expert__per_tensor_scale"]
+        golden["input_experts"], format_variants.torchao.nvfp4, tensor_scale=golden["per_expert__per_tensor_scale"]
     )
     assert_same(given, golden["per_expert__codes"], golden["per_expert__scales_e4m3"], golden["per_expert__dequant"])
 
@@ -101,7 +101,7 @@ def test_single_level_nvfp4_matches_torchao(case):
     golden = Golden("torchao018_nvfp4")
     name = f"single_level{case}"
     rows = slice(None) if case else golden.counted()
-    q = sd.quantize(golden[f"input{case}"], flavours.torchao.nvfp4_single_level)
+    q = sd.quantize(golden[f"input{case}"], format_variants.torchao.nvfp4_single_level)
     assert_same(q, golden[f"{name}__codes"], golden[f"{name}__scales_e4m3"], golden[f"{name}__dequant"], rows)
 
 
@@ -119,7 +119,7 @@ def test_single_level_nvfp4_matches_torchao(case):
 )
 def test_fp8_matches_torchao_inference(case, block):
     golden = Golden("torchao018_float8_inference")
-    q = sd.quantize(golden["input_" + case.split("_")[0]], flavours.torchao.fp8, block=block)
+    q = sd.quantize(golden["input_" + case.split("_")[0]], format_variants.torchao.fp8, block=block)
     assert_same(q, golden[f"{case}__codes"], golden[f"{case}__scale"], golden[f"{case}__dequant"])
 
 
@@ -132,7 +132,7 @@ def test_fp8_matches_torchao_training(data, element, axis, block, pow2):
     golden = Golden("torchao018_float8_training")
     x = golden["input" if data == "edge" else "input_normal"]
     name = f"{data}_{element}_{axis}wise{'_pow2' if pow2 else ''}"
-    flavour = flavours.torchao.fp8_training if element == "e4m3" else flavours.torchao.fp8_training_e5m2
+    flavour = format_variants.torchao.fp8_training if element == "e4m3" else format_variants.torchao.fp8_training_e5m2
     format = replace(flavour, pow2=pow2)
     q = sd.quantize(x, format, block=block, axis=0 if axis == "col" else -1)
     factor = golden[f"{name}__scale"].reshape(q.scale.shape)
@@ -151,7 +151,7 @@ def test_fp8_matches_torchao_training(data, element, axis, block, pow2):
 def test_fp8_matches_deepgemm(name, block, ue8m0):
     golden = Golden("deepgemm_casts")
     case = f"{name}_{'128x128' if len(block) == 2 else '1x128'}{'_ue8m0' if ue8m0 else ''}"
-    format = flavours.deepgemm.fp8_ue8m0 if ue8m0 else flavours.deepgemm.fp8
+    format = format_variants.deepgemm.fp8_ue8m0 if ue8m0 else format_variants.deepgemm.fp8
     rows = golden.counted() if name == "input" else slice(None)
     q = sd.quantize(golden[name], format, block=block, pad=True)
     if name == "input_weight":
@@ -165,14 +165,14 @@ def test_fp8_matches_deepgemm(name, block, ue8m0):
 @pytest.mark.parametrize("block", [128, 32])
 def test_packed_ue8m0_scales_match_deepgemm(block):
     golden = Golden("deepgemm_casts")
-    q = sd.quantize(golden["input_act512"], flavours.deepgemm.fp8_ue8m0, block=(block,))
+    q = sd.quantize(golden["input_act512"], format_variants.deepgemm.fp8_ue8m0, block=(block,))
     name = f"act512_1x{block}_packed_ue8m0"
     np.testing.assert_array_equal(raw(q.data), golden[f"{name}__codes"])
     exponents = (np.asarray(q.scale).view(np.uint32) >> 23).astype(np.uint8)
     np.testing.assert_array_equal(exponents, golden[f"{name}__scale_int32"].view(np.uint8))
 
 
-CT = flavours.compressed_tensors
+CT = format_variants.compressed_tensors
 
 
 def ct_input(golden, name, dtype):

@@ -14,9 +14,9 @@ from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 
 import scaledot as sd
 from scaledot.contraction import Contraction, from_dimension_numbers
-from scaledot.kernels import forms, table
-from scaledot.kernels.forms import codes_form
-from scaledot.kernels.mosaic import dot as mosaic_dot
+from scaledot.kernels import formulations, table
+from scaledot.kernels.formulations import codes_form
+from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.ops.operands import contract, make_problem, solve
 
@@ -102,7 +102,7 @@ def test_explain_needs_no_data():
 def test_codes_and_scales_of_eight_significant_bits_fold_into_bfloat16(zero, folds):
     """E4M3 codes under E4M3 scales fill them; a difference from a zero point has one more."""
     row = dataclasses.replace(sd.FORMATS["nvfp4"], element="float8_e4m3fn")
-    assert forms.folds_exactly(row, has_zero=zero) == folds
+    assert formulations.folds_exactly(row, has_zero=zero) == folds
 
 
 def test_explain_is_for_what_takes_a_kernel():
@@ -199,4 +199,4 @@ def test_all_kernels_read_a_precision_as_jax_does(precision):
     form = codes_form(problem)
     assert not isinstance(form, str)
     assert form.float8_on_cuda == is_default
-    assert mosaic_dot.FLOAT8.promotes(problem) != is_default
+    assert hopper_dot.FLOAT8.promotes(problem) != is_default

@@ -18,7 +18,7 @@ pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 @pytest.fixture
 def exported(monkeypatch):
     """The problems that were exported, in a process that has lowered nothing yet."""
-    from scaledot.kernels.mosaic import launch
+    from scaledot.kernels.hopper import launch
 
     found, export = [], launch._export
     monkeypatch.setattr(launch, "_LOWERED", {})
@@ -36,7 +36,7 @@ def lowered(rows: int = 256) -> str:
 
 def forgotten(monkeypatch):
     """As in a process that has lowered nothing."""
-    from scaledot.kernels.mosaic import launch
+    from scaledot.kernels.hopper import launch
 
     monkeypatch.setattr(launch, "_LOWERED", {})
     jax.clear_caches()

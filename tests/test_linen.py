@@ -89,9 +89,9 @@ def test_a_layer_called_twice_has_seen_the_larger(case):
         return jnp.sum(y**2)
 
     expected = jax.jit(jax.grad(by_hand))(state)
-    for tensor, (history, factor) in states_in(grads[OWG]).items():
+    for tensor, (history, multiplier) in states_in(grads[OWG]).items():
         np.testing.assert_array_equal(history, expected[tensor].history)
-        np.testing.assert_array_equal(factor, expected[tensor].factor)
+        np.testing.assert_array_equal(multiplier, expected[tensor].multiplier)
 
 
 def test_layers_in_a_scan_have_their_own_states():
@@ -105,8 +105,8 @@ def test_layers_in_a_scan_have_their_own_states():
     variables = model.init(jax.random.key(1), x, None)
     grads = jax.jit(jax.grad(lambda v: model.apply(v, x, None)[0].sum()))(variables)
     kernel = variables["params"]["Dense_0"]["kernel"]
-    factors = states_in(grads[OWG])
-    history, _ = factors["w"]
+    multipliers = states_in(grads[OWG])
+    history, _ = multipliers["w"]
     np.testing.assert_array_equal(history[:, -1], jnp.max(jnp.abs(kernel), axis=(1, 2)))
 
 
@@ -402,9 +402,9 @@ def test_an_axis_that_does_not_divide_into_blocks_can_be_gathered():
 
 
 @pytest.mark.parametrize("room", ["linen", "nnx"])
-def test_without_flax_an_error_says_what_to_install(room, monkeypatch):
+def test_without_flax_an_error_says_what_to_install(padded_capacity, monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
-    monkeypatch.delitem(sys.modules, f"scaledot.{room}", raising=False)
-    monkeypatch.delitem(vars(sd), room, raising=False)
-    with pytest.raises(ImportError, match=rf"scaledot.{room} needs Flax.*pip install 'scaledot\[flax\]'"):
-        getattr(sd, room)
+    monkeypatch.delitem(sys.modules, f"scaledot.{padded_capacity}", raising=False)
+    monkeypatch.delitem(vars(sd), padded_capacity, raising=False)
+    with pytest.raises(ImportError, match=rf"scaledot.{padded_capacity} needs Flax.*pip install 'scaledot\[flax\]'"):
+        getattr(sd, padded_capacity)

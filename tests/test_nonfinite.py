@@ -20,7 +20,7 @@ from training import KEY, SHORT, conv_general_dilated, dense, einsum, ragged_dot
 import scaledot as sd
 from scaledot.formats import FORMATS, Format
 from scaledot.recipes import Cast, Gemm, Recipe
-from scaledot.train.laid import Laid, Sides
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
 BAD = (np.nan, np.inf, -np.inf)
 ROWS, INPUTS, OUTPUTS = 32, 128, 128
@@ -96,10 +96,10 @@ CASTS = {name: Cast(format) for name, format in FORMATS.items()} | {
 def test_casts_of_training_show_what_is_not_finite(name):
     """In the block that holds it; elsewhere codes and scales are those that there would be without it."""
     cast = CASTS[name]
-    laid = Laid.on(cast, Sides("mk", "m", "k"))
-    factor = jnp.float32(2) if "given" in name else None
+    laid = ResolvedCast.on(cast, OperandDims("mk", "m", "k"))
+    multiplier = jnp.float32(2) if "given" in name else None
     clean = normal(0, (32, 128)).at[ROW, COLUMN].set(0)
-    quantize = jax.jit(lambda x: laid.quantize(x, factor))
+    quantize = jax.jit(lambda x: laid.quantize(x, multiplier))
     expected = quantize(clean)
     down, across = (b or size for b, size in zip(cast.tile, clean.shape, strict=True))
     first = ROW // down * down, COLUMN // across * across

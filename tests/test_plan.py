@@ -18,10 +18,10 @@ from benchmarks import record, scaling
 from scaledot.__main__ import main
 from scaledot.plan import programs, report
 from scaledot.plan.cost import cost, of_operands
+from scaledot.plan.gemm_kinds import BASELINE, KNOWN, block_along, cast_bytes, find_recipe, kind_of
 from scaledot.plan.hlo import Collective, collectives
 from scaledot.plan.mesh import choose, parse
 from scaledot.plan.models import MODELS, Model, find_model
-from scaledot.plan.products import BASELINE, KNOWN, block_along, cast_bytes, find_recipe, kind_of
 from scaledot.plan.programs import Compiled, Job
 from scaledot.plan.rates import RATES, find_rates
 from scaledot.plan.setup import Setup

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tables import RELATED_FORMATS, table_of
 
 import scaledot as sd
-from scaledot import flavours
+from scaledot import format_variants
 
 FORMATS = [*sd.FORMATS.values(), replace(sd.FORMATS["nvfp4"], name="four_over_six", search="four_over_six")]
 JITTED = {f.name: jax.jit(functools.partial(sd.quantize, format=f)) for f in FORMATS}
@@ -468,7 +468,7 @@ def test_code_255_of_an_e8m0_scale_is_nan():
 
 def test_float16_scales_reach_into_its_subnormals():
     x = (np.random.default_rng(0).standard_normal((4, 64)) * 1e-3).astype(np.float16)
-    q = sd.quantize(x, flavours.compressed_tensors.int8)
+    q = sd.quantize(x, format_variants.compressed_tensors.int8)
     expected = (np.abs(x.astype(np.float32)).max(1) / np.float32(127.5)).astype(np.float16)
     np.testing.assert_array_equal(np.asarray(q.scale)[:, 0], expected)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import scaledot as sd
-from scaledot.numerics.scale import e8m0_code, levels_of
+from scaledot.numerics.scale import e8m0_code, scales_of
 
 pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
 
@@ -22,7 +22,7 @@ AMAX = BF16[np.isfinite(BF16) & ((np.finfo(np.float32).tiny <= BF16) | (BF16 == 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _levels(amax, format, tensor_amax=None):
-    return levels_of(amax, format, np.dtype("float32"), None, tensor_amax)
+    return scales_of(amax, format, np.dtype("float32"), None, tensor_amax)
 
 
 def ceil_by_definition(amax, format):
@@ -127,9 +127,9 @@ def nvfp4_by_definition(x, amax):
     up, down = f32(2688) / largest, largest / f32(2688)
     d8 = np.minimum(amax * (up * f32(1 / 6)), f32(448)).astype(ml_dtypes.float8_e4m3fn)
     with np.errstate(divide="ignore"):
-        factor = np.minimum(f32(1) / (d8.astype(f32) * (f32(1) / up)), np.finfo(f32).max)
-    factor = np.where(d8.astype(f32) == 0, f32(0), factor)
-    codes = np.clip(x * np.repeat(factor, 16, 1), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        multiplier = np.minimum(f32(1) / (d8.astype(f32) * (f32(1) / up)), np.finfo(f32).max)
+    multiplier = np.where(d8.astype(f32) == 0, f32(0), multiplier)
+    codes = np.clip(x * np.repeat(multiplier, 16, 1), -6, 6).astype(ml_dtypes.float4_e2m1fn)
     value = codes.astype(f32) * np.repeat(d8.astype(f32), 16, 1) * down
     return codes, d8, down, value
 
@@ -151,13 +151,13 @@ def test_nvfp4_follows_its_definition(spread):
 def test_the_two_orders_of_nvfp4_scales_follow_their_definitions(largest):
     amax = AMAX[largest >= AMAX]
     up = np.float32(2688) / np.float32(largest)
-    orders = {"te": amax * (up * np.float32(1 / 6)), "te_jax": (amax / np.float32(6)) * up}
+    orders = {"multiply": amax * (up * np.float32(1 / 6)), "divide_multiply": (amax / np.float32(6)) * up}
     for rule, relative in orders.items():
         format = replace(sd.FORMATS["nvfp4"], rule=rule)
         levels = _levels(jnp.asarray(amax), format, jnp.float32(largest))
         expected = np.minimum(relative, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
         np.testing.assert_array_equal(np.asarray(levels.scale).view(np.uint8), expected.view(np.uint8))
-    differ = np.mean(orders["te"] != orders["te_jax"])
+    differ = np.mean(orders["multiply"] != orders["divide_multiply"])
     assert differ > 0.01  # as float32; after rounding to e4m3 few remain
 
 
@@ -174,7 +174,7 @@ def test_guard_lets_no_element_clip():
     top = jnp.max(amax)
     for guard, clips in [(False, True), (True, False)]:
         levels = _levels(amax, replace(sd.FORMATS["nvfp4"], guard=guard), top)
-        largest = np.asarray(amax * levels.factors[0])
+        largest = np.asarray(amax * levels.multipliers[0])
         assert (largest.max() > 6 * (1 + 1e-6)) == clips
 
 
@@ -184,12 +184,12 @@ def test_fp8_scales_over_every_bfloat16(name, pow2):
     format = replace(sd.FORMATS[name], pow2=pow2)
     levels = _levels(AMAX, format)
     with np.errstate(divide="ignore", over="ignore"):
-        factor = np.minimum(np.float32(format.max) / AMAX, np.float32(2.0**126))
-    factor = np.where(AMAX == 0, np.float32(1), factor)
+        multiplier = np.minimum(np.float32(format.max) / AMAX, np.float32(2.0**126))
+    multiplier = np.where(AMAX == 0, np.float32(1), multiplier)
     if pow2:
-        factor = np.ldexp(np.float32(1), np.frexp(factor)[1] - 1)
-    np.testing.assert_array_equal(levels.factors[0], factor)
-    np.testing.assert_array_equal(levels.scale, np.float32(1) / factor)
+        multiplier = np.ldexp(np.float32(1), np.frexp(multiplier)[1] - 1)
+    np.testing.assert_array_equal(levels.multipliers[0], multiplier)
+    np.testing.assert_array_equal(levels.scale, np.float32(1) / multiplier)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
@@ -199,7 +199,7 @@ def test_integer_and_codebook_scales_over_every_bfloat16(name):
     scale = AMAX / np.float32(format.max)
     scale = np.where(AMAX == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126)))
     np.testing.assert_array_equal(levels.scale, scale)
-    exact = [np.asarray(f, np.float64) for f in levels.factors]  # powers of two apart, so the product is exact
+    exact = [np.asarray(f, np.float64) for f in levels.multipliers]  # powers of two apart, so the product is exact
     with np.errstate(over="ignore", under="ignore"):
         reciprocal = (1 / scale.astype(np.float64)).astype(np.float32)
     normal = reciprocal >= np.finfo(np.float32).tiny

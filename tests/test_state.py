@@ -46,7 +46,7 @@ def next_state(recipe, state, x, w, g):
 def assert_state(state, reference):
     for tensor, expected in reference.items():
         np.testing.assert_array_equal(state[tensor].history, expected.history, tensor)
-        np.testing.assert_array_equal(state[tensor].factor, expected.factor, tensor)
+        np.testing.assert_array_equal(state[tensor].multiplier, expected.multiplier, tensor)
 
 
 STREAM = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]
@@ -66,10 +66,10 @@ def test_the_stream_of_factors(how):
     run = jax.jit(lambda state, x, w, g: next_state(recipe, state, x, w, g))
     used = []
     for amax in STREAM:
-        used.append(float(state["x"].factor))
+        used.append(float(state["x"].multiplier))
         state = run(state, with_amax(amax), with_amax(2 * amax, (8, 2)), with_amax(3 * amax, (4, 2)))
-        for tensor, factor in zip("xwg", (1, 2, 3), strict=True):
-            expected[tensor].step(np.float32(factor * amax))
+        for tensor, multiplier in zip("xwg", (1, 2, 3), strict=True):
+            expected[tensor].step(np.float32(multiplier * amax))
         assert_state(state, expected)
     if how == {"length": 4}:
         assert used[:7] == [1, 224, 56, 56, 56, 56, 448]
@@ -77,9 +77,9 @@ def test_the_stream_of_factors(how):
 
 def test_a_history_of_one_step_is_the_most_recent_one():
     recipe, state = delayed(length=1), sd.init_state(delayed(length=1))
-    for amax, factor in ((2.0, 224.0), (8.0, 56.0), (0.0, 56.0), (1.0, 448.0)):
+    for amax, multiplier in ((2.0, 224.0), (8.0, 56.0), (0.0, 56.0), (1.0, 448.0)):
         state = next_state(recipe, state, with_amax(amax), with_amax(1.0, (8, 2)), with_amax(1.0, (4, 2)))
-        assert float(state["x"].factor) == factor
+        assert float(state["x"].multiplier) == multiplier
 
 
 def test_casts_use_the_factor_that_came_in():
@@ -88,7 +88,7 @@ def test_casts_use_the_factor_that_came_in():
     y, _ = train.dense(x, w, recipe=SHORT, state=state)
     codes = np.float32([[96, -448]])  # 100 is half way between 96 and 104; 470 saturates
     np.testing.assert_allclose(y, codes / 100 * 0.96, rtol=2.0**-20)  # and the ones of w are 96 / 100
-    q = sd.quantize(x, "fp8_e4m3", factor=jnp.float32(100.0))
+    q = sd.quantize(x, "fp8_e4m3", multiplier=jnp.float32(100.0))
     np.testing.assert_array_equal(q.data.astype(jnp.float32), codes)
     assert q.scale.item() == np.float32(1) / np.float32(100)
 
@@ -155,23 +155,23 @@ def test_a_scan_over_layers_keeps_their_states_apart():
         return jax.lax.scan(layer, with_amax(1.0), (w, states))[0].sum()
 
     stepped = jax.jit(jax.grad(loss))(states)
-    np.testing.assert_array_equal(stepped["w"].factor, np.float32(448) / np.float32([1, 2, 4]))
+    np.testing.assert_array_equal(stepped["w"].multiplier, np.float32(448) / np.float32([1, 2, 4]))
 
 
 def test_micro_batches_merged_are_one_large_batch():
     start = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
     each = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
     whole = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
-    together = merge(*each)
-    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(whole), strict=True):
+    row_alignment = merge(*each)
+    for a, b in zip(jax.tree.leaves(row_alignment), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_states_of_whole_models_are_merged_and_others_refused():
     start = sd.init_state(SHORT)
     models = [{"a": next_state(SHORT, start, x, WS[0], GS[0]), "b": start} for x in XS]
-    together = merge(*models)
-    assert float(together["a"]["x"].factor) == 448 / 8
+    row_alignment = merge(*models)
+    assert float(row_alignment["a"]["x"].multiplier) == 448 / 8
     with pytest.raises(ValueError, match="at 'b/g/history' it has nothing"):
         merge(models[0], {"a": models[1]["a"]})
 
@@ -182,8 +182,8 @@ def test_merging_with_a_step_that_saw_nothing_keeps_the_factor_of_the_other():
     nothing = next_state(SHORT, start, 0 * XS[0], 0 * WS[0], 0 * GS[0])
     something = next_state(SHORT, start, XS[0], WS[0], GS[0])
     for order in ((nothing, something), (something, nothing)):
-        assert float(merge(*order)["x"].factor) == 224
-    assert float(merge(nothing, nothing)["x"].factor) == 1
+        assert float(merge(*order)["x"].multiplier) == 224
+    assert float(merge(nothing, nothing)["x"].multiplier) == 1
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
@@ -231,7 +231,7 @@ def test_a_state_that_took_no_part_in_a_step_begins_again():
 
     used = step(sd.init_state(SHORT), True)
     unused = step(used, False)
-    assert float(unused["x"].factor) == 0
+    assert float(unused["x"].multiplier) == 0
     expected = references()["x"]
     expected.step(np.float32(2))
     assert_state(step(unused, True), {"x": expected})
@@ -285,8 +285,8 @@ def test_rows_of_no_group_and_every_group_count_once():
         return train.ragged_dot(x, w, sizes, recipe=SHORT, state=state)[0].sum()
 
     state = jax.grad(loss)(sd.init_state(SHORT))
-    assert float(state["x"].factor) == 448 / 8
-    assert float(state["w"].factor) == np.float32(448) / np.float32(3)
+    assert float(state["x"].multiplier) == 448 / 8
+    assert float(state["w"].multiplier) == np.float32(448) / np.float32(3)
 
 
 def test_resuming_from_stored_numbers_is_going_on():

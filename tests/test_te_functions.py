@@ -173,7 +173,7 @@ def test_the_gradient_of_a_delayed_set_is_the_next_set():
             held = getattr(quantizers, name)
             np.testing.assert_array_equal(held.amax_history, state[tensor].history)
             assert held.scale.shape == (1,)
-            assert float(held.scale[0]) == float(state[tensor].factor)
+            assert float(held.scale[0]) == float(state[tensor].multiplier)
 
 
 def test_updating_a_quantizer_is_the_step_of_the_state():

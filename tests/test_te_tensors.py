@@ -22,9 +22,9 @@ def test_both_orientations_are_the_casts_of_the_core(mode):
     x = normal(0, (128, 256))
     tensor = tex.quantize(x, quantizer(mode))
     cast = quantizer(mode).cast()
-    factor = {"factor": jnp.ones(())} if cast.delayed else {}
-    rows = sd.quantize(x, cast.format, block=cast.tile, **factor)
-    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **factor)
+    multiplier = {"multiplier": jnp.ones(())} if cast.delayed else {}
+    rows = sd.quantize(x, cast.format, block=cast.tile, **multiplier)
+    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **multiplier)
     for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
         same_leaves(held.array.data, q.data)
         np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))

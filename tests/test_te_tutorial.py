@@ -11,7 +11,7 @@ from tables import table_of
 from benchmarks import te_tutorial
 from scaledot.compat import transformer_engine as te
 
-# On meshes the recipes take the paths of tests/test_partitioned.py; two show that TransformerEngine's names lead there.
+# tests/test_dot_on_meshes.py covers every recipe on meshes; two show that TransformerEngine's names lead there.
 RELATED = ("Float8CurrentScaling", "Float8BlockScaling")  # to delayed scaling and MXFP8
 ONE_DEVICE_TELLS = (*RELATED, "NVFP4BlockScaling")
 

@@ -108,7 +108,7 @@ def exact(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def values(tensors, recipe, product, side, factors=None):
+def values(tensors, recipe, product, side, multipliers=None):
     """The float64 values that one operand of one product stands for, and whether it was rotated."""
     tensor, axis = ROLES[product][side]
     x = tensors[tensor]
@@ -125,13 +125,13 @@ def values(tensors, recipe, product, side, factors=None):
         shape[axis] += -shape[axis] % 16 if "rotation" in cast else 0
         key = jnp.append(jax.random.key_data(KEY), np.uint32(order.index(f"{product} {tensor}")))
         cast["uniform"] = np.asarray(uniform_of(key, tuple(shape)))
-    if factors:
-        cast["factor"] = factors[tensor]
+    if multipliers:
+        cast["multiplier"] = multipliers[tensor]
     q = reference_quantize(np.asarray(x.astype(jnp.float32)), cast.pop("format"), axis, **cast)
     return q.values
 
 
-def check_step(recipe, got, x, w, b, g, factors=None):
+def check_step(recipe, got, x, w, b, g, multipliers=None):
     """y, dx, dw and db of matrices are those of the reference to one rounding."""
     y, dx, dw, db = got
     tensors = {"x": x, "w": w, "g": g}
@@ -140,7 +140,7 @@ def check_step(recipe, got, x, w, b, g, factors=None):
         (dx, "dgrad", "mn,kn->mk", 0.0),
         (dw, "wgrad", "mk,mn->kn", 0.0),
     ):
-        lhs, rhs = (values(tensors, recipe, product, side, factors) for side in (0, 1))
+        lhs, rhs = (values(tensors, recipe, product, side, multipliers) for side in (0, 1))
         summed = lhs.shape[0 if product == "wgrad" else 1]
         expected = np.einsum(text, lhs, rhs) + extra
         magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs)) + np.abs(extra)
@@ -167,9 +167,9 @@ def test_a_step_is_the_product_of_independently_quantised_operands(recipe, dtype
     g = normal(3, (5, 7, 44), dtype, 1e-3)
     y, dx, dw, db, _ = jax.jit(functools.partial(step, recipe))(x, w, b, g)
     assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype,) * 4
-    factors = dict.fromkeys("xwg", np.float32(1)) if recipe == "fp8_delayed" else None
+    multipliers = dict.fromkeys("xwg", np.float32(1)) if recipe == "fp8_delayed" else None
     flat = [a.reshape(35, -1) for a in (y, dx)]
-    check_step(recipe, (*flat, dw, db), x.reshape(35, 150), w, b, g.reshape(35, 44), factors)
+    check_step(recipe, (*flat, dw, db), x.reshape(35, 150), w, b, g.reshape(35, 44), multipliers)
 
 
 @pytest.mark.parametrize("recipe", EACH_RECIPE)

@@ -24,13 +24,13 @@ from tqdm import tqdm
 
 import scaledot as sd
 from scaledot import FORMATS, RECIPES, Cast, Hadamard
-from scaledot.train.laid import Laid, Sides
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
 DRAWS = (1, 10, 100, 1000)
 SLACK = 1.2
 SHAPE = (4, 256)
 SAMPLE_SEED = 3
-ROWS = Sides("kn", kept="k", summed="n")
+ROWS = OperandDims("kn", free="k", contracting="n")
 CLIPPING_RULES = ("floor", "even", "even1")  # these round a power-of-two scale down at times
 
 # Error of the mean of 1000 draws.
@@ -151,7 +151,7 @@ def _errors(case: Case, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _draw(case: Case, x: jax.Array, key: jax.Array) -> jax.Array:
     sign_key, cast_key = jax.random.split(key)
     signs = _signs(case, x.shape[-1], sign_key)
-    return sd.dequantize(Laid.on(case.cast, ROWS).quantize(x * signs, key=cast_key)) * signs
+    return sd.dequantize(ResolvedCast.on(case.cast, ROWS).quantize(x * signs, key=cast_key)) * signs
 
 
 def _signs(case: Case, size: int, key: jax.Array) -> jax.Array:

@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 import scaledot as sd
 from scaledot import FORMATS, RECIPES, Cast
-from scaledot.state import AmaxHistory, advance, factor_of
-from scaledot.train.laid import Laid, Sides
+from scaledot.state import AmaxHistory, advance, multiplier_of
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
 STEPS = 600
 RATE, LAST_RATE = 1 / 40, 1 / 400
@@ -32,7 +32,7 @@ NOISE = 0.4
 BLOCK, FLATTEST = 16, 4
 CURVATURE = np.tile(np.logspace(0, -2, BLOCK, dtype=np.float32), (16, 16))  # 256 blocks
 GOOD, BAD = 0.10, 0.14
-ROWS = Sides("kn", kept="k", summed="n")
+ROWS = OperandDims("kn", free="k", contracting="n")
 
 PUBLISHED = {
     "exact": 0.021,
@@ -147,8 +147,8 @@ def _quantised(cast: Cast | None, g: jax.Array, memory: AmaxHistory | None, key:
     if cast is None:
         return g, memory
     if memory is None:
-        return sd.dequantize(Laid.on(cast, ROWS).quantize(g, key=key)), None
-    values = sd.dequantize(Laid.on(cast, ROWS).quantize(g, factor_of(cast, memory), key))
+        return sd.dequantize(ResolvedCast.on(cast, ROWS).quantize(g, key=key)), None
+    values = sd.dequantize(ResolvedCast.on(cast, ROWS).quantize(g, multiplier_of(cast, memory), key))
     return values, advance(cast, memory, sd.amax(g))
 
 

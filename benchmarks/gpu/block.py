@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import scaledot as sd
 from benchmarks.gpu import dense, gemm, report
 from benchmarks.gpu.sides import Side, jax_side, measure, torch_side
-from scaledot.kernels.mosaic.sizes import LINE
+from scaledot.kernels.hopper.sizes import LINE
 
 SIZE = 8192  # rows, columns and terms of a product
 LINES, SQUARES = (1, LINE), (LINE, LINE)
@@ -42,11 +42,11 @@ class Product(NamedTuple):
 
 
 def _fp8(w: tuple[int, int], target: float | None) -> Product:
-    return Product("fp8_e4m3", LINES, w, "mosaic_float8", "xla_codes", PEER, target)
+    return Product("fp8_e4m3", LINES, w, "hopper_fp8", "xla_codes", PEER, target)
 
 
 def _int8(w: tuple[int, int]) -> Product:
-    return Product("int8", LINES, w, "mosaic_int8", "xla_integer", FP8, 1.0)
+    return Product("int8", LINES, w, "hopper_int8", "xla_integer", FP8, 1.0)
 
 
 PRODUCTS = {

@@ -17,14 +17,14 @@ import scaledot as sd
 from benchmarks.gpu import report
 from benchmarks.gpu.sides import jax_side, measure
 from scaledot.kernels import xla_casts
+from scaledot.kernels.hopper import cast_8bit, cast_microscaled
+from scaledot.kernels.hopper.sizes import LINE
 from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
-from scaledot.kernels.mosaic import cast_8bit, cast_microscaled
-from scaledot.kernels.mosaic.sizes import LINE
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.cast import Plan
-from scaledot.ops.plan import propagating
+from scaledot.numerics.cast import CastSpec
+from scaledot.ops.cast_spec import propagating
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
@@ -49,9 +49,9 @@ class Wanted:
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
         dtype = np.dtype(dtype)
-        plan = Plan(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
-        plan = plan if self.contracted is None else propagating(plan, 2)
-        return View(plan, key if self.stochastic else None, self.contracted, self.is_residual)
+        spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
+        spec = spec if self.contracted is None else propagating(spec, 2)
+        return View(spec, key if self.stochastic else None, self.contracted, self.is_residual)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Case:
     dtype: Any
     wanted: tuple[Wanted, ...]
     target: float | None = None
-    given_factor: bool = False
+    given_multiplier: bool = False
 
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """What one pass makes."""
         views = tuple(wanted.view(self.dtype, at) for at, wanted in enumerate(self.wanted))
-        given = frozenset({"factor"}) if self.given_factor else frozenset()
-        return (CastProblem(x.shape, views, given, amax=self.given_factor),)
+        given = frozenset({"multiplier"}) if self.given_multiplier else frozenset()
+        return (CastProblem(x.shape, views, given, amax=self.given_multiplier),)
 
     def given(self, x: jax.Array, key: jax.Array) -> CastArguments:
-        factor = jnp.full((1, 1), 3.0, jnp.float32) if self.given_factor else None
-        return CastArguments(tuple(jax.random.split(key, len(self.wanted))), factor=factor)
+        multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.given_multiplier else None
+        return CastArguments(tuple(jax.random.split(key, len(self.wanted))), multiplier=multiplier)
 
     def ours(self, x: jax.Array, key: jax.Array) -> CastResult:
         """By the kernel, on whatever device."""
@@ -117,7 +117,7 @@ class GroupCase(Case):
 
 
 def kernel_for(problem: CastProblem) -> Any:
-    """The kernel that makes these casts, as a module of `kernels.mosaic`."""
+    """The kernel that makes these casts, as a module of `kernels.hopper`."""
     reason = cast_8bit.problem_reason(problem)
     other = reason and cast_microscaled.problem_reason(problem)
     if other:
@@ -182,7 +182,9 @@ CASES = (
         jnp.bfloat16,
         (Wanted(NV, (1, 16), 1, False, True), Wanted(NV, (16, 1), 0, False, True, ROTATED)),
     ),
-    GroupCase("e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), given_factor=True),
+    GroupCase(
+        "e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), given_multiplier=True
+    ),
     GroupCase("e4m3 rows in groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
     GroupCase("e4m3 rows in groups, lines of 128", jnp.bfloat16, _pair("fp8_e4m3", 128)),
     GroupCase("e4m3 rows in groups, lines of 128, float32", jnp.float32, _pair("fp8_e4m3", 128)),
@@ -226,7 +228,7 @@ def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
     made = case.ours(x, key)
     for ours, theirs in zip(made.arrays, case.theirs(x, key), strict=True):
         require_same(case.name, ours, theirs)
-    if case.given_factor and made.amax != case.largest(x):
+    if case.given_multiplier and made.amax != case.largest(x):
         raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {case.largest(x)}")
 
 

@@ -29,7 +29,7 @@ WEIGHTS: dict[str, tuple[str, int | None, str]] = {  # format, block along the s
     NF4: ("nf4", None, "xla_dequantize"),
 }
 DEQUANTISED = {INT4: "XLA, int4 dequantised", NF4: "XLA, nf4 dequantised"}  # peers that multiply the same weights
-OURS, BASE = "mosaic_weight_only", "JAX bfloat16"
+OURS, BASE = "hopper_weight_only", "JAX bfloat16"
 TARGETS = {1: 2.5, 16: 2.2}  # times the speed of bfloat16, by batch, for int4
 SMALL = (1096, 712, 3)  # terms, columns and rows that suit no tile
 

@@ -28,11 +28,11 @@ def operands(m: int, n: int, k: int) -> tuple[sd.ScaledArray, sd.ScaledArray]:
     return sd.quantize(x, "fp8_e4m3"), sd.quantize(w, "fp8_e4m3")
 
 
-def product(x: sd.ScaledArray, w: sd.ScaledArray, precision=None, dtype=jnp.bfloat16, kernel="mosaic_float8"):
+def product(x: sd.ScaledArray, w: sd.ScaledArray, precision=None, dtype=jnp.bfloat16, kernel="hopper_fp8"):
     return sd.matmul(x, w.T, precision=precision, preferred_element_type=dtype, kernel=kernel)
 
 
-def error(precision: str | None, x: sd.ScaledArray, w: sd.ScaledArray, kernel: str = "mosaic_float8") -> float:
+def error(precision: str | None, x: sd.ScaledArray, w: sd.ScaledArray, kernel: str = "hopper_fp8") -> float:
     """The relative error of some rows."""
     found = jax.jit(lambda x, w: product(x, w, precision, jnp.float32, kernel))(x, w)[:ROWS]
     values = [np.asarray(sd.dequantize(part, jnp.float32), np.float64) for part in (x[:ROWS], w)]

@@ -17,7 +17,7 @@ from benchmarks.gpu import gemm, report
 from benchmarks.gpu.sides import Side, jax_side, measure
 from benchmarks.table import verdict
 from scaledot import train
-from scaledot.kernels.mosaic.sizes import LINE
+from scaledot.kernels.hopper.sizes import LINE
 from scaledot.ops.ragged import contract_groups
 
 GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens of each expert, and none left over
@@ -57,7 +57,7 @@ def operands(blocks: Blocks, groups: tuple[int, ...], inputs: int, outputs: int)
     return x, w, jnp.array(groups)
 
 
-def product(x, w, groups, dtype=jnp.bfloat16, kernel: str | None = "mosaic_grouped") -> jax.Array:
+def product(x, w, groups, dtype=jnp.bfloat16, kernel: str | None = "hopper_grouped") -> jax.Array:
     return sd.ragged_dot(x, w.transpose(0, 2, 1), groups, preferred_element_type=dtype, kernel=kernel)
 
 
@@ -78,9 +78,9 @@ def errors(blocks: Blocks) -> dict[str, float]:
     found = {}
     small, large = (SMALL_GROUPS, *SMALL), (GROUPS, INPUTS, OUTPUTS)
     for what, kernel, sizes in (
-        (OURS, "mosaic_grouped", small),
+        (OURS, "hopper_grouped", small),
         ("XLA", "xla_codes", small),
-        (OURS, "mosaic_grouped", large),
+        (OURS, "hopper_grouped", large),
     ):
         x, w, groups = operands(blocks, *sizes)
         result = jax.jit(lambda x, w, g, kernel=kernel: product(x, w, g, jnp.float32, kernel))(x, w, groups)
@@ -106,7 +106,7 @@ def sum_sides() -> Iterator[Side]:
 
     def sums(x, g, sizes):  # as training calls it, which knows that steps are whole
         known = {"preferred": jnp.float32, "group_multiple": LINE}
-        return contract_groups(x.T, g.T, sizes, SUMMED, "mosaic_grouped", **known)
+        return contract_groups(x.T, g.T, sizes, SUMMED, "hopper_grouped", **known)
 
     yield jax_side(OURS, sums, x, g, sizes, ours=True)
     yield jax_side(DENSE, lambda x, g: gemm.product(x, g, dtype=jnp.float32), x, g, ours=True)

@@ -89,7 +89,7 @@ def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) 
     total = total.reshape([sizes[c] for c in contraction.natural])
     total = total.transpose([contraction.natural.index(c) for c in contraction.out])
     left, right = (
-        [lay(f, contraction.out) for f in operands.level_factors(q, of)]
+        [lay(f, contraction.out) for f in operands.tensor_scales(q, of)]
         for q, of in ((lhs, contraction.lhs), (rhs, contraction.rhs))
     )
     return operands.scaled(total, left, right).astype(problem.out_dtype)

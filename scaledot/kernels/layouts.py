@@ -19,7 +19,7 @@ from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
 from scaledot.numerics.encode import decode_float
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.numerics.scale import multipliers
+from scaledot.numerics.scale import scale_values
 
 # The format of an operand that a cast kernel has already dequantised: bfloat16 values times one float32 scale. MXFP8
 # and NVFP4 values, with their block scales applied, are exact in bfloat16, so that the matmul loses nothing.
@@ -49,7 +49,7 @@ class RowPairs:
         """The values that the codes stand for, under the tensor scale."""
         q, format = self.stored, self.stored.format
         down, across = blocks.expand(q.block, 2)
-        (scale,) = multipliers(q.scale, None, format)
+        (scale,) = scale_values(q.scale, None, format)
         scales = (scale[::2], scale[1::2]) if down == 1 else (scale, scale)
 
         def values(bits: jax.Array, scale: jax.Array) -> jax.Array:

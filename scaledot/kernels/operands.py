@@ -13,12 +13,12 @@ from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import Parts, dequantize_values
 from scaledot.numerics.encode import decode
-from scaledot.numerics.scale import beside, multipliers
+from scaledot.numerics.scale import beside, scale_values
 
 Tiles = dict[str, int]  # label -> elements of one tile along it
 
 
-class Factor(NamedTuple):
+class LabeledScale(NamedTuple):
     """What a product is multiplied by: one axis per label, of full size, of size 1, or with one entry per tile."""
 
     values: jax.Array
@@ -47,7 +47,7 @@ def code_values(q: ScaledArray, dtype) -> jax.Array:
 def block_values(q: ScaledArray, dtype) -> jax.Array:
     """Codes times their block scales; the tensor scale is left for the result."""
     values = _codes(q)
-    for factor in multipliers(q.scale, None, q.format):
+    for factor in scale_values(q.scale, None, q.format):
         values = values * blocks.spread(factor, values.shape, q.block)
     return flush(values).astype(dtype)
 
@@ -65,19 +65,19 @@ def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
     return dequantize_values(parts, q.format, q.block, q.rotation if unrotate else None).astype(dtype)
 
 
-def block_factors(q: ScaledArray, labels: str, tiles: Tiles) -> list[Factor]:
+def block_scales(q: ScaledArray, labels: str, tiles: Tiles) -> list[LabeledScale]:
     """The block scale, spread over its blocks; along tiled labels it has one entry per tile."""
-    return [Factor(_spread(f, q, labels, tiles), labels) for f in multipliers(q.scale, None, q.format)]
+    return [LabeledScale(_spread(f, q, labels, tiles), labels) for f in scale_values(q.scale, None, q.format)]
 
 
-def level_factors(q: ScaledArray, labels: str) -> list[Factor]:
+def tensor_scales(q: ScaledArray, labels: str) -> list[LabeledScale]:
     """The tensor scale."""
-    return [] if q.tensor_scale is None else [Factor(beside(q.tensor_scale, q.ndim), labels)]
+    return [] if q.tensor_scale is None else [LabeledScale(beside(q.tensor_scale, q.ndim), labels)]
 
 
-def zero_factor(q: ScaledArray, labels: str, tiles: Tiles) -> Factor | None:
+def zero_points(q: ScaledArray, labels: str, tiles: Tiles) -> LabeledScale | None:
     """The zero point as int32, laid out as the block scale is."""
-    return None if q.zero is None else Factor(_spread(q.zero.astype(jnp.int32), q, labels, tiles), labels)
+    return None if q.zero is None else LabeledScale(_spread(q.zero.astype(jnp.int32), q, labels, tiles), labels)
 
 
 def _spread(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.Array:
@@ -104,7 +104,7 @@ def scaled(total: jax.Array, lhs: list[jax.Array], rhs: list[jax.Array]) -> jax.
     return total
 
 
-def lay(factor: Factor, out: str) -> jax.Array:
+def lay(factor: LabeledScale, out: str) -> jax.Array:
     """A factor as an array that broadcasts against a result with labels `out`; other axes must have size 1."""
     kept = [c for c in factor.labels if c in out]
     values = jnp.squeeze(factor.values, tuple(a for a, c in enumerate(factor.labels) if c not in out))
@@ -125,7 +125,7 @@ def cut(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:
     return _merge_front(values.reshape(shape), counts)
 
 
-def cut_factor(factor: Factor, tiles: Tiles, counts: dict[str, int]) -> jax.Array:
+def tile_scales(factor: LabeledScale, tiles: Tiles, counts: dict[str, int]) -> jax.Array:
     """The entries of a factor for each tile along a new leading axis; along tiled labels it keeps axes of 1."""
     full = [counts.get(c, size) for c, size in zip(factor.labels, factor.values.shape, strict=True)]
     left = [1 if c in tiles else size for c, size in zip(factor.labels, full, strict=True)]

@@ -19,13 +19,13 @@ from scaledot.contraction import Contraction
 from scaledot.formats import Format
 from scaledot.hashing import hash_once
 from scaledot.numerics import blocks
-from scaledot.numerics.cast import Plan
+from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import Key
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 
 
-def sum_dtype(dtype) -> np.dtype:
+def accumulation_dtype(dtype) -> np.dtype:
     """What sums are kept in before they are rounded to dtype once: float32, or float64 for results of that."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
@@ -217,7 +217,7 @@ class View:
     codes. Otherwise a contracted one may hold the values that the codes stand for.
     """
 
-    plan: Plan
+    spec: CastSpec
     key: int | None = None
     contracted: int | None = None
     is_residual: bool = False
@@ -228,9 +228,9 @@ class View:
 
     def __str__(self) -> str:
         rounding = " stochastically" if self.is_stochastic else ""
-        rotation = "" if self.plan.rotation is None else f" after a rotation of {self.plan.rotation.size}"
+        rotation = "" if self.spec.rotation is None else f" after a rotation of {self.spec.rotation.size}"
         contracted = "" if self.contracted is None else f", contracted along axis {self.contracted}"
-        return f"{self.plan.format.name} in blocks of {self.plan.block}{rounding}{rotation}{contracted}"
+        return f"{self.spec.format.name} in blocks of {self.spec.block}{rounding}{rotation}{contracted}"
 
 
 @hash_once
@@ -259,7 +259,7 @@ class CastProblem:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.views[0].plan.input_dtype
+        return self.views[0].spec.input_dtype
 
     def __str__(self) -> str:
         groups = "" if self.groups is None else f" with rows in {self.groups} groups"
@@ -275,7 +275,7 @@ class CastArguments(NamedTuple):
 
     keys: tuple[Key | None, ...] = ()
     uniforms: tuple[jax.Array | None, ...] = ()
-    factor: jax.Array | None = None
+    multiplier: jax.Array | None = None
     scale: jax.Array | None = None
     tensor_scale: jax.Array | None = None
     zero: jax.Array | None = None
@@ -285,10 +285,10 @@ class CastArguments(NamedTuple):
     @property
     def names(self) -> frozenset[str]:
         """Of those that decide scales or rounding: what CastProblem.given holds."""
-        known = self.factor is None and self.scale is None and self.tensor_scale is None and self.zero is None
+        known = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
         if known and all(uniform is None for uniform in self.uniforms):
             return frozenset()
-        found = {name for name in ("factor", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        found = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
         return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
     def key(self, view: View) -> Key | None:

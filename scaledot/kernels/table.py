@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scaledot.kernels import block_scaled, forms, xla, xla_casts
-from scaledot.kernels.forms import Form
-from scaledot.kernels.mosaic import cast_8bit, cast_microscaled, support
-from scaledot.kernels.mosaic import dot as mosaic_dot
-from scaledot.kernels.mosaic import grouped as mosaic_grouped
-from scaledot.kernels.mosaic import weight_only as mosaic_weight_only
-from scaledot.kernels.operands import Factor, lay, scaled
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, sum_dtype
+from scaledot import deprecated
+from scaledot.kernels import block_scaled, formulations, xla, xla_casts
+from scaledot.kernels.formulations import Formulation
+from scaledot.kernels.hopper import cast_8bit, cast_microscaled, support
+from scaledot.kernels.hopper import dot as hopper_dot
+from scaledot.kernels.hopper import grouped as hopper_grouped
+from scaledot.kernels.hopper import weight_only as hopper_weight_only
+from scaledot.kernels.operands import LabeledScale, lay, scaled
+from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, accumulation_dtype
 from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
 from scaledot.parallel.types import Partitioning, vary_as
@@ -39,7 +40,7 @@ class Kernel:
     how: one sentence on what it does with a problem that it supports.
     run: (problem, lhs, rhs, group_sizes) -> result; of a cast (problem, x, CastArguments) -> CastResult.
     Of matmuls: adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
-    scales_groups: whether it takes `factors` of results per group, applied before it. keeps_codes: whether its
+    scales_groups: whether it takes `multipliers` of results per group, applied before it. keeps_codes: whether its
     derivative keeps codes for the backward pass and not values made of them.
     Of casts: group_multiple: of rows, at which it places groups whose rows are contracted.
     """
@@ -79,6 +80,7 @@ def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     if not isinstance(kernel, str):
         raise TypeError(f"`kernel` must be a name, a function that gives one, or None, not {kernel!r}")
     named = {row.name: row for row in rows}
+    kernel = deprecated.current("kernel", kernel, deprecated.KERNELS)
     if kernel not in named:
         near = difflib.get_close_matches(str(kernel), named, n=1) or list(named)
         raise ValueError(f"`kernel` {kernel!r} is not one of {problem.op}'s; did you mean {' or '.join(near)}?")
@@ -159,7 +161,7 @@ def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array
         is_one = partitioning is None or partitioning.devices == 1
         if not is_one or support.place_reason(partitioning) is not None:
             return f(*scalars)
-        from scaledot.kernels.mosaic import scalars as scalar_kernels
+        from scaledot.kernels.hopper import scalars as scalar_kernels
 
         def kernel(*scalars):
             result = [jax.ShapeDtypeStruct((), jnp.float32)]
@@ -172,7 +174,7 @@ def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array
     return compute
 
 
-def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[..., jax.Array]) -> Kernel:
+def _of_form(name: str, make: Callable[[Problem], Formulation | str], run: Callable[..., jax.Array]) -> Kernel:
     """A kernel whose support is whether its form can be made."""
 
     def problem_reason(problem: Problem) -> str | None:
@@ -188,9 +190,9 @@ def _of_form(name: str, make: Callable[[Problem], Form | str], run: Callable[...
     return Kernel(name, problem_reason, how, run_formed)
 
 
-def _formed(make: Callable[[Problem], Form | str], problem: Problem) -> Form:
+def _formed(make: Callable[[Problem], Formulation | str], problem: Problem) -> Formulation:
     form = make(problem)
-    assert isinstance(form, Form), form
+    assert isinstance(form, Formulation), form
     return form
 
 
@@ -198,14 +200,14 @@ def _scaled_reason(problem: Problem) -> str | None:
     return "neither operand is scaled" if problem.is_plain else None
 
 
-def _sentence(problem: Problem, form: Form) -> str:
+def _sentence(problem: Problem, form: Formulation) -> str:
     """What a form does, in words."""
-    if form.folded == (True, True) and form.carrier != forms.BFLOAT16:
+    if form.folded == (True, True) and form.carrier != formulations.BFLOAT16:
         return f"values are multiplied out in {form.carrier} first, then one {form.carrier} product"
     parts = [f"{form.carrier} products, {form.accumulator} sums"]
     if form.float8_on_cuda:
         parts = ["float8 products on CUDA, bfloat16 elsewhere, float32 sums"]
-    elif forms.is_float_on_cuda(problem, form):
+    elif formulations.is_float_on_cuda(problem, form):
         parts = ["int8 products and int32 sums, on CUDA bfloat16 and float32"]
     if any(form.folded):
         sides = " and ".join(n for n, f in zip(("lhs", "rhs"), form.folded, strict=True) if f)
@@ -220,7 +222,7 @@ def _sentence(problem: Problem, form: Form) -> str:
     return "; ".join(parts)
 
 
-def _run_upcast(problem: Problem, form: Form, lhs, rhs, group_sizes=None) -> jax.Array:
+def _run_upcast(problem: Problem, form: Formulation, lhs, rhs, group_sizes=None) -> jax.Array:
     """Exact in bfloat16; a program compiled here for a GPU elsewhere takes its block-scaled product."""
     upcast = functools.partial(xla.run_form, problem, form)
     if jax.default_backend() == "gpu" or block_scaled.layout_reason(problem) or block_scaled.mesh_reason():
@@ -244,7 +246,7 @@ _BLOCK_SCALED = Kernel(
 )
 
 
-def _mosaic(name: str, product: Any) -> Kernel:
+def _hopper(name: str, product: Any) -> Kernel:
     """A kernel for CUDA, by what says whether and how, and runs it.
 
     Where a program runs on something else, as on an array put on a CPU, XLA's takes its place.
@@ -254,13 +256,13 @@ def _mosaic(name: str, product: Any) -> Kernel:
         kernel = functools.partial(product.run, problem)
         if jax.default_backend() != "gpu":
             return kernel(lhs, rhs, bias)
-        reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
+        reference = functools.partial(run_and_add, _without_hopper(problem), problem)
         return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
     return Kernel(name, product.problem_reason, product.how, run, support.place_reason, is_opaque=True, adds_bias=True)
 
 
-def _without_mosaic(problem: Problem) -> Kernel:
+def _without_hopper(problem: Problem) -> Kernel:
     """The first of XLA's kernels that supports a problem of scaled operands."""
     return next(row for row in OTHERS if row.supports(problem) is None)
 
@@ -276,7 +278,7 @@ def _differentiated(kernel: Kernel) -> Kernel:
         @product.defjvp
         def _(primals, tangents):
             (_, rhs, _), (change, _, bias_change) = primals, tangents
-            reference = functools.partial(run_and_add, _without_mosaic(problem), problem)
+            reference = functools.partial(run_and_add, _without_hopper(problem), problem)
             return product(*primals), jax.checkpoint(reference)(change, rhs, bias_change)
 
         return product(lhs, rhs, bias)
@@ -290,38 +292,38 @@ def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
         return kernel.run(problem, lhs, rhs)
     if kernel.adds_bias:
         return kernel.run(problem, lhs, rhs, bias=bias)
-    wide = sum_dtype(problem.out_dtype)
+    wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs)
-    bias = lay(Factor(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
+    bias = lay(LabeledScale(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
     return (total + bias).astype(problem.out_dtype)
 
 
-def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, factors) -> jax.Array:
+def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, multipliers) -> jax.Array:
     """A result (groups, m, n) times factors (groups, 1 or m) and (groups, 1 or n), with one rounding."""
     if kernel.scales_groups:
-        return kernel.run(problem, lhs, rhs, group_sizes, factors=factors)
-    wide = sum_dtype(problem.out_dtype)
+        return kernel.run(problem, lhs, rhs, group_sizes, multipliers=multipliers)
+    wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs, group_sizes)
-    left, right = factors
+    left, right = multipliers
     return scaled(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
 
 
-def _run_grouped(problem: Problem, lhs, rhs, group_sizes, factors=None) -> jax.Array:
+def _run_grouped(problem: Problem, lhs, rhs, group_sizes, multipliers=None) -> jax.Array:
     """A kernel for CUDA; where a program runs on something else, the next of the table that can takes its place."""
-    kernel = functools.partial(mosaic_grouped.run, problem)
+    kernel = functools.partial(hopper_grouped.run, problem)
     if jax.default_backend() != "gpu":
-        return kernel(lhs, rhs, group_sizes, factors)
-    elsewhere = _without_mosaic(problem)
+        return kernel(lhs, rhs, group_sizes, multipliers)
+    elsewhere = _without_hopper(problem)
 
-    def reference(lhs, rhs, group_sizes, factors):
-        if factors is None:
+    def reference(lhs, rhs, group_sizes, multipliers):
+        if multipliers is None:
             return elsewhere.run(problem, lhs, rhs, group_sizes)
-        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, factors)
+        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, multipliers)
 
-    return lax.platform_dependent(lhs, rhs, group_sizes, factors, cuda=kernel, default=reference)
+    return lax.platform_dependent(lhs, rhs, group_sizes, multipliers, cuda=kernel, default=reference)
 
 
-def _mosaic_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
+def _hopper_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
     """A cast for CUDA. An ordinary one is the reference's where a program runs on something else, as matmuls are."""
 
     def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
@@ -345,41 +347,41 @@ def _reference_cast(problem: CastProblem, x: jax.Array, given: CastArguments) ->
     return made._replace(amax=amax, column_sums=sums)
 
 
-_INTEGER = _of_form("xla_integer", forms.integer_form, xla.run_integers)
-_CODES = _of_form("xla_codes", forms.codes_form, xla.run_codes)
-_UPCAST = _of_form("xla_upcast", forms.upcast_form, _run_upcast)
-_DEQUANTIZE = _of_form("xla_dequantize", forms.dequantize_form, xla.run_dequantized)
-_MOSAIC_WEIGHT_ONLY = _differentiated(_mosaic("mosaic_weight_only", mosaic_weight_only))
-_MOSAIC_FLOAT8 = _mosaic("mosaic_float8", mosaic_dot.FLOAT8)
-_MOSAIC_INT8 = _mosaic("mosaic_int8", mosaic_dot.INT8)
-_MOSAIC_GROUPED = Kernel(
-    "mosaic_grouped",
-    mosaic_grouped.problem_reason,
-    mosaic_grouped.how,
+_INTEGER = _of_form("xla_integer", formulations.integer_form, xla.run_integers)
+_CODES = _of_form("xla_codes", formulations.codes_form, xla.run_codes)
+_UPCAST = _of_form("xla_upcast", formulations.upcast_form, _run_upcast)
+_DEQUANTIZE = _of_form("xla_dequantize", formulations.dequantize_form, xla.run_dequantized)
+_HOPPER_WEIGHT_ONLY = _differentiated(_hopper("hopper_weight_only", hopper_weight_only))
+_HOPPER_FP8 = _hopper("hopper_fp8", hopper_dot.FLOAT8)
+_HOPPER_INT8 = _hopper("hopper_int8", hopper_dot.INT8)
+_HOPPER_GROUPED = Kernel(
+    "hopper_grouped",
+    hopper_grouped.problem_reason,
+    hopper_grouped.how,
     _run_grouped,
     support.place_reason,
     is_opaque=True,
     scales_groups=True,
 )
-_MOSAIC_VALUES = _mosaic("mosaic_values", mosaic_dot.VALUES)
+_HOPPER_BF16 = _hopper("hopper_bf16", hopper_dot.VALUES)
 
 DOT = (
     _PLAIN,
     _BLOCK_SCALED,
-    _MOSAIC_WEIGHT_ONLY,
-    _MOSAIC_FLOAT8,
-    _MOSAIC_INT8,
-    _MOSAIC_VALUES,
+    _HOPPER_WEIGHT_ONLY,
+    _HOPPER_FP8,
+    _HOPPER_INT8,
+    _HOPPER_BF16,
     _INTEGER,
     _CODES,
     _UPCAST,
     _DEQUANTIZE,
 )
-RAGGED = (_PLAIN, _MOSAIC_GROUPED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
+RAGGED = (_PLAIN, _HOPPER_GROUPED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 XLA_CAST = Kernel("xla_cast", xla_casts.problem_reason, xla_casts.how, xla_casts.run)
 CASTS = (
-    _mosaic_cast("mosaic_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
-    _mosaic_cast("mosaic_cast_microscaled", cast_microscaled),
+    _hopper_cast("hopper_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
+    _hopper_cast("hopper_cast_microscaled", cast_microscaled),
     XLA_CAST,
 )

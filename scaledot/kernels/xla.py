@@ -16,26 +16,26 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.forms import Form, codes_form, is_float_on_cuda
-from scaledot.kernels.operands import Factor
-from scaledot.kernels.products import Steps, steps_of
+from scaledot.kernels.formulations import Formulation, codes_form, is_float_on_cuda
+from scaledot.kernels.operands import LabeledScale
 from scaledot.kernels.spec import Operand, Problem, promoted
+from scaledot.kernels.xla_contractions import ContractionOps, ops_for
 from scaledot.parallel.types import vary_as
 
 Array = jax.Array | ScaledArray
 
 
-class Side(NamedTuple):
+class DecodedOperand(NamedTuple):
     """An operand taken apart: what is multiplied, what the result is multiplied by, and the zero point."""
 
     values: jax.Array
-    factors: list[Factor]
-    zero: Factor | None = None
+    factors: list[LabeledScale]
+    zero: LabeledScale | None = None
 
 
-def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+def run_form(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
     """The contraction in that form."""
-    steps = steps_of(problem, group_sizes)
+    steps = ops_for(problem, group_sizes)
     a, b = (
         _take_apart(o, x, form, folded) for o, x, folded in zip(problem.operands, (lhs, rhs), form.folded, strict=True)
     )
@@ -47,17 +47,17 @@ def run_form(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=N
     return steps.clear(total).astype(problem.out_dtype)
 
 
-def _without_tiles(side: Side, tiles: operands.Tiles) -> tuple[Side, list[Factor]]:
+def _without_tiles(side: DecodedOperand, tiles: operands.Tiles) -> tuple[DecodedOperand, list[LabeledScale]]:
     """The side with the factors of its tiles, and those that can wait for the result."""
     waiting = [f for f in side.factors if not f.varies(tiles)]
     return side._replace(factors=[f for f in side.factors if f.varies(tiles)]), waiting
 
 
-def _scaled(steps: Steps, total: jax.Array, lhs: list[Factor], rhs: list[Factor]) -> jax.Array:
+def _scaled(steps: ContractionOps, total: jax.Array, lhs: list[LabeledScale], rhs: list[LabeledScale]) -> jax.Array:
     return operands.scaled(total, [steps.lay(f) for f in lhs], [steps.lay(f) for f in rhs])
 
 
-def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+def run_dequantized(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
     """Values first, in full, then one product."""
     values = []
     for operand, x in zip(problem.operands, (lhs, rhs), strict=True):
@@ -65,7 +65,7 @@ def run_dequantized(problem: Problem, form: Form, lhs: Array, rhs: Array, group_
             values.append(operands.all_values(x, form.carrier, operand.rotated in problem.contraction.out))
         else:
             values.append(x.astype(form.carrier))
-    steps = steps_of(problem, group_sizes)
+    steps = ops_for(problem, group_sizes)
     return steps.clear(steps.product(*values, form.accumulator)).astype(problem.out_dtype)
 
 
@@ -74,15 +74,15 @@ def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None
     if lhs.dtype != rhs.dtype:
         common = promoted(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.astype(common), rhs.astype(common)
-    return steps_of(problem, group_sizes).product(lhs, rhs, problem.preferred)
+    return ops_for(problem, group_sizes).product(lhs, rhs, problem.preferred)
 
 
-def run_integers(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+def run_integers(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
     """Integer codes; CUDA may multiply them as bfloat16."""
     if not is_float_on_cuda(problem, form):
         return run_form(problem, form, lhs, rhs, group_sizes)
     floats = codes_form(problem)
-    assert isinstance(floats, Form), floats
+    assert isinstance(floats, Formulation), floats
     return lax.platform_dependent(
         lhs,
         rhs,
@@ -92,7 +92,7 @@ def run_integers(problem: Problem, form: Form, lhs: Array, rhs: Array, group_siz
     )
 
 
-def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+def run_codes(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
     """Bare codes; CUDA may multiply 8-bit floats as they are."""
     if not form.float8_on_cuda:
         return run_form(problem, form, lhs, rhs, group_sizes)
@@ -105,20 +105,22 @@ def run_codes(problem: Problem, form: Form, lhs: Array, rhs: Array, group_sizes=
     )
 
 
-def _take_apart(operand: Operand, x: Array, form: Form, folded: bool) -> Side:
+def _take_apart(operand: Operand, x: Array, form: Formulation, folded: bool) -> DecodedOperand:
     if not isinstance(x, ScaledArray):
-        return Side(x if form.carrier is None else x.astype(form.carrier), [])
+        return DecodedOperand(x if form.carrier is None else x.astype(form.carrier), [])
     tiles = dict(form.tiles)
-    factors = operands.level_factors(x, operand.labels)
+    factors = operands.tensor_scales(x, operand.labels)
     if folded:
-        return Side(operands.block_values(x, form.carrier), factors)
-    factors = operands.block_factors(x, operand.labels, tiles) + factors
+        return DecodedOperand(operands.block_values(x, form.carrier), factors)
+    factors = operands.block_scales(x, operand.labels, tiles) + factors
     if form.is_integer:
-        return Side(operands.unpacked(x).data, factors, operands.zero_factor(x, operand.labels, tiles))
-    return Side(x.data if form.carrier is None else operands.code_values(x, form.carrier), factors)
+        return DecodedOperand(operands.unpacked(x).data, factors, operands.zero_points(x, operand.labels, tiles))
+    return DecodedOperand(x.data if form.carrier is None else operands.code_values(x, form.carrier), factors)
 
 
-def _one_sum(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, Side]) -> jax.Array:
+def _one_sum(
+    problem: Problem, form: Formulation, steps: ContractionOps, sides: tuple[DecodedOperand, DecodedOperand]
+) -> jax.Array:
     """One product, and the factors that belong to it alone."""
     a, b = sides
     total = steps.product(a.values, b.values, form.accumulator)
@@ -127,7 +129,9 @@ def _one_sum(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, Side
     return _scaled(steps, total, a.factors, b.factors)
 
 
-def _less_zeros(problem: Problem, steps: Steps, total: jax.Array, a: Side, b: Side) -> jax.Array:
+def _less_zeros(
+    problem: Problem, steps: ContractionOps, total: jax.Array, a: DecodedOperand, b: DecodedOperand
+) -> jax.Array:
     """The sum of (a - za)(b - zb) from the sum of ab: sums of codes, not further products."""
     if a.zero is not None:
         total = total - steps.lay(a.zero) * steps.code_sums(1, b.values)
@@ -140,14 +144,16 @@ def _less_zeros(problem: Problem, steps: Steps, total: jax.Array, a: Side, b: Si
     return total
 
 
-def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side, Side]) -> jax.Array:
+def _sum_of_tiles(
+    problem: Problem, form: Formulation, steps: ContractionOps, sides: tuple[DecodedOperand, DecodedOperand]
+) -> jax.Array:
     """One tile after the other, so that no array of all partial sums is ever made."""
     tiles = dict(form.tiles)
     counts = {c: -(-problem.lhs.size(c) // size) for c, size in form.tiles}
     labels = problem.lhs.labels, problem.rhs.labels
 
-    def cut(factor: Factor | None) -> jax.Array | None:
-        return None if factor is None else operands.cut_factor(factor, tiles, counts)
+    def cut(factor: LabeledScale | None) -> jax.Array | None:
+        return None if factor is None else operands.tile_scales(factor, tiles, counts)
 
     cuts = [
         (operands.cut(side.values, of, tiles), [cut(f) for f in side.factors], cut(side.zero))
@@ -156,7 +162,9 @@ def _sum_of_tiles(problem: Problem, form: Form, steps: Steps, sides: tuple[Side,
 
     def term(parts) -> jax.Array:
         a, b = (
-            Side(values, [Factor(f, of) for f in factors], None if zero is None else Factor(zero, of))
+            DecodedOperand(
+                values, [LabeledScale(f, of) for f in factors], None if zero is None else LabeledScale(zero, of)
+            )
             for (values, factors, zero), of in zip(parts, labels, strict=True)
         )
         return _one_sum(problem, form, steps, (a, b))

@@ -16,7 +16,7 @@ from scaledot.array import ScaledArray
 from scaledot.kernels.layouts import PerGroup
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
-from scaledot.numerics.cast import Parts, Plan, quantize_parts
+from scaledot.numerics.cast import CastSpec, Parts, quantize_parts
 from scaledot.numerics.grouped import (
     first_rows,
     group_of,
@@ -39,36 +39,36 @@ def problem_reason(problem: CastProblem) -> str | None:
 
 
 def how(problem: CastProblem) -> str:
-    casts = len({(view.plan, view.key) for view in problem.views})
+    casts = len({(view.spec, view.key) for view in problem.views})
     return f"{casts} cast{'s' if casts > 1 else ''} in float32 and integer arithmetic, fused by XLA"
 
 
 def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
-    made: dict[tuple[Plan, int | None], Any] = {}
+    made: dict[tuple[CastSpec, int | None], Any] = {}
     for view in problem.views:
-        if (view.plan, view.key) not in made:
-            made[view.plan, view.key] = _cast(problem, view, x, given)
-    return CastResult(tuple(made[view.plan, view.key] for view in problem.views))
+        if (view.spec, view.key) not in made:
+            made[view.spec, view.key] = _cast(problem, view, x, given)
+    return CastResult(tuple(made[view.spec, view.key] for view in problem.views))
 
 
 def _cast(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> Any:
     if problem.groups is not None:
         return _cast_groups(problem, view, x, given)
-    x, plan = padded(x, view.plan), view.plan
+    x, spec = padded(x, view.spec), view.spec
     key, uniform = given.key(view), given.uniform(view)
     if key is not None and given.offset is not None:
         key, uniform = None, uniform_of(key, x.shape, problem.row_length, given.offset)
-    parts = _quantize(plan, x, given.scale, given.tensor_scale, given.zero, given.factor, uniform, key)
-    return scaled_array(plan, parts)
+    parts = _quantize(spec, x, given.scale, given.tensor_scale, given.zero, given.multiplier, uniform, key)
+    return scaled_array(spec, parts)
 
 
-def scaled_array(plan: Plan, parts: Parts) -> ScaledArray:
-    return ScaledArray(*parts, format=plan.format, block=plan.block, dtype=plan.dtype, rotation=plan.rotation)
+def scaled_array(spec: CastSpec, parts: Parts) -> ScaledArray:
+    return ScaledArray(*parts, format=spec.format, block=spec.block, dtype=spec.dtype, rotation=spec.rotation)
 
 
-def padded(x: jax.Array, plan: Plan) -> jax.Array:
+def padded(x: jax.Array, spec: CastSpec) -> jax.Array:
     """Zeros at the end of the rotated axis, up to whole groups of the rotation; they add nothing to what is summed."""
-    rotation = plan.rotation
+    rotation = spec.rotation
     if rotation is None or not x.shape[rotation.axis] % rotation.size:
         return x
     missing = [(0, 0)] * x.ndim
@@ -77,19 +77,19 @@ def padded(x: jax.Array, plan: Plan) -> jax.Array:
 
 
 def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
-    plan, multiple = view.plan, problem.group_multiple
+    spec, multiple = view.spec, problem.group_multiple
     assert given.group_sizes is not None
     x, sizes = spaced(x, given.group_sizes, multiple), whole_groups(given.group_sizes, multiple)
     key, uniform = given.key(view), given.uniform(view)
-    if given.factor is not None:
-        parts = _quantize(plan, members(x, sizes), factor=given.factor, uniform=uniform, key=key)
-        return scaled_array(plan, parts)
-    row_block, features = blocks.expand(plan.block, 2)
-    is_along_features = view.contracted != 0 or (row_block == features == 0 and plan.rotation is None)
+    if given.multiplier is not None:
+        parts = _quantize(spec, members(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)
+        return scaled_array(spec, parts)
+    row_block, features = blocks.expand(spec.block, 2)
+    is_along_features = view.contracted != 0 or (row_block == features == 0 and spec.rotation is None)
     if row_block and not is_along_features:
-        return _cast_down_rows(plan, x, sizes, multiple, key, uniform)
-    along = dataclasses.replace(plan, block=blocks.trim((1, features)))
-    q = scaled_array(along, _quantize_grouped(along, padded(x, plan), sizes, row_block, key, uniform))
+        return _cast_down_rows(spec, x, sizes, multiple, key, uniform)
+    along = dataclasses.replace(spec, block=blocks.trim((1, features)))
+    q = scaled_array(along, _quantize_grouped(along, padded(x, spec), sizes, row_block, key, uniform))
     return q if row_block or view.contracted is None else _per_group(q, sizes)
 
 
@@ -100,16 +100,18 @@ def _per_group(q: ScaledArray, sizes: jax.Array) -> PerGroup:
     return PerGroup(dataclasses.replace(q, scale=jnp.ones((1, 1), q.scale.dtype), block=(0, 0)), scale)
 
 
-def _cast_down_rows(plan: Plan, x: jax.Array, sizes: jax.Array, multiple: int, key, uniform) -> PerGroup | ScaledArray:
+def _cast_down_rows(
+    spec: CastSpec, x: jax.Array, sizes: jax.Array, multiple: int, key, uniform
+) -> PerGroup | ScaledArray:
     """Blocks that run down rows which come in whole blocks of one group."""
     tiles = x.reshape(-1, multiple, x.shape[1])
     group = group_of(sizes // multiple, tiles.shape[0])
     uniform = None if uniform is None else uniform.reshape(tiles.shape)
-    parts = _quantize_tiles(plan, tiles, group, sizes.shape[0] + 1, key, uniform)
+    parts = _quantize_tiles(spec, tiles, group, sizes.shape[0] + 1, key, uniform)
     flat = parts._replace(
         data=parts.data.reshape(x.shape), scale=parts.scale.reshape(-1, parts.scale.shape[-1]), tensor_scale=None
     )
-    q = scaled_array(plan, flat)
+    q = scaled_array(spec, flat)
     if parts.tensor_scale is None:
         return q
     scale = parts.tensor_scale[first_rows(sizes // multiple, tiles.shape[0])][:, None]

@@ -21,7 +21,7 @@ MANTISSA = np.uint32(0x007FFFFF)
 _HIDDEN_BIT = np.int32(1 << 23)  # the implicit leading 1 of a float32 significand
 RANK_OF_ZERO = np.uint32(0x01000000)
 ONE = np.float32(1.0)
-LARGEST_FACTOR = np.float32(2.0**126)
+LARGEST_MULTIPLIER = np.float32(2.0**126)
 SMALLEST_SCALE = np.float32(2.0**-126)
 FLOAT32_MAX = np.finfo(np.float32).max
 
@@ -76,7 +76,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     return float_of((exponent + 127).astype(jnp.uint32) << 23)
 
 
-def power_of_two_factors(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def power_of_two_multipliers(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two normal numbers whose product is 2^exponent, for exponents that reach where 2^exponent is subnormal."""
     half = exponent >> 1
     return power_of_two(half), power_of_two(exponent - half)

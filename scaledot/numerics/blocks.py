@@ -30,7 +30,7 @@ def expand(block: Block, ndim: int) -> Block:
     return (1,) * (ndim - len(block)) + tuple(block)
 
 
-def lay_on_axes(block: Block | None, axis: int | tuple[int, ...], ndim: int) -> Block:
+def block_on_axes(block: Block | None, axis: int | tuple[int, ...], ndim: int) -> Block:
     """The block of a format laid on an array: its last entry lies on `axis`, the others left of it."""
     if block is None:
         return (0,) * ndim

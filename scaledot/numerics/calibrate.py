@@ -84,8 +84,8 @@ def magnitude(x: jax.Array, calibration: Calibration, block: blocks.Block) -> ja
         return _rms(x, block) * np.float32(calibration.values[0])
     if calibration.method == "percentile":
         return _percentile(x, block, calibration.values[0])
-    factor = np.float32(calibration.values[0] if calibration.values else 1)
-    return jnp.minimum(block_amax(x, block) * factor, FLOAT32_MAX)
+    multiplier = np.float32(calibration.values[0] if calibration.values else 1)
+    return jnp.minimum(block_amax(x, block) * multiplier, FLOAT32_MAX)
 
 
 def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tuple[jax.Array, jax.Array]:
@@ -94,11 +94,11 @@ def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tup
         low, high = (jnp.full(blocks.grid(x.shape, block), v, jnp.float32) for v in calibration.values)
         return low, high
     parts, inside = blocks.split(jnp.where(jnp.isfinite(x), flush(x), np.float32(0)), block)
-    factor = np.float32(calibration.values[0] if calibration.values else 1)
+    multiplier = np.float32(calibration.values[0] if calibration.values else 1)
     shape = blocks.grid(x.shape, block)
     low = lax.reduce_min(jnp.minimum(parts, 0), inside) if parts.size else jnp.zeros(shape)
     high = lax.reduce_max(jnp.maximum(parts, 0), inside) if parts.size else jnp.zeros(shape)
-    return low.reshape(shape) * factor, high.reshape(shape) * factor
+    return low.reshape(shape) * multiplier, high.reshape(shape) * multiplier
 
 
 def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:

@@ -11,45 +11,45 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import Parts, Plan, anywhere, calibrated_levels, cast, prepare
+from scaledot.numerics.cast import CastSpec, Parts, anywhere, calibrated_scales, cast, prepare
 from scaledot.numerics.rounding import uniform_of
-from scaledot.numerics.scale import levels_of, levels_or_nan
+from scaledot.numerics.scale import scales_of, scales_or_nan
 
 
 def quantize_grouped_parts(
-    plan: Plan, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
+    spec: CastSpec, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
 ) -> Parts:
-    """A matrix whose rows come in groups; `plan.block` is that of one row, scales are stored per row."""
+    """A matrix whose rows come in groups; `spec.block` is that of one row, scales are stored per row."""
     group, segment, count = group_rows(group_sizes, x.shape[0], row_block)
     inside = (group < group_sizes.shape[0])[:, None]
-    x = jnp.where(inside, prepare(plan, x), np.float32(0))
+    x = jnp.where(inside, prepare(spec, x), np.float32(0))
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
 
     if row_block == 1:
-        return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
-    row_amax, levels = calibrate.block_amax, levels_of
-    if plan.nonfinite == "nan_scales":
-        row_amax, levels = calibrate.block_amax_or_inf, levels_or_nan
-    amax = _segment_amax(row_amax(x, plan.block), segment, count)
-    amax = anywhere(amax, plan.amax_axes) if 0 in plan.block else amax
+        return cast(spec, x, calibrated_scales(spec, x, largest=largest), uniform)
+    row_amax, levels = calibrate.block_amax, scales_of
+    if spec.nonfinite == "nan_scales":
+        row_amax, levels = calibrate.block_amax_or_inf, scales_or_nan
+    amax = _segment_amax(row_amax(x, spec.block), segment, count)
+    amax = anywhere(amax, spec.amax_axes) if 0 in spec.block else amax
     tensor_amax = None
-    if plan.format.two_level:
-        tensor_amax = anywhere(largest(calibrate.block_amax(x, plan.block)), plan.amax_axes)
-    return cast(plan, x, levels(amax, plan.format, plan.input_dtype, None, tensor_amax), uniform)
+    if spec.format.two_level:
+        tensor_amax = anywhere(largest(calibrate.block_amax(x, spec.block)), spec.amax_axes)
+    return cast(spec, x, levels(amax, spec.format, spec.input_dtype, None, tensor_amax), uniform)
 
 
-def quantize_tiles_parts(plan: Plan, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
+def quantize_tiles_parts(spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
     """An array (tiles, rows, features) whose tiles belong to groups; the tensor scale has one entry per tile."""
-    x = prepare(plan, x)
+    x = prepare(spec, x)
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
     def largest(amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(amax, axis=(1, 2), initial=0), group, groups)
 
-    return cast(plan, x, calibrated_levels(plan, x, largest=largest), uniform)
+    return cast(spec, x, calibrated_scales(spec, x, largest=largest), uniform)
 
 
 def group_of(sizes: jax.Array, rows: int) -> jax.Array:
@@ -92,57 +92,57 @@ def _segment_amax(amax: jax.Array, segment: jax.Array, count: int) -> jax.Array:
     return jnp.maximum(largest, 0)[segment]
 
 
-def whole_groups(group_sizes: Any, together: int) -> Any:
+def whole_groups(group_sizes: Any, row_alignment: int) -> Any:
     """Sizes rounded up to multiples."""
-    return -(-group_sizes // together) * together
+    return -(-group_sizes // row_alignment) * row_alignment
 
 
-def room(rows: int, groups: int, together: int) -> int:
+def padded_capacity(rows: int, groups: int, row_alignment: int) -> int:
     """How many rows there can be when sizes are rounded up to multiples."""
-    return whole_groups(rows + min(groups, rows) * (together - 1), together)
+    return whole_groups(rows + min(groups, rows) * (row_alignment - 1), row_alignment)
 
 
-def strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
-    """For every strip of `together` rows: its first row and how many of its rows belong to a group; int32 (strips, 2).
+def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
+    """The first row of every tile of `row_alignment` rows, and how many of them belong to a group; int32 (tiles, 2).
 
-    >>> strips(jnp.array([3, 2]), rows=8, together=4)
+    >>> row_tiles(jnp.array([3, 2]), rows=8, row_alignment=4)
     Array([[0, 4],
            [4, 1]], dtype=int32)
     """
-    first = together * jnp.arange(-(-rows // together))
-    return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, together)], axis=1).astype(jnp.int32)
+    first = row_alignment * jnp.arange(-(-rows // row_alignment))
+    return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, row_alignment)], axis=1).astype(jnp.int32)
 
 
-def spaced_strips(group_sizes: jax.Array, rows: int, together: int) -> jax.Array:
+def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
     """The same for the result of `spaced`, by the rows that they are before: every group begins with a strip.
 
-    >>> spaced_strips(jnp.array([3, 2]), rows=5, together=4)
+    >>> aligned_row_tiles(jnp.array([3, 2]), rows=5, row_alignment=4)
     Array([[0, 3],
            [3, 2],
            [0, 0]], dtype=int32)
     """
     count = group_sizes.shape[0]
-    pieces = -(-group_sizes // together)
-    index = jnp.arange(room(rows, count, together) // together)
+    pieces = -(-group_sizes // row_alignment)
+    index = jnp.arange(padded_capacity(rows, count, row_alignment) // row_alignment)
     group = group_rows(pieces, index.size, 0)[0]
     sizes, starts, before = (
         jnp.append(each, 0)
         for each in (group_sizes, jnp.cumsum(group_sizes) - group_sizes, jnp.cumsum(pieces) - pieces)
     )
-    within = (index - before[group]) * together
-    taken = jnp.clip(sizes[group] - within, 0, together)
+    within = (index - before[group]) * row_alignment
+    taken = jnp.clip(sizes[group] - within, 0, row_alignment)
     return jnp.stack([jnp.where(taken > 0, starts[group] + within, 0), taken], axis=1).astype(jnp.int32)
 
 
-def spaced(x: jax.Array, group_sizes: jax.Array, together: int) -> jax.Array:
-    """Rows moved so that every group starts at a multiple of `together`, with zeros between.
+def spaced(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
+    """Rows moved so that every group starts at a multiple of `row_alignment`, with zeros between.
 
     How many rows there will be is not known before the data; the result has room for the worst case.
     """
-    if together == 1:
+    if row_alignment == 1:
         return x
-    count, whole = group_sizes.shape[0], whole_groups(group_sizes, together)
-    worst = room(x.shape[0], count, together)
+    count, whole = group_sizes.shape[0], whole_groups(group_sizes, row_alignment)
+    worst = padded_capacity(x.shape[0], count, row_alignment)
     group = group_rows(whole, worst, 0)[0]
     starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (group_sizes, whole))
     within = jnp.arange(worst, dtype=targets.dtype) - targets[group]

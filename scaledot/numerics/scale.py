@@ -24,16 +24,16 @@ E4M3_MAX = np.float32(448.0)
 _GUARD = np.float32(17 / 16)
 
 
-class Levels(NamedTuple):
+class Scales(NamedTuple):
     """The stored scales and how the cast applies them: x * factors, or x / divisor where that is given."""
 
     scale: jax.Array
     tensor_scale: jax.Array | None
-    factors: tuple[jax.Array, ...]
+    multipliers: tuple[jax.Array, ...]
     divisor: jax.Array | None = None
 
 
-def levels_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Levels:
+def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Scales:
     """Scales of blocks whose largest magnitudes are `amax`.
 
     A two-level format needs the given `tensor_scale`, or the `tensor_amax` to make one from; both have one
@@ -42,18 +42,18 @@ def levels_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
     if format.scale == "float8_e8m0fnu":
-        return _e8m0_levels(e8m0_code(amax, format), two_factors=format.max < 2)
+        return _e8m0_levels(e8m0_code(amax, format), two_multipliers=format.max < 2)
     if format.scale == "float8_e4m3fn":
         return _e4m3_levels(amax, format, dtype, tensor_scale, tensor_amax)
     return _float_levels(amax, format, dtype)
 
 
-def levels_or_nan(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Levels:
-    """`levels_of`, with a NaN scale where `amax` is infinite, as it is for a block that holds NaN or infinities."""
-    return with_nan(levels_of(amax, format, dtype, tensor_scale, tensor_amax), amax == np.float32(np.inf))
+def scales_or_nan(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Scales:
+    """`scales_of`, with a NaN scale where `amax` is infinite, as it is for a block that holds NaN or infinities."""
+    return with_nan(scales_of(amax, format, dtype, tensor_scale, tensor_amax), amax == np.float32(np.inf))
 
 
-def with_nan(levels: Levels, where: jax.Array) -> Levels:
+def with_nan(levels: Scales, where: jax.Array) -> Scales:
     """The levels with NaN for some blocks: for what is stored, and for what the cast applies to their elements.
 
     So codes there are NaN in 8-bit floats and 0 in every other element, whatever the data.
@@ -61,7 +61,7 @@ def with_nan(levels: Levels, where: jax.Array) -> Levels:
     nan = np.float32(np.nan)
     return levels._replace(
         scale=_nan_where(where, levels.scale),
-        factors=tuple(jnp.where(where, nan, factor) for factor in levels.factors),
+        multipliers=tuple(jnp.where(where, nan, multiplier) for multiplier in levels.multipliers),
         divisor=None if levels.divisor is None else jnp.where(where, nan, levels.divisor),
     )
 
@@ -74,30 +74,30 @@ def _nan_where(where: jax.Array, scale: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(where, nan.view(np.uint8)[()], stored), scale.dtype)
 
 
-def levels_from_scale(scale: jax.Array, format: Format, tensor_scale=None) -> Levels:
+def scales_from_given(scale: jax.Array, format: Format, tensor_scale=None) -> Scales:
     """The same for scales that the caller brings."""
     if format.scale == "float8_e8m0fnu":
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-        return _e8m0_levels(code, two_factors=True)
+        return _e8m0_levels(code, two_multipliers=True)
     value = scale.astype(jnp.float32)
     if tensor_scale is not None:
         value = value * beside(tensor_scale, value.ndim)
     if format.quirks.divide:
-        return Levels(scale, tensor_scale, (), value)
+        return Scales(scale, tensor_scale, (), value)
     empty = value == 0
-    return Levels(scale, tensor_scale, tuple(jnp.where(empty, np.float32(0), f) for f in _reciprocal(value, 0)))
+    return Scales(scale, tensor_scale, tuple(jnp.where(empty, np.float32(0), f) for f in _reciprocal(value, 0)))
 
 
-def levels_from_factor(factor: jax.Array) -> Levels:
+def scales_from_multiplier(multiplier: jax.Array) -> Scales:
     """The same for float32 factors that the caller brings, as delayed scaling does; what is stored is 1 / factor."""
-    return Levels(divide(ONE, factor), None, (factor,))
+    return Scales(divide(ONE, multiplier), None, (multiplier,))
 
 
-def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
+def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
     """What codes are multiplied by, in turn, to give values."""
     if format.scale == "float8_e8m0fnu":
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-        first, second = bits.power_of_two_factors(code - 127)
+        first, second = bits.power_of_two_multipliers(code - 127)
         return jnp.where(code == 255, np.float32(np.nan), first), second
     value = scale.astype(jnp.float32)
     if tensor_scale is None:
@@ -106,13 +106,13 @@ def multipliers(scale: jax.Array, tensor_scale: jax.Array | None, format: Format
     return (value * second,) if format.quirks.scales_first else (value, second)
 
 
-def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Levels, jax.Array]:
+def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Scales, jax.Array]:
     """Scale and float32 zero point of an integer format whose blocks span low..high."""
     steps = np.float32(2**format.bits - 1)
     own = functools.partial(round_to, dtype=format.arithmetic_dtype(dtype))
     width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
     levels = _ratio_levels(width, steps, format, dtype)
-    scaled = functools.reduce(operator.mul, levels.factors, low)
+    scaled = functools.reduce(operator.mul, levels.multipliers, low)
     if levels.divisor is not None:
         scaled = divide(low, levels.divisor)
     # Kept apart, the product and the difference are each rounded; fused they would be rounded once.
@@ -122,20 +122,20 @@ def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[
     return levels, zero
 
 
-def _float_levels(amax: jax.Array, format: Format, dtype) -> Levels:
+def _float_levels(amax: jax.Array, format: Format, dtype) -> Scales:
     largest = np.float32(format.max)
     if format.rule == "amax_over_f":
         return _ratio_levels(amax, largest, format, dtype)
-    factor = jnp.clip(divide(largest, amax), bits.SMALLEST_SCALE, bits.LARGEST_FACTOR)
+    multiplier = jnp.clip(divide(largest, amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
     if format.pow2:
         floor = bits.floor_power_of_two_by_log2 if format.quirks.log2_pow2 else bits.floor_power_of_two
-        factor = floor(factor)
-    factor = jnp.where(amax == 0, ONE, factor)
-    scale = divide(ONE, factor)
-    return Levels(round_to(scale, format.scale_dtype(dtype)).astype(format.scale_dtype(dtype)), None, (factor,))
+        multiplier = floor(multiplier)
+    multiplier = jnp.where(amax == 0, ONE, multiplier)
+    scale = divide(ONE, multiplier)
+    return Scales(round_to(scale, format.scale_dtype(dtype)).astype(format.scale_dtype(dtype)), None, (multiplier,))
 
 
-def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) -> Levels:
+def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) -> Scales:
     """Levels whose stored scale is covered / steps, rounded to the scale's dtype."""
     stored = format.scale_dtype(dtype)
     ratio = divide(covered, steps)
@@ -145,8 +145,8 @@ def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) 
     empty = jnp.finfo(stored).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
     scale = jnp.where(scale == 0, np.float32(empty), scale)
     if format.quirks.divide:
-        return Levels(scale.astype(stored), None, (), scale)
-    return Levels(scale.astype(stored), None, _reciprocal(scale, format.max))
+        return Scales(scale.astype(stored), None, (), scale)
+    return Scales(scale.astype(stored), None, _reciprocal(scale, format.max))
 
 
 def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
@@ -156,10 +156,10 @@ def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
     one: then data and factor meet half way.
     """
     if largest >= 4:
-        return (jnp.minimum(divide(ONE, scale), bits.LARGEST_FACTOR),)
+        return (jnp.minimum(divide(ONE, scale), bits.LARGEST_MULTIPLIER),)
     first = jnp.where(scale > np.float32(2.0**64), np.float32(2.0**-32), ONE)
     second = divide(jnp.where(scale > np.float32(2.0**64), np.float32(2.0**32), ONE), scale)
-    return first, jnp.minimum(second, bits.LARGEST_FACTOR)
+    return first, jnp.minimum(second, bits.LARGEST_MULTIPLIER)
 
 
 def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
@@ -190,32 +190,32 @@ def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:
     return jnp.where(small, jnp.where(nearly, 0, jnp.maximum(code - 64, 0)), code)
 
 
-def _e8m0_levels(code: jax.Array, two_factors: bool) -> Levels:
+def _e8m0_levels(code: jax.Array, two_multipliers: bool) -> Scales:
     """Only elements that hold nothing above 2 can meet code 254, whose reciprocal is subnormal."""
     scale = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
-    if two_factors:
-        return Levels(scale, None, bits.power_of_two_factors(127 - code))
-    return Levels(scale, None, (bits.power_of_two(127 - code),))
+    if two_multipliers:
+        return Scales(scale, None, bits.power_of_two_multipliers(127 - code))
+    return Scales(scale, None, (bits.power_of_two(127 - code),))
 
 
-def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Levels:
+def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
     largest = np.float32(format.max)
     up, down = tensor_level(format, dtype, tensor_scale, tensor_amax)
     wide_up, wide_down = beside(up, amax.ndim), beside(down, amax.ndim)
-    if format.rule == "te":
+    if format.rule == "multiply":
         relative = amax * (wide_up * np.float32(1 / format.max))
-    elif format.rule == "te_jax":
+    elif format.rule == "divide_multiply":
         relative = divide(amax, largest) * wide_up
-    elif format.rule == "torchao":
+    elif format.rule == "divide_divide":
         relative = divide(divide(amax, largest), wide_down)
-    elif format.rule == "modelopt":
+    elif format.rule == "divide_by_product":
         relative = divide(amax, largest * wide_down)
     else:
         relative = wide_up * round_to(divide(amax, largest), dtype)
     if format.guard:
         relative = relative * _GUARD
     stored, value = _e4m3_scale(relative, amax, format)
-    return Levels(stored, down if format.two_level else None, *_e4m3_cast(value, wide_up, wide_down, format))
+    return Scales(stored, down if format.two_level else None, *_e4m3_cast(value, wide_up, wide_down, format))
 
 
 def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
@@ -226,8 +226,8 @@ def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.
         return divide(ONE, tensor_scale), tensor_scale
     reach = np.float32(format.max) * E4M3_MAX
     empty = tensor_amax == 0
-    up = jnp.clip(divide(reach, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_FACTOR)
-    if format.rule == "compressed_tensors":
+    up = jnp.clip(divide(reach, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
+    if format.rule == "round_divide_multiply":
         up = round_to(up, dtype)
         down = divide(ONE, up)
     else:
@@ -248,13 +248,13 @@ def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format) -> tuple[j
 
 def _e4m3_cast(value, up, down, format: Format) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Factors or divisor of the cast; a block whose scale rounds to 0 gets codes 0."""
-    if format.rule == "compressed_tensors":
+    if format.rule == "round_divide_multiply":
         return (), divide(value, up)
     if format.quirks.divide:
         return (), value * down
-    torchao = format.rule == "torchao"
-    factor = divide(divide(ONE, down), value) if torchao else divide(ONE, value * divide(ONE, up))
-    return (jnp.where(value == 0, np.float32(0), jnp.minimum(factor, bits.FLOAT32_MAX)),), None
+    twice = format.rule == "divide_divide"
+    multiplier = divide(divide(ONE, down), value) if twice else divide(ONE, value * divide(ONE, up))
+    return (jnp.where(value == 0, np.float32(0), jnp.minimum(multiplier, bits.FLOAT32_MAX)),), None
 
 
 def beside(per_leading: jax.Array, ndim: int) -> jax.Array:

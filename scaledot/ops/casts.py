@@ -9,7 +9,7 @@ from scaledot.kernels import table
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.kernels.table import Kernel
 from scaledot.ops.operands import Choice
-from scaledot.parallel import partitioned
+from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.programs import program
 
@@ -48,7 +48,7 @@ def _problem(*fields, **named_fields) -> CastProblem:
 def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArguments, members) -> CastResult:
     chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
     if chosen.is_opaque and problem.partitioning.devices > 1:
-        made = partitioned.cast(problem, chosen, x, given, members or tuple((size,) for size in x.shape))
+        made = partitioned_ops.cast(problem, chosen, x, given, members or tuple((size,) for size in x.shape))
     else:
         made = program(_run, problem, chosen)(x, given)
     return made if len(made.arrays) == 1 else made._replace(arrays=_shared(problem, made.arrays))
@@ -57,7 +57,7 @@ def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArgume
 def _shared(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arrays, one object for equal ones: what is saved of it for the backward pass is saved once."""
     first: dict[Any, Any] = {}
-    keys = ((view.plan, view.key, jax.tree.structure(q)) for view, q in zip(problem.views, arrays, strict=True))
+    keys = ((view.spec, view.key, jax.tree.structure(q)) for view, q in zip(problem.views, arrays, strict=True))
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, parse_einsum
-from scaledot.kernels.spec import operand_of, promoted, sum_dtype
+from scaledot.kernels.spec import accumulation_dtype, operand_of, promoted
 from scaledot.ops.operands import Array, Choice, as_operand, constant, contract, element_type
 from scaledot.ops.quantize import dequantize
 
@@ -72,9 +72,9 @@ def einsum(
         contraction = Contraction(lhs.labels, rhs.labels, kept if terms else out)
         result = contract(
             contraction,
-            *_floats(lhs.array, rhs.array, sum_dtype(dtype)),
+            *_floats(lhs.array, rhs.array, accumulation_dtype(dtype)),
             precision=precision,
-            preferred_element_type=sum_dtype(dtype) if terms else dtype,
+            preferred_element_type=accumulation_dtype(dtype) if terms else dtype,
             out_sharding=None if terms else out_sharding,
             kernel=kernel,
         )
@@ -140,7 +140,7 @@ def _reduced_alone(term: Term, needed: str) -> Term:
 def _reduction_dtype(dtype: np.dtype) -> np.dtype:
     """What an array is reduced in; jnp.einsum reduces one array in its own dtype, in which int8 wraps around."""
     if jnp.issubdtype(dtype, jnp.floating):
-        return sum_dtype(dtype)
+        return accumulation_dtype(dtype)
     return np.dtype(np.int32) if dtype.itemsize < 4 else np.dtype(dtype)
 
 

@@ -17,8 +17,8 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
-from scaledot.ops.plan import check_byte_order, check_hashable, check_whole
-from scaledot.parallel import partitioned
+from scaledot.ops.cast_spec import check_byte_order, check_hashable, check_whole
+from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 
@@ -155,25 +155,25 @@ def contract(
         name = kernel(problem) if callable(kernel) else kernel
         if choose(problem, name).is_opaque:
             lhs, rhs = constant(lhs), constant(rhs)
-            return partitioned.contract(problem, name, lhs, rhs, bias, members or {})
+            return partitioned_ops.contract(problem, name, lhs, rhs, bias, members or {})
     return solve(problem, kernel, lhs, rhs, bias=bias)
 
 
 def solve(
-    problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None, factors=None
+    problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None, multipliers=None
 ) -> jax.Array:
     """The problem's result, by the kernel of that name or the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
-    return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, factors)
+    return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, multipliers)
 
 
-def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, factors) -> jax.Array:
+def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, multipliers) -> jax.Array:
     run = functools.partial(kernel.run, problem)
     lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
     if bias is not None:
         return run_and_add(kernel, problem, lhs, rhs, bias)
-    if factors is not None:
-        return run_and_scale(kernel, problem, lhs, rhs, group_sizes, factors)
+    if multipliers is not None:
+        return run_and_scale(kernel, problem, lhs, rhs, group_sizes, multipliers)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
     if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:

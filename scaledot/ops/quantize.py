@@ -1,6 +1,6 @@
 """quantize, dequantize and their relatives.
 
-Each verb lets `ops.plan` check what a person may get wrong, and has the cast that a frozen Plan describes made by a
+Each verb lets `ops.spec` check what a person may get wrong, and has the cast that a frozen Plan describes made by a
 kernel of the table (`ops.casts`). Being jitted inside, they run the same program eagerly and under a user's jit.
 """
 
@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
+from scaledot.deprecated import accepts_renamed_arguments
 from scaledot.formats import Format, find_format
-from scaledot.kernels.spec import CastArguments, View, sum_dtype
+from scaledot.kernels.spec import CastArguments, View, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import Parts, Plan, dequantize_values
+from scaledot.numerics.cast import CastSpec, Parts, dequantize_values
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice
-from scaledot.ops.plan import (
+from scaledot.ops.cast_spec import (
     Axis,
     as_axis,
     block_tuple,
@@ -31,16 +30,19 @@ from scaledot.ops.plan import (
     checked_groups,
     float_array,
     float_dtype,
-    given_factor,
+    given_multiplier,
     given_scales,
     given_uniform,
     given_zero,
     key_for,
     laid_block,
-    make_plan,
+    make_cast_spec,
 )
+from scaledot.ops.casts import make_casts
+from scaledot.ops.operands import Choice
 
 
+@accepts_renamed_arguments
 def quantize(
     x,
     format: str | Format,
@@ -56,7 +58,7 @@ def quantize(
     scale=None,
     tensor_scale=None,
     zero=None,
-    factor=None,
+    multiplier=None,
     pad: bool = False,
     dtype=None,
     nan: str = "keep",
@@ -83,7 +85,7 @@ def quantize(
         broadcast against x.
       rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
       scale, tensor_scale, zero: used as they are instead of being computed; a `zero` point needs its `scale`.
-      factor: float32, what x is multiplied by, as delayed scaling keeps it; the stored scale is its reciprocal.
+      multiplier: float32, what x is multiplied by, as delayed scaling stores it; the scale is its reciprocal.
       pad: let the last block of an axis be short instead of raising.
       dtype: what the result stands for, the dtype of x by default.
       nan: "raise" refuses NaN; it needs a concrete array.
@@ -101,14 +103,14 @@ def quantize(
     Array([-3.        ,  0.10044643,  0.6964286 ,  2.5714285 ], dtype=float32)
     """
     x = float_array(x)
-    plan = _plan(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
+    spec = _cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
-    given = arguments(plan, x, rounding, key, uniform, scale, tensor_scale, zero, factor)
-    return make_casts(x, (view_of(plan, rounding),), given, kernel).arrays[0]
+    given = arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
+    return make_casts(x, (view_of(spec, rounding),), given, kernel).arrays[0]
 
 
 def arguments(
-    plan: Plan,
+    spec: CastSpec,
     x: jax.Array,
     rounding: str,
     key=None,
@@ -116,24 +118,24 @@ def arguments(
     scale=None,
     tensor_scale=None,
     zero=None,
-    factor=None,
+    multiplier=None,
 ) -> CastArguments:
     """What a person gave beside x, checked."""
-    if rounding == "nearest" and uniform is scale is tensor_scale is zero is factor is None:
+    if rounding == "nearest" and uniform is scale is tensor_scale is zero is multiplier is None:
         return _NOTHING_GIVEN
     uniform = given_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else key_for(rounding, key)
-    scale, tensor_scale = given_scales(plan, x, scale, tensor_scale)
-    factor = given_factor(plan, x, scale, factor)
-    return CastArguments((key,), (uniform,), factor, scale, tensor_scale, given_zero(plan, x, scale, zero))
+    scale, tensor_scale = given_scales(spec, x, scale, tensor_scale)
+    multiplier = given_multiplier(spec, x, scale, multiplier)
+    return CastArguments((key,), (uniform,), multiplier, scale, tensor_scale, given_zero(spec, x, scale, zero))
 
 
 _NOTHING_GIVEN = CastArguments((None,), (None,))
 
 
 @functools.lru_cache(maxsize=4096)
-def view_of(plan: Plan, rounding: str) -> View:
-    return View(plan, key=0 if rounding == "stochastic" else None)
+def view_of(spec: CastSpec, rounding: str) -> View:
+    return View(spec, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -192,16 +194,16 @@ def quantize_both(
     return _cast_both(x, format, (along, down), kernel, **options)
 
 
-_OF_ONE_CAST = ("scale", "tensor_scale", "zero", "factor", "uniform")  # arguments that have the shape of its blocks
+_OF_ONE_CAST = ("scale", "tensor_scale", "zero", "multiplier", "uniform")  # arguments that have the shape of its blocks
 
 
 def _cast_both(x, format, orientations, kernel: Choice, rounding="nearest", nan="keep", **options) -> Any:
     """Both orientations as one problem; `options` are those of a Plan."""
     check_nan(x, nan)
     keys = tuple(each.pop("key") for each in orientations)
-    plans = (_plan(x, format, **each, **options) for each in orientations)
+    specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = key_for(rounding, keys[0]) is not None
-    views = tuple(View(plan, key=at if is_stochastic else None) for at, plan in enumerate(plans))
+    views = tuple(View(spec, key=at if is_stochastic else None) for at, spec in enumerate(specs))
     return make_casts(x, views, CastArguments(keys), kernel).arrays
 
 
@@ -251,24 +253,24 @@ def quantize_grouped(
     if x.ndim != 2:
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
-    plan = plan_of_groups(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
-    given = arguments(plan, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return make_casts(x, (view_of(plan, rounding),), given, kernel).arrays[0]
+    spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
+    given = arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
+    return make_casts(x, (view_of(spec, rounding),), given, kernel).arrays[0]
 
 
-def plan_of_groups(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> Plan:
+def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:
     """The cast of rows in groups, as arguments of `quantize_grouped` specify it; its block has rows and columns."""
-    plan = make_plan(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
-    row_block, inner = blocks.expand(plan.block, 2)
-    if plan.format.search is not None and row_block != 1:
+    spec = make_cast_spec(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
+    row_block, inner = blocks.expand(spec.block, 2)
+    if spec.format.search is not None and row_block != 1:
         raise ValueError(
-            f"`search` {plan.format.search!r} of {plan.format.name} is not offered for blocks of rows in groups"
+            f"`search` {spec.format.search!r} of {spec.format.name} is not offered for blocks of rows in groups"
         )
     if not pad:
         blocks.check_divides(x.shape[1:], (inner,))
-    if plan.rotation is not None and plan.rotation.axis != -1:
+    if spec.rotation is not None and spec.rotation.axis != -1:
         raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
-    return dataclasses.replace(plan, amax_axes=checked_amax_axes(plan, amax_axes))
+    return dataclasses.replace(spec, amax_axes=checked_amax_axes(spec, amax_axes))
 
 
 def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> jax.Array:
@@ -285,7 +287,7 @@ def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> j
     x = float_array(x)
     if block is None:
         return _amax((0,) * x.ndim, x).reshape(())
-    return _amax(blocks.lay_on_axes(block_tuple(block), as_axis(axis), x.ndim), x)
+    return _amax(blocks.block_on_axes(block_tuple(block), as_axis(axis), x.ndim), x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -301,10 +303,10 @@ def _dequantize(q: ScaledArray, dtype: np.dtype) -> jax.Array:
 
 @jax.jit
 def _column_sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(x.astype(sum_dtype(x.dtype)), axis=tuple(range(x.ndim - 1)))
+    return jnp.sum(x.astype(accumulation_dtype(x.dtype)), axis=tuple(range(x.ndim - 1)))
 
 
-def _plan(
+def _cast_spec(
     x,
     format: str | Format,
     axis: Axis = -1,
@@ -315,11 +317,11 @@ def _plan(
     dtype=None,
     pad: bool = False,
     amax_axes: tuple[str, ...] = (),
-) -> Plan:
+) -> CastSpec:
     """The cast that arguments of `quantize` ask for."""
-    plan = make_plan(x, format, axis, block, calibration, rule, rotation, dtype, pad)
-    axes = checked_amax_axes(plan, amax_axes)
-    return dataclasses.replace(plan, amax_axes=axes) if axes else plan
+    spec = make_cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad)
+    axes = checked_amax_axes(spec, amax_axes)
+    return dataclasses.replace(spec, amax_axes=axes) if axes else spec
 
 
 def _pair(rotation) -> tuple[Hadamard | None, Hadamard | None]:

@@ -9,8 +9,8 @@ from jax import lax
 
 from scaledot.contraction import Contraction, from_dimension_numbers, labels
 from scaledot.kernels.spec import operand_of
+from scaledot.ops.cast_spec import checked_groups
 from scaledot.ops.operands import Choice, as_operand, make_problem, solve
-from scaledot.ops.plan import checked_groups
 from scaledot.parallel.types import is_sharded
 
 _MATRIX_PER_GROUP = lax.RaggedDotDimensionNumbers(
@@ -86,7 +86,7 @@ def contract_groups(
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
     kernel: Choice,
     *,
-    factors: tuple[jax.Array, jax.Array] | None = None,
+    multipliers: tuple[jax.Array, jax.Array] | None = None,
     **wanted,
 ) -> jax.Array:
     """ragged_dot_general whose problem says more: `group_multiple` is what group sizes are multiples of.
@@ -115,7 +115,7 @@ def contract_groups(
         gathers=flat and group in contraction.rhs,
         **wanted,
     )
-    return solve(problem, kernel, lhs, rhs, group_sizes, factors=factors)
+    return solve(problem, kernel, lhs, rhs, group_sizes, multipliers=multipliers)
 
 
 def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumbers) -> tuple[Contraction, str, str]:

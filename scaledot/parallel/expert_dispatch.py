@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from scaledot.parallel import partition
-from scaledot.parallel.partition import Split
+from scaledot.parallel import transfer_plan
+from scaledot.parallel.transfer_plan import Split
 from scaledot.parallel.transfers import Axes, own_part
 from scaledot.parallel.types import Like
 
@@ -88,7 +88,7 @@ Route = tuple[Gather | Cut | Exchange | Rows, ...]
 def route_of_rows(labels: str, split: Split, work: dict[str, Axes]) -> Route:
     """From a device's shard of the rows to the rows of its groups."""
     rows, feature = labels
-    moves = partition.moves_between(feature, dict(split), work)
+    moves = transfer_plan.moves_between(feature, dict(split), work)
     gathers, cuts = _gathers_and_cuts(labels, moves)
     return *gathers, Rows(dict(split).get(rows, ()), work["g"]), *cuts
 
@@ -103,11 +103,11 @@ def route_of_weights(labels: str, split: Split, work: dict[str, Axes]) -> Route:
         else:
             steps.append(Exchange(labels.index(along), 0, (axis,)))
             has[along] = tuple(a for a in has[along] if a != axis)
-    gathers, cuts = _gathers_and_cuts(labels, partition.moves_between(labels[1:], has, work))
+    gathers, cuts = _gathers_and_cuts(labels, transfer_plan.moves_between(labels[1:], has, work))
     return *steps, *gathers, *cuts
 
 
-def _gathers_and_cuts(labels: str, moves: partition.Moves) -> tuple[Route, Route]:
+def _gathers_and_cuts(labels: str, moves: transfer_plan.Transfers) -> tuple[Route, Route]:
     gathers = tuple(Gather(labels.index(c), axes) for c, axes in moves.gathered)
     return gathers, tuple(Cut(labels.index(c), axes) for c, axes in moves.cut)
 

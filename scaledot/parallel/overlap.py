@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.contraction import Contraction
-from scaledot.parallel import partition, transfers
-from scaledot.parallel.partition import STAYS, Axes, Moves, Partition
+from scaledot.parallel import transfer_plan, transfers
+from scaledot.parallel.transfer_plan import STAYS, Axes, TransferPlan, Transfers
 from scaledot.parallel.types import vary_as
 
 
-class Side(NamedTuple):
+class RingOperand(NamedTuple):
     """An operand of a contraction, maybe flattened: `open` restores one axis for each label, `close` undoes that."""
 
     labels: str
@@ -34,13 +34,13 @@ class Side(NamedTuple):
     def opened(self) -> Any:
         return self.open(self.value, self.sizes)
 
-    def with_contents(self, opened: Any) -> "Side":
+    def with_contents(self, opened: Any) -> "RingOperand":
         return self._replace(value=self.close(opened), sizes=dict(zip(self.labels, opened.shape, strict=True)))
 
-    def moved(self, moves: Moves) -> "Side":
+    def moved(self, moves: Transfers) -> "RingOperand":
         if moves == STAYS:
             return self
-        return self.with_contents(partition.moved(self.opened(), self.labels, moves))
+        return self.with_contents(transfer_plan.moved(self.opened(), self.labels, moves))
 
 
 class Ring(NamedTuple):
@@ -51,7 +51,7 @@ class Ring(NamedTuple):
     axis: str
 
 
-def ring_of(plan: Partition, overlap: Axes) -> Ring | None:
+def ring_of(plan: TransferPlan, overlap: Axes) -> Ring | None:
     """The ring that replaces a transfer of the plan: the first that runs along one of the axes to overlap alone."""
     for axis in overlap:
         for side, moves in enumerate((plan.lhs, plan.rhs)):
@@ -65,23 +65,23 @@ def ring_of(plan: Partition, overlap: Axes) -> Ring | None:
     return None
 
 
-def adds(plan: Partition, contraction: Contraction, overlap: Axes) -> bool:
+def adds(plan: TransferPlan, contraction: Contraction, overlap: Axes) -> bool:
     """Whether the result is accumulated from several matmuls, whose results must then be float32."""
     ring = ring_of(plan, overlap)
     return bool(plan.summed) or (ring is not None and ring.label in contraction.contracted)
 
 
 def contract_overlapped(
-    plan: Partition,
+    plan: TransferPlan,
     contraction: Contraction,
-    lhs: Side,
-    rhs: Side,
+    lhs: RingOperand,
+    rhs: RingOperand,
     multiply: Callable[[Any, Any, dict[str, int]], jax.Array],
     overlap: Axes = (),
 ) -> jax.Array:
     """The contraction with the transfers of the plan. multiply: of two operands' values and the sizes of all labels."""
 
-    def times(sides: tuple[Side, Side]) -> jax.Array:
+    def times(sides: tuple[RingOperand, RingOperand]) -> jax.Array:
         left, right = sides
         return multiply(left.value, right.value, left.sizes | right.sizes)
 
@@ -94,21 +94,21 @@ def contract_overlapped(
         total = _sums_around(sides, ring, times)
     else:
         total = _parts_around(contraction.out, sides, ring.side, ring, times)
-    return partition.added(total, contraction.out, rest)
+    return transfer_plan.added(total, contraction.out, rest)
 
 
-def _without(plan: Partition, ring: Ring) -> Partition:
+def _without(plan: TransferPlan, ring: Ring) -> TransferPlan:
     """The transfers of a plan that a ring does not replace."""
     if ring.side is None:
         summed = tuple(axis for axis in plan.summed if axis != ring.axis)
         return plan._replace(summed=summed, scattered=tuple(each for each in plan.scattered if each[0] != ring.label))
     name = ("lhs", "rhs")[ring.side]
-    moves: Moves = getattr(plan, name)
+    moves: Transfers = getattr(plan, name)
     gathered = tuple(each for each in moves.gathered if each[0] != ring.label)
     return plan._replace(**{name: moves._replace(gathered=gathered)})
 
 
-def _parts_around(out: str, sides: tuple[Side, Side], side: int, ring: Ring, times) -> jax.Array:
+def _parts_around(out: str, sides: tuple[RingOperand, RingOperand], side: int, ring: Ring, times) -> jax.Array:
     """All-gather and matmul: each shard of one operand is multiplied as it arrives, by its part of the other."""
     mine, other = sides[side], sides[1 - side]
     count = lax.axis_size(ring.axis)
@@ -136,7 +136,7 @@ def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Arra
     return lax.dynamic_update_slice_in_dim(total, term, index * size, axis)
 
 
-def _sums_around(sides: tuple[Side, Side], ring: Ring, times) -> jax.Array:
+def _sums_around(sides: tuple[RingOperand, RingOperand], ring: Ring, times) -> jax.Array:
     """Matmul and reduce-scatter: partial sums travel towards their device, and every hop adds its own term."""
     count = lax.axis_size(ring.axis)
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scaledot.contraction import Contraction
 from scaledot.parallel.divisibility import Misfit
-from scaledot.parallel.partition import Axes, Split, split_of
+from scaledot.parallel.transfer_plan import Axes, Split, split_of
 from scaledot.parallel.types import is_sharded
 
 

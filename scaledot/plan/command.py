@@ -7,9 +7,9 @@ from pathlib import Path
 
 from scaledot.plan import child, report
 from scaledot.plan.cost import cost
+from scaledot.plan.gemm_kinds import BASELINE, find_recipe
 from scaledot.plan.mesh import Mesh, choose, parse
 from scaledot.plan.models import Model, find_model
-from scaledot.plan.products import BASELINE, find_recipe
 from scaledot.plan.programs import Job
 from scaledot.plan.rates import RATES, Rates, find_rates
 from scaledot.plan.setup import Setup

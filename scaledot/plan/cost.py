@@ -8,9 +8,9 @@ other where one is NVLink and the other the network.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from scaledot.plan.gemm_kinds import BASELINE, cast_bytes, kind_of
 from scaledot.plan.hlo import Collective
 from scaledot.plan.models import Linear
-from scaledot.plan.products import BASELINE, cast_bytes, kind_of
 from scaledot.plan.programs import Compiled
 from scaledot.plan.rates import Rates
 from scaledot.plan.setup import Setup

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from scaledot import train
 from scaledot.plan import hlo
+from scaledot.plan.gemm_kinds import find_recipe
 from scaledot.plan.mesh import BATCH
-from scaledot.plan.products import find_recipe
 from scaledot.plan.setup import Setup
 from scaledot.state import init_state
 

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 
+from scaledot.plan.gemm_kinds import block_along
 from scaledot.plan.mesh import BATCH, Mesh
 from scaledot.plan.models import Linear, Model
-from scaledot.plan.products import block_along
 from scaledot.recipes import Recipe
 
 

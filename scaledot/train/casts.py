@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from scaledot import state as states
-from scaledot.kernels.spec import View, sum_dtype
+from scaledot.kernels.spec import View, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_program
 from scaledot.numerics.rounding import Key, Stream, raw_key
+from scaledot.ops.cast_spec import given_multiplier
 from scaledot.ops.casts import make_casts
-from scaledot.ops.plan import given_factor
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.kind import CastRequest, Made, Step
-from scaledot.train.laid import Laid
+from scaledot.train.kind import CastOperands, CastRequest, Step
 from scaledot.train.residuals import named
+from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.weight_codes import WeightCodes
 
 
@@ -45,7 +45,7 @@ class Casts:
 
     def made(
         self, tensor: str, x: jax.Array, matmuls: tuple[str, ...], residual: str | None = None, sums: bool = False
-    ) -> Made:
+    ) -> CastOperands:
         """x as each matmul takes it: cast, or as it is. That for `residual` is saved for the backward pass."""
         if tensor in self.codes:
             return self._cast_before(tensor, x, matmuls)
@@ -58,9 +58,9 @@ class Casts:
             made.append(self.kind.cast(request, x, self.groups))
         operands = functools.reduce(operator.or_, (each.operands for each in made), plain)
         seen = next((each.amax for each in made if each.amax is not None), None)
-        return Made({m: operands[m] for m in matmuls}, seen, made[0].sums if made else None)
+        return CastOperands({m: operands[m] for m in matmuls}, seen, made[0].sums if made else None)
 
-    def _cast_before(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> Made:
+    def _cast_before(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> CastOperands:
         """x as each matmul takes it, of codes that were made before."""
 
         def operand(matmul: str) -> Any:
@@ -68,16 +68,16 @@ class Casts:
                 return self.kind.plain(matmul, tensor, x, self.groups)
             return self.codes[tensor].operand(matmul)
 
-        return Made({m: operand(m) for m in matmuls})
+        return CastOperands({m: operand(m) for m in matmuls})
 
     def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, sums: bool) -> CastRequest:
-        laid = {m: self.kind.lay(cast, m, tensor) for m, cast in casts.items()}
-        keys = {laid[m]: self._key(laid[m], cast, tensor) for m, cast in casts.items()}
-        factor = self._factor(next(iter(casts.values())), tensor)
+        resolved = {m: self.kind.resolve_cast(cast, m, tensor) for m, cast in casts.items()}
+        keys = {resolved[m]: self._key(resolved[m], cast, tensor) for m, cast in casts.items()}
+        multiplier = self._multiplier(next(iter(casts.values())), tensor)
         kernel = XLA_CAST.name if isinstance(self.options.kernel, str) else self.options.kernel  # that names a matmul
-        return CastRequest(tensor, laid, keys, residual, factor, tensor in self.state, sums, kernel)
+        return CastRequest(tensor, resolved, keys, residual, multiplier, tensor in self.state, sums, kernel)
 
-    def made_and_kept(self, tensor: str, x: jax.Array, later: str) -> tuple[Made, Any]:
+    def cast_and_save(self, tensor: str, x: jax.Array, later: str) -> tuple[CastOperands, Any]:
         """x as forward takes it, and as a matmul of the backward pass does, named; straight-through they are one.
 
         Forward takes what carries the name where it is the same cast.
@@ -92,13 +92,13 @@ class Casts:
         saved = named(kept, self.options.residual_name)
         return made._replace(operands={m: saved if q is kept else q for m, q in made.operands.items()}), saved
 
-    def amax(self, tensor: str, x: jax.Array, made: Made) -> jax.Array:
+    def amax(self, tensor: str, x: jax.Array, made: CastOperands) -> jax.Array:
         return self.kind.amax(tensor, x, self.groups) if made.amax is None else made.amax
 
-    def bias_gradient(self, g: jax.Array, made: Made) -> jax.Array:
+    def bias_gradient(self, g: jax.Array, made: CastOperands) -> jax.Array:
         return self.kind.bias_gradient(g, self.groups) if made.sums is None else made.sums
 
-    def inside(self, backward: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
+    def unclipped_mask(self, backward: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
         """Where the gradient of a clipped tensor passes straight through; None for everywhere.
 
         backward: the matmul that makes that gradient. If it is quantised, codes of the backward pass take over.
@@ -106,20 +106,20 @@ class Casts:
         cast = cast_of(self.recipe, "fwd", tensor)
         if cast is None or not cast.clips or getattr(self.recipe, backward) is not None:
             return None
-        return self.kind.inside(self.kind.lay(cast, "fwd", tensor), x, q)
+        return self.kind.unclipped_mask(self.kind.resolve_cast(cast, "fwd", tensor), x, q)
 
-    def _factor(self, cast: Cast, tensor: str) -> jax.Array | None:
+    def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.factor_of(cast, self.state[tensor], scalar_program(self.kind.partitioning))
+        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.kind.partitioning))
 
-    def _key(self, laid: Hashable, cast: Cast, tensor: str) -> Key | None:
+    def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
         """Independent bits for each cast of a step; one that serves two matmuls has those of the first."""
         if cast.rounding != "stochastic":
             return None
         every = [(m, t) for m, tensors in PRODUCTS.items() for t in tensors]
         served = ((m, cast_of(self.recipe, m, t)) for m, t in every if t == tensor)
-        first = next(m for m, c in served if c is not None and self.kind.lay(c, m, tensor) == laid)
+        first = next(m for m, c in served if c is not None and self.kind.resolve_cast(c, m, tensor) == resolved)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
         return Stream(raw_key(self.key), every.index((first, tensor)))
@@ -150,25 +150,30 @@ class Arrays:
     features: str
     partitioning: Partitioning = ONE_DEVICE
 
-    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """All casts of a request, in one pass where a kernel makes them."""
-        plans = {laid: laid.plan(x.shape, x.dtype, request.amax_axes.get(laid, ())) for laid in request.distinct}
+        specs = {
+            resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
+            for resolved in request.distinct
+        }
         views = tuple(
             View(
-                plans[laid],
-                request.key_index(laid),
+                specs[resolved],
+                request.key_index(resolved),
                 self.contracted_axis(matmul, request.tensor, x.ndim),
                 matmul == request.residual,
             )
-            for matmul, laid in request.laid.items()
+            for matmul, resolved in request.resolved.items()
         )
-        factor = None if request.factor is None else given_factor(views[0].plan, x, None, request.factor)
+        multiplier = (
+            None if request.multiplier is None else given_multiplier(views[0].spec, x, None, request.multiplier)
+        )
         sums = request.sums and self.out.endswith(self.features)
         wanted = {"amax": request.amax, "column_sums": sums, "row_length": request.row_length}
-        members = self.members_of(next(iter(request.laid)), request.tensor)
-        given = request.arguments(factor)
+        members = self.members_of(next(iter(request.resolved)), request.tensor)
+        given = request.arguments(multiplier)
         made = make_casts(x, views, given, request.kernel, self.partitioning, members, **wanted)
-        return Made(dict(zip(request.laid, made.arrays, strict=True)), made.amax, made.column_sums)
+        return CastOperands(dict(zip(request.resolved, made.arrays, strict=True)), made.amax, made.column_sums)
 
     def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         """The axis of an operand that a matmul contracts, if kernels may choose its layout; None elsewhere."""
@@ -184,8 +189,8 @@ class Arrays:
     def logical(self, q) -> Any:
         return q
 
-    def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
-        return laid.inside(x, q)
+    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
+        return resolved.unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x)
@@ -193,4 +198,6 @@ class Arrays:
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         elsewhere = tuple(a for a, c in enumerate(self.out) if c not in self.features)
         kept = [c for c in self.out if c in self.features]
-        return jnp.sum(g.astype(sum_dtype(g.dtype)), axis=elsewhere).transpose([kept.index(c) for c in self.features])
+        return jnp.sum(g.astype(accumulation_dtype(g.dtype)), axis=elsewhere).transpose(
+            [kept.index(c) for c in self.features]
+        )

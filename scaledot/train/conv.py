@@ -26,8 +26,8 @@ from scaledot.train.casts import Arrays
 from scaledot.train.dot_sharded import Sharded, multiply_sharded
 from scaledot.train.flatten import Flattened
 from scaledot.train.kind import Matmul, Operands, Step
-from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.vjp import multiply
 from scaledot.train.weight_codes import plain_weight
 
@@ -291,10 +291,10 @@ class Conv(Arrays):
         letters = _FIRST[tensor] + labels(len(spec) - 2, "ncio")
         return "".join(letters[spec.index(axis)] for axis in range(len(spec)))
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid:
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         of, summed = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[matmul]
         [kept], [along] = ([c for c in _FIRST[tensor] if (c in summed) == is_summed] for is_summed in (False, True))
-        return Laid.on(cast, Sides(of, kept, along + "".join(c for c in of if c not in _FIRST[tensor])))
+        return ResolvedCast.on(cast, OperandDims(of, kept, along + "".join(c for c in of if c not in _FIRST[tensor])))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         assert bias is None, "the verb takes none"

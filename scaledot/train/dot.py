@@ -19,8 +19,8 @@ from scaledot.train.casts import Arrays
 from scaledot.train.dot_sharded import Sharded, multiply_sharded
 from scaledot.train.flatten import Flattened, flatten
 from scaledot.train.kind import Matmul, Operands, Step
-from scaledot.train.laid import Laid, Sides
 from scaledot.train.options import Keywords, Options, result_dtype
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.vjp import multiply
 from scaledot.train.weight_codes import WeightCodes, weight_operand
 
@@ -211,18 +211,18 @@ class Dot(Arrays):
     def has_batch(self) -> bool:
         return bool(self.contraction.batch)
 
-    def sides(self, matmul: str, tensor: str) -> Sides:
+    def sides(self, matmul: str, tensor: str) -> OperandDims:
         of, side = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
-        return Sides((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
+        return OperandDims((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid:
-        return Laid.on(cast, self.sides(matmul, tensor))
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
+        return ResolvedCast.on(cast, self.sides(matmul, tensor))
 
     def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         return self.sides(matmul, tensor).axis if ndim == 2 else None
 
-    def inside(self, laid: Laid, x: jax.Array, q) -> jax.Array | None:
-        return super().inside(laid, x, logical(q))
+    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
+        return super().unclipped_mask(resolved, x, logical(q))
 
     def logical(self, q) -> Any:
         return logical(q)

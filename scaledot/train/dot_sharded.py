@@ -22,20 +22,20 @@ from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import Key, Positions, flat_index, seeds_of, uniform_at
-from scaledot.parallel import partition
+from scaledot.parallel import transfer_plan
 from scaledot.parallel.divisibility import misfit
-from scaledot.parallel.overlap import Side, adds, contract_overlapped, ring_of
-from scaledot.parallel.partition import Axes, Split, spec_of
-from scaledot.parallel.positions import Axis, first_index, flattened, padded, positions
+from scaledot.parallel.overlap import RingOperand, adds, contract_overlapped, ring_of
+from scaledot.parallel.shard_indices import Axis, first_index, flattened, padded, positions
 from scaledot.parallel.sharding import constrain
 from scaledot.parallel.specs import Splits, are_shards, check_axes, cut_sentence, device_count, mesh_of, whole_sizes
+from scaledot.parallel.transfer_plan import Axes, Split, spec_of
 from scaledot.programs import run_as_program
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import Flattened, Layout
-from scaledot.train.kind import CastRequest, LaidOnShard, LocalKind, Made, Matmul, Operands, Step
-from scaledot.train.laid import Laid
+from scaledot.train.kind import CastOperands, CastRequest, LocalKind, Matmul, Operands, ShardCast, Step
 from scaledot.train.options import Options
+from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.vjp import multiply
 
 
@@ -82,15 +82,15 @@ class Sharded:
     def partitioning(self) -> None:
         return None
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
-        laid: Any = self.kind.lay(cast, matmul, tensor)
-        cut = next(self._cuts(laid, matmul, tensor), None)
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ShardCast:
+        resolved: Any = self.kind.resolve_cast(cast, matmul, tensor)
+        cut = next(self._cuts(resolved, matmul, tensor), None)
         if cut is not None:
             is_whole = not are_shards(self.mesh, self.splits.axes)
             raise ValueError(cut.sentence + (", or gather it with on_indivisible='gather'" if is_whole else ""))
-        return LaidOnShard(tensor, laid, () if cast.delayed else self._amax_axes(tensor, laid))
+        return ShardCast(tensor, resolved, () if cast.delayed else self._amax_axes(tensor, resolved))
 
-    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """What one device would find: scales are shared, and random numbers are drawn by global indices."""
         axes = self._contiguous_axes(request)
         if axes is not None:
@@ -105,9 +105,9 @@ class Sharded:
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self._layout(tensor).enter(x)
 
-    def inside(self, laid: LaidOnShard, x: jax.Array, q) -> jax.Array | None:
-        layout = self._layout(laid.tensor)
-        found = self.kind.inside(laid.laid, layout.enter(x), q)
+    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
+        layout = self._layout(resolved.tensor)
+        found = self.kind.unclipped_mask(resolved.resolved, layout.enter(x), q)
         return None if found is None else layout.leave(found, dict(zip(layout.labels, x.shape, strict=True)))
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
@@ -143,19 +143,21 @@ class Sharded:
         axes = [self.contraction.out.index(c) for c in self.contraction.rhs_free]
         return y + lax.broadcast_in_dim(bias.astype(y.dtype), y.shape, axes)
 
-    def plan(self, matmul: str) -> partition.Partition:
+    def plan(self, matmul: str) -> transfer_plan.TransferPlan:
         """What devices gather, multiply, reduce and scatter."""
         tensors = *PRODUCTS[matmul], _result(matmul)
-        return partition.plan(self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors))
+        return transfer_plan.make_transfer_plan(
+            self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
+        )
 
     def _layout(self, tensor: str) -> Layout:
         return self.flat.of_tensor(tensor)
 
-    def _side(self, tensor: str, q) -> Side:
+    def _side(self, tensor: str, q) -> RingOperand:
         """An operand that can be unflattened to its labels where it moves or is cut."""
         layout, q = self._layout(tensor), self.kind.logical(q)
         rotation = q.rotation if isinstance(q, ScaledArray) else None
-        return Side(
+        return RingOperand(
             layout.labels,
             q,
             self._shard_sizes(tensor),
@@ -174,16 +176,18 @@ class Sharded:
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """The mesh axes over which labels of an operand are cut when it is multiplied: after its transfers."""
         plan, side = self.plan(matmul), PRODUCTS[matmul].index(tensor)
-        axes = partition.after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[side])
+        axes = transfer_plan.after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[side])
         ring = ring_of(plan, self.overlap)
         if ring is not None and ring.side != side and ring.label in self._layout(tensor).labels:
             axes[ring.label] = (*axes.get(ring.label, ()), ring.axis)  # a part of it for each shard that arrives
         return axes
 
-    def _amax_axes(self, tensor: str, laid: Laid) -> Axes:
+    def _amax_axes(self, tensor: str, resolved: ResolvedCast) -> Axes:
         """Mesh axes over which a cast shares scales: those that shard what has one scale."""
         layout = self._layout(tensor)
-        whole = [c for c, size in zip(layout.flat, laid.tile, strict=True) if size == 0 or laid.cast.format.two_level]
+        whole = [
+            c for c, size in zip(layout.flat, resolved.tile, strict=True) if size == 0 or resolved.cast.format.two_level
+        ]
         axes = [axis for c in whole for m in layout.members(c) for axis in self._axes(tensor, m)]
         if self.amax_scope == "global":
             return tuple(axes)
@@ -207,20 +211,22 @@ class Sharded:
             if misfit(dict(self.sizes)[c], device_count(self.mesh, axes)) is not None
         }
         even = self._without(uneven)
-        casts: list[tuple[str, str, Any]] = [(of, t, self.kind.lay(cast, of, t)) for of, t, cast in recipe.casts()]
-        return even._without({cut.label for of, tensor, laid in casts for cut in even._cuts(laid, of, tensor)})
+        casts: list[tuple[str, str, Any]] = [
+            (of, t, self.kind.resolve_cast(cast, of, t)) for of, t, cast in recipe.casts()
+        ]
+        return even._without({cut.label for of, tensor, resolved in casts for cut in even._cuts(resolved, of, tensor)})
 
     def _without(self, labels: set[str]) -> "Sharded":
         splits = (tuple((c, axes) for c, axes in split if c not in labels) for split in self.splits)
         return dataclasses.replace(self, splits=Splits(*splits))
 
-    def _cuts(self, laid: Laid, matmul: str, tensor: str) -> Iterator[Cut]:
+    def _cuts(self, resolved: ResolvedCast, matmul: str, tensor: str) -> Iterator[Cut]:
         """Axes of which a device would hold, or multiply, parts of what has one scale or is rotated together."""
-        flat, rotation = self._layout(tensor).flat, laid.cast.rotation
+        flat, rotation = self._layout(tensor).flat, resolved.cast.rotation
         for axes in (dict(getattr(self.splits, tensor)), self._multiplied_axes(matmul, tensor)):
-            if rotation is not None and laid.rotated_axis is not None:
-                yield from self._cut(tensor, axes, flat[laid.rotated_axis], rotation.size, "groups of a rotation")
-            for label, size in zip(flat, laid.tile, strict=True):
+            if rotation is not None and resolved.rotated_axis is not None:
+                yield from self._cut(tensor, axes, flat[resolved.rotated_axis], rotation.size, "groups of a rotation")
+            for label, size in zip(flat, resolved.tile, strict=True):
                 if size > 1:
                     yield from self._cut(tensor, axes, label, size, "blocks")
 
@@ -243,20 +249,20 @@ class Sharded:
         """
         layout, sizes = self._layout(request.tensor), dict(self.sizes)
         axes = [Axis(members, tuple(sizes[c] for c in members)) for members in map(layout.members, layout.flat)]
-        rotations = ((on.laid.cast.rotation, on.laid.rotated_axis) for on in request.distinct)
+        rotations = ((on.resolved.cast.rotation, on.resolved.rotated_axis) for on in request.distinct)
         is_padded = any(rotation and axes[axis].size % rotation.size for rotation, axis in rotations)
         if not request.is_stochastic or len(axes) != 2 or is_padded:
             return None
         sharding = dict(getattr(self.splits, request.tensor))
         return None if any(axis.scattered_member(sharding, self.mesh) for axis in axes) else axes
 
-    def _uniform(self, on: LaidOnShard, key: Key, shape: tuple[int, ...]) -> jax.Array:
+    def _uniform(self, on: ShardCast, key: Key, shape: tuple[int, ...]) -> jax.Array:
         """What one device would draw for these elements: by their indices in the whole flattened array."""
-        layout, rotation = self._layout(on.tensor), on.laid.cast.rotation
+        layout, rotation = self._layout(on.tensor), on.resolved.cast.rotation
         shard, axes = dict(zip(layout.labels, shape, strict=True)), []
         for axis, label in enumerate(layout.flat):
             along = self._positions(on.tensor, label, shard)
-            axes.append(padded(along, rotation.size) if rotation and axis == on.laid.rotated_axis else along)
+            axes.append(padded(along, rotation.size) if rotation and axis == on.resolved.rotated_axis else along)
         return uniform_at(flat_index(axes), *seeds_of(key))
 
     def _positions(self, tensor: str, label: str, shard: dict[str, int]) -> Positions:
@@ -329,7 +335,7 @@ def _mapped(kind: Sharded, options: Options, operands: Operands, state: State, k
     return mapped(x, w, bias, state, key)
 
 
-def _split_further(split: Split, moves: partition.Moves) -> Split:
+def _split_further(split: Split, moves: transfer_plan.Transfers) -> Split:
     """A split with the cuts that need nothing from other devices."""
     known, gathered = dict(split), {c for c, _ in moves.gathered}
     return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.cut if c not in gathered}).items())

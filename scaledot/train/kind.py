@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from scaledot.hashing import hash_once
-from scaledot.kernels.spec import CastArguments, sum_dtype
+from scaledot.kernels.spec import CastArguments, accumulation_dtype
 from scaledot.numerics.rounding import Key
 from scaledot.ops.operands import Choice
 from scaledot.parallel.types import Partitioning
@@ -46,7 +46,7 @@ class Matmul:
     @property
     def wide(self) -> "Matmul":
         """The same with its result in the dtype of sums: before further terms are added and the one rounding."""
-        return dataclasses.replace(self, dtype=sum_dtype(self.dtype))
+        return dataclasses.replace(self, dtype=accumulation_dtype(self.dtype))
 
     @property
     def on_shards(self) -> "Matmul":
@@ -72,10 +72,10 @@ class CastRequest:
     """
 
     tensor: str
-    laid: dict[str, Any]
+    resolved: dict[str, Any]
     keys: dict[Any, Key | None]
     residual: str | None = None
-    factor: jax.Array | None = None
+    multiplier: jax.Array | None = None
     amax: bool = False
     sums: bool = False
     kernel: Choice = None
@@ -87,46 +87,46 @@ class CastRequest:
     @property
     def distinct(self) -> list[Any]:
         """Casts that give different codes."""
-        return list(dict.fromkeys(self.laid.values()))
+        return list(dict.fromkeys(self.resolved.values()))
 
-    def arguments(self, factor: jax.Array | None = None, group_sizes=None) -> CastArguments:
+    def arguments(self, multiplier: jax.Array | None = None, group_sizes=None) -> CastArguments:
         """With the key of each distinct cast."""
-        uniforms = tuple(self.uniforms.get(laid) for laid in self.distinct)
-        keys = tuple(self.keys[laid] for laid in self.distinct)
-        return CastArguments(keys, uniforms, factor, group_sizes=group_sizes, offset=self.offset)
+        uniforms = tuple(self.uniforms.get(resolved) for resolved in self.distinct)
+        keys = tuple(self.keys[resolved] for resolved in self.distinct)
+        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset)
 
     @property
     def is_stochastic(self) -> bool:
         return any(key is not None for key in self.keys.values())
 
-    def on_shards(self, uniform: Callable[["LaidOnShard", Key], jax.Array | None]) -> "CastRequest":
+    def on_shards(self, uniform: Callable[["ShardCast", Key], jax.Array | None]) -> "CastRequest":
         """The casts of a shard, which share scales with other devices and draw what one device would.
 
-        `laid` holds LaidOnShards. uniform: the random numbers of a shard, from its cast and a key, or None where they
+        `resolved` holds ShardCasts. uniform: the random numbers of a shard, from its cast and a key, or None where they
         follow from `offset`.
         """
         drawn = {on: None if (key := self.keys[on]) is None else uniform(on, key) for on in self.distinct}
         return dataclasses.replace(
             self,
-            laid={matmul: on.laid for matmul, on in self.laid.items()},
-            keys={on.laid: self.keys[on] for on in self.distinct},
-            uniforms={on.laid: numbers for on, numbers in drawn.items()},
-            amax_axes={on.laid: on.amax_axes for on in self.distinct},
+            resolved={matmul: on.resolved for matmul, on in self.resolved.items()},
+            keys={on.resolved: self.keys[on] for on in self.distinct},
+            uniforms={on.resolved: numbers for on, numbers in drawn.items()},
+            amax_axes={on.resolved: on.amax_axes for on in self.distinct},
         )
 
-    def key_index(self, laid) -> int | None:
-        return self.distinct.index(laid) if laid.cast.rounding == "stochastic" else None
+    def key_index(self, resolved) -> int | None:
+        return self.distinct.index(resolved) if resolved.cast.rounding == "stochastic" else None
 
 
-class LaidOnShard(NamedTuple):
+class ShardCast(NamedTuple):
     """A cast laid on a device's shard of a tensor. amax_axes: the mesh axes over which scales are shared."""
 
     tensor: str
-    laid: Any
+    resolved: Any
     amax_axes: tuple[str, ...]
 
 
-class Made(NamedTuple):
+class CastOperands(NamedTuple):
     """A tensor as each matmul takes it, and what its casts saw on the way; None where they did not look."""
 
     operands: dict[str, Any]
@@ -150,11 +150,11 @@ class Kind(Protocol):
         """How XLA partitions the program; None inside a shard_map."""
         ...
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> Hashable:
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> Hashable:
         """The cast laid on a tensor ("x", "w" or "g") of a matmul; equal ones give equal codes."""
         ...
 
-    def cast(self, request: CastRequest, x: jax.Array, groups: jax.Array | None) -> Made:
+    def cast(self, request: CastRequest, x: jax.Array, groups: jax.Array | None) -> CastOperands:
         """x quantised for several matmuls, in the layouts that `multiply` takes."""
         ...
 
@@ -162,7 +162,7 @@ class Kind(Protocol):
         """An unquantised operand in the layout that `multiply` takes."""
         ...
 
-    def inside(self, laid: Any, x: jax.Array, q: Any) -> jax.Array | None:
+    def unclipped_mask(self, resolved: Any, x: jax.Array, q: Any) -> jax.Array | None:
         """Where a cast did not clip; None if it never does."""
         ...
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import promoted
+from scaledot.ops.cast_spec import check_hashable
 from scaledot.ops.operands import Choice, element_type
-from scaledot.ops.plan import check_hashable
 from scaledot.parallel.specs import Specs
 from scaledot.parallel.transfers import Axes
 from scaledot.recipes import Recipe, find_recipe

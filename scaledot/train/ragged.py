@@ -18,22 +18,22 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
-from scaledot.kernels.spec import CastProblem, CastResult, View, sum_dtype
-from scaledot.numerics.cast import Plan
-from scaledot.numerics.grouped import group_of, members, room, spaced, whole_groups
+from scaledot.kernels.spec import CastProblem, CastResult, View, accumulation_dtype
+from scaledot.numerics.cast import CastSpec
+from scaledot.numerics.grouped import group_of, members, padded_capacity, spaced, whole_groups
 from scaledot.numerics.rounding import numbered
+from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
 from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice, float_operand
-from scaledot.ops.plan import checked_groups, make_plan, propagating
-from scaledot.ops.quantize import amax, plan_of_groups
+from scaledot.ops.quantize import amax, grouped_cast_spec
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.kind import CastRequest, Made, Matmul, Operands, Step
-from scaledot.train.laid import Laid, Sides
+from scaledot.train.kind import CastOperands, CastRequest, Matmul, Operands, Step
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.vjp import multiply
 from scaledot.train.weight_codes import plain_weight
 
@@ -100,21 +100,21 @@ def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, A
 
     A cast that rounds stochastically must have the same codes on every device, so what serves two products still does.
     """
-    needed = _rows_together(wgrad)
+    needed = _row_alignment(wgrad)
     if wgrad is None or isinstance(kernel, str):
         return needed
     multiples = set()
     for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
-        view = View(LaidRows(cast, cast.tile, 1, 1).plan(x.shape, x.dtype, groups), contracted=0)
-        given = frozenset() if cast.delayed is None else frozenset({"factor"})
+        view = View(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
+        given = frozenset() if cast.delayed is None else frozenset({"multiplier"})
         problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, partitioning=partitioning)
         multiples.add(table.spacing(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
 
-def _rows_together(wgrad: Gemm | None) -> int:
+def _row_alignment(wgrad: Gemm | None) -> int:
     """How many rows of one group a block or a rotation of wgrad needs."""
     sizes = [1]
     for cast in (wgrad.lhs, wgrad.rhs) if wgrad else ():
@@ -123,13 +123,13 @@ def _rows_together(wgrad: Gemm | None) -> int:
     return math.lcm(*sizes)
 
 
-class LaidRows(NamedTuple):
+class ResolvedRowCast(NamedTuple):
     """A cast of rows in groups. tile: (rows, features) that share a scale. together: rows that groups come in."""
 
     cast: Cast
     tile: tuple[int, int]
     axis: int  # that blocks and rotations run along
-    together: int
+    row_alignment: int
 
     @property
     def rows_reason(self) -> str | None:
@@ -145,69 +145,76 @@ class LaidRows(NamedTuple):
             "without a rotation down the rows; use a block of rows"
         )
 
-    def plan(self, shape: tuple[int, ...], dtype, groups: int, amax_axes: tuple[str, ...] = ()) -> Plan:
+    def spec(self, shape: tuple[int, ...], dtype, groups: int, amax_axes: tuple[str, ...] = ()) -> CastSpec:
         """The cast of rows of that shape in so many groups."""
-        rows, features = shape[0] if self.together == 1 else room(shape[0], groups, self.together), shape[1]
+        rows, features = (
+            shape[0] if self.row_alignment == 1 else padded_capacity(shape[0], groups, self.row_alignment),
+            shape[1],
+        )
         format, rotation, (down, across) = self.cast.format, self.cast.rotation, self.tile
         if self.axis == 0 and down:
             x = jax.ShapeDtypeStruct((rows, features), dtype)
-            plan = make_plan(x, format, (1, 0), (across, down), "absmax", None, rotation, None, pad=True)
-            return dataclasses.replace(propagating(plan, 2), amax_axes=amax_axes)
+            spec = make_cast_spec(x, format, (1, 0), (across, down), "absmax", None, rotation, None, pad=True)
+            return dataclasses.replace(propagating(spec, 2), amax_axes=amax_axes)
         features += 0 if rotation is None else -features % rotation.size
         x = jax.ShapeDtypeStruct((rows, features), dtype)
-        return propagating(plan_of_groups(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2)
+        return propagating(grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """x and g are rows in groups, w has one matrix per group; in wgrad groups come in multiples of `together` rows."""
+    """x and g are rows in groups, w has one matrix per group; in wgrad groups start at multiples of `row_alignment`."""
 
-    together: int
+    row_alignment: int
     partitioning: Partitioning = ONE_DEVICE
     has_batch = False
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> Laid | LaidRows:
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast | ResolvedRowCast:
         if tensor == "w":
-            return Laid.on(cast, Sides("kn", "n", "k") if matmul == "fwd" else Sides("kn", "k", "n"))
+            return ResolvedCast.on(
+                cast, OperandDims("kn", "n", "k") if matmul == "fwd" else OperandDims("kn", "k", "n")
+            )
         free, contracted = cast.tile
         # One scale without a rotation gives the same codes for both matmuls of a tensor: they are made once.
         along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
         tile, axis = ((free, contracted), 1) if along_features else ((contracted, free), 0)
-        laid = LaidRows(cast, tile, axis, self.together if matmul == "wgrad" else 1)
-        reason = laid.rows_reason
+        resolved = ResolvedRowCast(cast, tile, axis, self.row_alignment if matmul == "wgrad" else 1)
+        reason = resolved.rows_reason
         if reason is not None:
             raise ValueError(f"{cast} of {tensor} in {matmul} {reason}")
-        return laid
+        return resolved
 
-    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """A pass for each cast: in wgrad groups are spaced, elsewhere they are not."""
         made: dict[Any, CastResult] = {}
-        for matmul, laid in request.laid.items():
-            if laid not in made and request.tensor == "w":
-                made[laid] = _cast_weights(request, laid, x)
-            elif laid not in made:
-                made[laid] = self._cast_rows(request, matmul, laid, x, groups, is_first=not made)
+        for matmul, resolved in request.resolved.items():
+            if resolved not in made and request.tensor == "w":
+                made[resolved] = _cast_weights(request, resolved, x)
+            elif resolved not in made:
+                made[resolved] = self._cast_rows(request, matmul, resolved, x, groups, is_first=not made)
         first = next(iter(made.values()))
-        return Made({m: made[laid].arrays[0] for m, laid in request.laid.items()}, first.amax)
+        return CastOperands({m: made[resolved].arrays[0] for m, resolved in request.resolved.items()}, first.amax)
 
     def _cast_rows(
-        self, request: CastRequest, matmul: str, laid: LaidRows, x: jax.Array, groups, is_first: bool
+        self, request: CastRequest, matmul: str, resolved: ResolvedRowCast, x: jax.Array, groups, is_first: bool
     ) -> CastResult:
         """Rows cast for one matmul, each group as if it were alone."""
-        plan = laid.plan(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(laid, ()))
-        view = View(plan, request.key_index(laid), contracted=0 if matmul == "wgrad" else 1)
-        factor = None if request.factor is None else request.factor.reshape(1, 1)
-        given = request.arguments(factor, groups)
-        wanted = {"amax": request.amax and is_first, "group_multiple": laid.together}
+        spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
+        view = View(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
+        multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
+        given = request.arguments(multiplier, groups)
+        wanted = {"amax": request.amax and is_first, "group_multiple": resolved.row_alignment}
         return make_casts(x, (view,), given, request.kernel, self.partitioning, **wanted)
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return spaced(x, groups, self.together) if matmul == "wgrad" else x
+        return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
-    def inside(self, laid, x: jax.Array, q) -> jax.Array | None:
-        if isinstance(laid, Laid):
-            return jax.vmap(laid.inside)(x, q)
-        return Laid(laid.cast, (0, 0), None).inside(x, q)  # of rows only delayed scaling clips, with one scale for all
+    def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
+        if isinstance(resolved, ResolvedCast):
+            return jax.vmap(resolved.unclipped_mask)(x, q)
+        return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(
+            x, q
+        )  # of rows only delayed scaling clips, with one scale for all
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x if tensor == "w" else members(x, groups))
@@ -234,26 +241,26 @@ class Ragged:
             )
             more["factors"] = left, right
         lhs, rhs = logical(lhs), logical(rhs)
-        sizes = whole_groups(groups, self.together)
-        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.together, **more)
+        sizes = whole_groups(groups, self.row_alignment)
+        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **more)
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = group_of(groups, y.shape[0])
         return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        count, wide = groups.shape[0], g.astype(sum_dtype(g.dtype))
+        count, wide = groups.shape[0], g.astype(accumulation_dtype(g.dtype))
         return jax.ops.segment_sum(wide, group_of(groups, g.shape[0]), count + 1)[:count]
 
 
-def _cast_weights(request: CastRequest, laid: Laid, w: jax.Array) -> CastResult:
+def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) -> CastResult:
     """The matrix of each group cast by itself: by XLA, because kernels are not made to be mapped."""
-    key, uniform, axes = request.keys[laid], request.uniforms.get(laid), request.amax_axes.get(laid, ())
+    key, uniform, axes = request.keys[resolved], request.uniforms.get(resolved), request.amax_axes.get(resolved, ())
     keys = None
     if key is not None and uniform is None:
         keys = numbered(key, jnp.arange(w.shape[0]))
-    each = functools.partial(laid.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
-    codes = jax.vmap(lambda w, key, uniform: each(w, request.factor, key, None, uniform))(w, keys, uniform)
+    each = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
+    codes = jax.vmap(lambda w, key, uniform: each(w, request.multiplier, key, None, uniform))(w, keys, uniform)
     return CastResult((codes,))
 
 

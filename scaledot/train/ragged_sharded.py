@@ -26,13 +26,12 @@ from jax.sharding import PartitionSpec
 
 from scaledot.contraction import Contraction
 from scaledot.kernels import table
-from scaledot.numerics.grouped import room, whole_groups
+from scaledot.numerics.grouped import padded_capacity, whole_groups
 from scaledot.numerics.rounding import Key, Positions, flat_index, numbered, seeds_of, uniform_at
-from scaledot.parallel import partition
+from scaledot.parallel import transfer_plan
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.expert_dispatch import combine, dispatch, route_of_rows, route_of_weights
-from scaledot.parallel.partition import Split, spec_of
-from scaledot.parallel.positions import padded, positions
+from scaledot.parallel.shard_indices import padded, positions
 from scaledot.parallel.sharding import constrain
 from scaledot.parallel.specs import (
     Splits,
@@ -44,11 +43,12 @@ from scaledot.parallel.specs import (
     splits_of,
     whole_sizes,
 )
+from scaledot.parallel.transfer_plan import Split, spec_of
 from scaledot.parallel.transfers import Axes, own_part
 from scaledot.programs import run_as_program
 from scaledot.recipes import Cast
 from scaledot.state import State
-from scaledot.train.kind import CastRequest, LaidOnShard, LocalRagged, Made, Matmul, Operands, Step
+from scaledot.train.kind import CastOperands, CastRequest, LocalRagged, Matmul, Operands, ShardCast, Step
 from scaledot.train.options import Options
 from scaledot.train.vjp import multiply
 
@@ -138,7 +138,7 @@ def _work(experts: Experts) -> dict[str, Axes]:
     x, w, y = (dict(split) for split in experts.splits)
     groups = _sharing_groups(experts, x, w, y)
     of_w = *_only("k", w, groups), *_only("n", w, groups)
-    plan = partition.plan(_FEATURES, _only("k", x, groups), of_w, _only("n", y, groups))
+    plan = transfer_plan.make_transfer_plan(_FEATURES, _only("k", x, groups), of_w, _only("n", y, groups))
     columns = tuple(axis for axis in dict(plan.out).get("n", ()) if axis not in plan.summed)
     return {"g": groups, "k": plan.summed, "n": columns}
 
@@ -187,10 +187,10 @@ def _multiply_shards(step: Step, splits: Splits, shared: Split, operands: Operan
     return combine(route_of_rows(LABELS.out, splits.g, work), y, start), state
 
 
-def _starts(groups: jax.Array, axes: Axes, together: int) -> jax.Array:
+def _starts(groups: jax.Array, axes: Axes, row_alignment: int) -> jax.Array:
     """Where rows of a device's first group start, if groups come in multiples of so many."""
     first = _first_group(groups, axes)
-    return jnp.sum(jnp.where(jnp.arange(groups.size) < first, whole_groups(groups, together), 0))
+    return jnp.sum(jnp.where(jnp.arange(groups.size) < first, whole_groups(groups, row_alignment), 0))
 
 
 def _first_group(groups: jax.Array, axes: Axes) -> Any:
@@ -211,17 +211,17 @@ class ShardedRagged:
     has_batch = False
     partitioning = None
 
-    def lay(self, cast: Cast, matmul: str, tensor: str) -> LaidOnShard:
-        laid: Any = self.kind.lay(cast, matmul, tensor)
-        for label, size in self._tiles(tensor, laid):
+    def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ShardCast:
+        resolved: Any = self.kind.resolve_cast(cast, matmul, tensor)
+        for label, size in self._tiles(tensor, resolved):
             if size > 1:
                 self._check_whole(tensor, label, size, "blocks")
-        rotated = self._rotated(tensor, laid)
+        rotated = self._rotated(tensor, resolved)
         if cast.rotation is not None and rotated is not None:
             self._check_whole(tensor, rotated, cast.rotation.size, "groups of a rotation")
-        return LaidOnShard(tensor, laid, () if cast.delayed else self._amax_axes(tensor, laid))
+        return ShardCast(tensor, resolved, () if cast.delayed else self._amax_axes(tensor, resolved))
 
-    def cast(self, request: CastRequest, x: jax.Array, groups) -> Made:
+    def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """What one device would find: scales are shared, and random numbers are drawn by global indices."""
         request = request.on_shards(lambda on, key: self._uniform(on, key, x.shape, groups))
         return self.kind.cast(request, x, self._own(groups))
@@ -229,8 +229,8 @@ class ShardedRagged:
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self.kind.plain(matmul, tensor, x, self._own(groups))
 
-    def inside(self, laid: LaidOnShard, x: jax.Array, q) -> jax.Array | None:
-        return self.kind.inside(laid.laid, x, q)
+    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
+        return self.kind.unclipped_mask(resolved.resolved, x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self.kind.amax(tensor, x, self._own(groups))
@@ -253,23 +253,23 @@ class ShardedRagged:
         axes = self._axes("g")
         return own_part(groups, 0, axes) if axes else groups
 
-    def _tiles(self, tensor: str, laid) -> tuple[tuple[str, int], ...]:
+    def _tiles(self, tensor: str, resolved) -> tuple[tuple[str, int], ...]:
         """Labels of features, and how many elements of each share a scale."""
         if tensor == "w":
-            return tuple(zip(_FEATURES.rhs, laid.tile, strict=True))
-        return ((_feature(tensor), laid.tile[1]),)
+            return tuple(zip(_FEATURES.rhs, resolved.tile, strict=True))
+        return ((_feature(tensor), resolved.tile[1]),)
 
-    def _rotated(self, tensor: str, laid) -> str | None:
+    def _rotated(self, tensor: str, resolved) -> str | None:
         """The label of features that a rotation runs along; None where it runs down whole groups."""
         if tensor == "w":
-            return None if laid.rotated_axis is None else _FEATURES.rhs[laid.rotated_axis]
-        return _feature(tensor) if laid.axis == 1 else None
+            return None if resolved.rotated_axis is None else _FEATURES.rhs[resolved.rotated_axis]
+        return _feature(tensor) if resolved.axis == 1 else None
 
-    def _amax_axes(self, tensor: str, laid) -> Axes:
+    def _amax_axes(self, tensor: str, resolved) -> Axes:
         """Mesh axes over which a cast shares scales: those that shard what has one scale, unless shards may have it."""
         if self.amax_scope == "local":
             return ()  # features are not put together
-        whole = [c for c, size in self._tiles(tensor, laid) if size == 0 or laid.cast.format.two_level]
+        whole = [c for c, size in self._tiles(tensor, resolved) if size == 0 or resolved.cast.format.two_level]
         return tuple(axis for c in whole for axis in self._axes(c))
 
     def _check_whole(self, tensor: str, label: str, block: int, what: str) -> None:
@@ -278,23 +278,23 @@ class ShardedRagged:
         if found is not None:
             raise ValueError(f"{cut_sentence(tensor, axes, found, what)}, or gather it first")
 
-    def _uniform(self, on: LaidOnShard, key: Key, shape: tuple[int, ...], groups: jax.Array) -> jax.Array:
+    def _uniform(self, on: ShardCast, key: Key, shape: tuple[int, ...], groups: jax.Array) -> jax.Array:
         """What one device would draw for these elements: by their indices among all rows, or in a group's matrix."""
         feature = self._positions(on, "n" if on.tensor == "w" else _feature(on.tensor), shape[-1])
         if on.tensor != "w":
-            together = on.laid.together
-            rows = shape[0] if together == 1 else room(shape[0], self._own(groups).size, together)
-            start = _starts(groups, self._axes("g"), together).astype(jnp.uint32)
+            row_alignment = on.resolved.row_alignment
+            rows = shape[0] if row_alignment == 1 else padded_capacity(shape[0], self._own(groups).size, row_alignment)
+            start = _starts(groups, self._axes("g"), row_alignment).astype(jnp.uint32)
             row = Positions(jnp.arange(rows, dtype=jnp.uint32) + start, rows)
             return uniform_at(flat_index([row, feature]), *seeds_of(key))
         index = flat_index([self._positions(on, "k", shape[1]), feature])
         group = jnp.arange(shape[0]) + _first_group(groups, self._axes("g"))
         return jax.vmap(lambda each: uniform_at(index, *seeds_of(each)))(numbered(key, group))
 
-    def _positions(self, on: LaidOnShard, label: str, shard: int) -> Positions:
+    def _positions(self, on: ShardCast, label: str, shard: int) -> Positions:
         """Of a device's elements along features, and of the zeros that pad them for a rotation."""
-        along, rotation = positions(shard, dict(self.sizes)[label], self._axes(label)), on.laid.cast.rotation
-        return padded(along, rotation.size) if rotation and label == self._rotated(on.tensor, on.laid) else along
+        along, rotation = positions(shard, dict(self.sizes)[label], self._axes(label)), on.resolved.cast.rotation
+        return padded(along, rotation.size) if rotation and label == self._rotated(on.tensor, on.resolved) else along
 
 
 def _feature(tensor: str) -> str:

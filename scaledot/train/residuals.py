@@ -24,8 +24,8 @@ class Residuals(NamedTuple):
 
     x: Any
     w: Any
-    inside_x: jax.Array | None
-    inside_w: jax.Array | None
+    unclipped_x: jax.Array | None
+    unclipped_w: jax.Array | None
     state: State
     amax: dict[str, jax.Array]
     groups: jax.Array | None

@@ -68,15 +68,17 @@ def _forward(step: Step, operands: Operands, state: State, key: jax.Array | None
     check_key(step.options.recipe, key, step.options.recipe.stochastic)
     operands = differentiated_once(operands)
     casts = Casts(step, operands.groups, state, key, codes)
-    x, kept_x = casts.made_and_kept("x", operands.x, "wgrad")
-    w, kept_w = casts.made_and_kept("w", operands.w, "dgrad")
-    inside_x = casts.inside("dgrad", "x", operands.x, x.operands["fwd"])
-    inside_w = casts.inside("wgrad", "w", operands.w, w.operands["fwd"])
+    x, kept_x = casts.cast_and_save("x", operands.x, "wgrad")
+    w, kept_w = casts.cast_and_save("w", operands.w, "dgrad")
+    unclipped_x = casts.unclipped_mask("dgrad", "x", operands.x, x.operands["fwd"])
+    unclipped_w = casts.unclipped_mask("wgrad", "w", operands.w, w.operands["fwd"])
     name = BATCHED_GEMM_NAME if step.kind.has_batch else GEMM_NAME
     y = checkpoint_name(_multiply_codes(step, operands, x.operands["fwd"], w.operands["fwd"]), name)
     like = Like.of(operands.x), Like.of(operands.w), None if operands.bias is None else Like.of(operands.bias)
     amaxes = {t: casts.amax(t, a, made) for t, a, made in (("x", operands.x, x), ("w", operands.w, w)) if t in state}
-    kept = Residuals(as_bits(kept_x), as_bits(kept_w), inside_x, inside_w, state, amaxes, operands.groups, key, like)
+    kept = Residuals(
+        as_bits(kept_x), as_bits(kept_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, like
+    )
     return (y, state), kept
 
 
@@ -87,8 +89,8 @@ def _backward(step: Step, kept: Residuals, cotangents: tuple[jax.Array, State]):
     casts = Casts(step, kept.groups, kept.state, kept.key)
     x, w = from_bits(kept.x), from_bits(kept.w)
     made = casts.made("g", g, ("dgrad", "wgrad"), sums=bias_like is not None)
-    dx = _gradient(step, "dgrad", made.operands["dgrad"], w, kept.groups, x_like, kept.inside_x)
-    dw = _gradient(step, "wgrad", x, made.operands["wgrad"], kept.groups, w_like, kept.inside_w)
+    dx = _gradient(step, "dgrad", made.operands["dgrad"], w, kept.groups, x_like, kept.unclipped_x)
+    dw = _gradient(step, "wgrad", x, made.operands["wgrad"], kept.groups, w_like, kept.unclipped_w)
     db = None if bias_like is None else _as_primal(casts.bias_gradient(g, made), bias_like)
     amaxes = kept.amax | ({"g": casts.amax("g", g, made)} if "g" in kept.state else {})
     state = _next_state(step, kept.state, amaxes, later)
@@ -98,14 +100,14 @@ def _backward(step: Step, kept: Residuals, cotangents: tuple[jax.Array, State]):
 _multiply.defvjp(_forward, _backward)
 
 
-def _gradient(step: Step, name: str, lhs, rhs, groups, like: Like, inside: jax.Array | None) -> jax.Array:
+def _gradient(step: Step, name: str, lhs, rhs, groups, like: Like, unclipped_mask: jax.Array | None) -> jax.Array:
     """One matmul of the backward pass, typed as its primal; zero where the forward cast clipped."""
     sharding = like.type.sharding if has_explicit_axes(like.type.sharding) else None
     result = step.kind.multiply(Matmul.of(name, like.type.dtype, step.options, sharding), lhs, rhs, groups)
     # A forward operand that was padded for its rotation has gradients for the zeros, too.
     result = result[tuple(slice(size) for size in like.type.shape)] if result.shape != like.type.shape else result
-    if inside is not None:
-        result = jnp.where(inside, result, jnp.zeros_like(result))
+    if unclipped_mask is not None:
+        result = jnp.where(unclipped_mask, result, jnp.zeros_like(result))
     return _as_primal(result, like)
 
 

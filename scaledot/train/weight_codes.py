@@ -1,7 +1,7 @@
 """A weight with the codes that `cast_weights` made of it, which `dense`, `dot_general` and `einsum` multiply by.
 
 Codes of a weight depend on its elements, on the recipe, and on which of its axes a matmul contracts. The last two are
-static (`CastSpec`) and are checked wherever codes are used. Whether the elements have changed since is not known here.
+static (`WeightSpec`) and are checked wherever codes are used. That the elements are still the same is not checked.
 
 For w (4096, 1024) under `mxfp8` there are two operands of 1-byte codes: one with blocks of 32 along axis 0, which fwd
 contracts, and one along axis 1, for dgrad. Under `fp8_block` the 128×128 blocks of both are the same, and so there is
@@ -26,7 +26,7 @@ from scaledot.train.residuals import as_bits, from_bits
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class CastSpec:
+class WeightSpec:
     """What the codes of one weight depend on besides its elements.
 
     shape, master_dtype: those of the weight. dtype: the one that it is converted to before the casts. contracted: the
@@ -96,10 +96,10 @@ class WeightCodes:
     operands: tuple[Any, ...]
     taken_by: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
     ndim: int = dataclasses.field(metadata={"static": True})
-    spec: CastSpec = dataclasses.field(metadata={"static": True})
+    spec: WeightSpec = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, spec: CastSpec, quantized: dict[str, Any]) -> "WeightCodes":
+    def of(cls, spec: WeightSpec, quantized: dict[str, Any]) -> "WeightCodes":
         """From the operand of each matmul; those that are one object are kept once."""
         different = {id(q): q for q in quantized.values()}
         positions = list(different)

@@ -25,15 +25,15 @@ from jax.tree_util import GetAttrKey
 from scaledot.kernels import table
 from scaledot.ops.operands import float_operand
 from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
+from scaledot.path_patterns import Given, PathPatterns, RecipesByPath
 from scaledot.programs import run_as_program
 from scaledot.recipes import Recipe
-from scaledot.rules import Given, Patterns, Rules
 from scaledot.train.casts import Casts, cast_of
 from scaledot.train.dot import Dot
 from scaledot.train.flatten import flatten
 from scaledot.train.kind import Step
 from scaledot.train.options import Options
-from scaledot.train.weight_codes import CastSpec, CastWeight, WeightCodes, described
+from scaledot.train.weight_codes import CastWeight, WeightCodes, WeightSpec, described
 
 KERNEL = "kernel"  # the name that Flax's layers give to their weights
 
@@ -117,8 +117,8 @@ def cast_weights(
     """
     leaves, _ = _leaves(params)
     named = {"dtype": dtype, "contracting": contracting, "stacked": stacked}
-    by_layer = [Rules(recipe), *(Patterns(given, name) for name, given in named.items())]
-    chosen = Patterns(_selection(select), "select")
+    by_layer = [RecipesByPath(recipe), *(PathPatterns(given, name) for name, given in named.items())]
+    chosen = PathPatterns(_selection(select), "select")
     codes: dict[str, WeightCodes | None] = {}
     for path, leaf in leaves:
         w, layer = _unboxed(leaf), _layer(path)
@@ -185,7 +185,7 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
     to = np.dtype(w.dtype if dtype is None else dtype)
     if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
         raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
-    spec = CastSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
+    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
     return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
 
 
@@ -217,13 +217,13 @@ def _checked_axes(name: str, contracting: Any, shape: tuple[int, ...], stacked: 
     return axes
 
 
-def _cast(tables, spec: CastSpec, partitioning: Partitioning, stacked: int, w: jax.Array) -> WeightCodes:
+def _cast(tables, spec: WeightSpec, partitioning: Partitioning, stacked: int, w: jax.Array) -> WeightCodes:
     """The codes that a training matmul makes of w; of a stack, one after the other."""
     if stacked:
         return lax.map(functools.partial(_cast, tables, spec, partitioning, stacked - 1), w)
     flat, options = flatten(spec.contraction, spec.to_matrices), Options(spec.recipe, spec.dtype)
     sizes = dict.fromkeys(spec.contraction.lhs, 1) | dict(zip(spec.contraction.rhs, spec.shape, strict=True))
     casts = Casts(Step(Dot.of(flat, partitioning, sizes), options), None, {}, None)
-    made, _ = casts.made_and_kept("w", flat.w.enter(w.astype(spec.dtype)), "dgrad")
+    made, _ = casts.cast_and_save("w", flat.w.enter(w.astype(spec.dtype)), "dgrad")
     quantized = {m: q for m, q in made.operands.items() if cast_of(spec.recipe, m, "w") is not None}
     return WeightCodes.of(spec, quantized)

@@ -13,7 +13,7 @@ PATCHES = Path(__file__).parent / "patches"
 PACKAGES = ("numerics", "ops", "kernels", "train")
 COUNT, SEED = 30, 0
 
-MOSAIC = "scaledot/kernels/mosaic/"
+MOSAIC = "scaledot/kernels/hopper/"
 # Code that no test on a CPU executes, by the beginning of "file:function", and why. Mosaic kernels are left out
 # whatever jax is installed, so that mutants depend on the source and the seed alone; --mosaic includes them.
 NOT_ON_A_CPU = {

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot import flavours
+from scaledot import format_variants
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
 from scaledot.numerics import blocks
@@ -93,13 +93,13 @@ def _tile_shape(shape: tuple[int, ...], scale: jax.Array) -> tuple[int, ...]:
 def row_of(qtype) -> Format:
     """The format that a qtype means, with Qwix's arithmetic."""
     name = qtype if isinstance(qtype, str) else np.dtype(qtype).name
-    row = getattr(flavours.qwix, name, None)
+    row = getattr(format_variants.qwix, name, None)
     if row is None:
         if name == "nvfp4":
             raise ValueError(
                 "qtype 'nvfp4' needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, 'nvfp4')"
             )
-        known = ", ".join(vars(flavours.qwix))
+        known = ", ".join(vars(format_variants.qwix))
         raise ValueError(f"qtype {qtype!r} is not known; use one of {known}, as a name or a dtype")
     return row
 

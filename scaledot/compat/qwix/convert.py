@@ -8,7 +8,7 @@ from scaledot.compat.qwix.array import QArray, as_scaled
 from scaledot.formats import NF4_CODEBOOK, Format
 from scaledot.numerics import blocks
 from scaledot.numerics.scale import beside
-from scaledot.ops.plan import check_whole
+from scaledot.ops.cast_spec import check_whole
 
 
 def from_qwix(array) -> ScaledArray:

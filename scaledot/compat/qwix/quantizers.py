@@ -1,7 +1,7 @@
 """From arrays to QArrays: what HowToQuantize says, step by step.
 
 The steps are the core's: statistics from `numerics.calibrate`, scales from `numerics.scale`, codes from `quantize`;
-that arithmetic is in the input's dtype with half-integer bounds is written in the rows of `flavours.qwix`.
+that arithmetic is in the input's dtype with half-integer bounds is written in the rows of `format_variants.qwix`.
 """
 
 import dataclasses
@@ -84,15 +84,15 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> dict[str, jax.Array]:
     array = jnp.asarray(array)
     parsed = statistics.parse(how.calibration_method.lower())
     shape = get_scale_shape(array.shape, how)
-    factor = 1.0
+    multiplier = 1.0
     if parsed.method == "fixed":
         shape = (1,) * array.ndim
         if len(parsed.values) == 2 and sum(parsed.values) == 0:
             parsed = statistics.Calibration("fixed", parsed.values[1:])
     elif parsed.method in ("absmax", "minmax", "rms") and parsed.values:
-        factor, parsed = parsed.values[0], statistics.Calibration(parsed.method, (1.0,))
+        multiplier, parsed = parsed.values[0], statistics.Calibration(parsed.method, (1.0,))
     found = _calibrate(array, parsed, _block(array.shape, shape))
-    return {name: value * jnp.asarray(factor, array.dtype) for name, value in found.items()}
+    return {name: value * jnp.asarray(multiplier, array.dtype) for name, value in found.items()}
 
 
 def _block(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> blocks.Block:
@@ -125,7 +125,7 @@ def compute_scale_zero_point(calibration: Mapping[str, jax.Array], qtype) -> tup
 
 @functools.partial(jax.jit, static_argnums=1)
 def _symmetric_scale(absmax: jax.Array, row) -> jax.Array:
-    return scale.levels_of(absmax.astype(jnp.float32), row, absmax.dtype).scale
+    return scale.scales_of(absmax.astype(jnp.float32), row, absmax.dtype).scale
 
 
 @functools.partial(jax.jit, static_argnums=2)

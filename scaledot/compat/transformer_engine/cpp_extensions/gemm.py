@@ -19,7 +19,7 @@ from scaledot.compat.transformer_engine.sharding import (
     global_mesh_resource,
     mesh_axes,
 )
-from scaledot.kernels.spec import sum_dtype
+from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics import blocks
 from scaledot.ops.dot import dot_general
 from scaledot.train import Specs
@@ -31,7 +31,7 @@ class CollectiveOp(enum.Enum):
     """What a product over the axis of tensor and sequence parallelism does besides.
 
     ALL_GATHER: x (dp, tpsp, -) · w (-, tpsp) -> y (dp, -, tpsp); REDUCE_SCATTER: x (dp, -, tpsp) · w (tpsp, -) ->
-    y (dp, tpsp, -). `dense` moves codes and float32 sums in rings meanwhile (`scaledot.collective`), forward and
+    y (dp, tpsp, -). `dense` moves codes and float32 sums in rings meanwhile (`scaledot.collective_matmul`), forward and
     backward; `gemm` leaves it to XLA to lay the result out so. Without a mesh there is nothing to move.
 
     >>> CollectiveOp.ALL_GATHER.is_all_gather
@@ -134,7 +134,7 @@ def gemm(
     right = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
     numbers = (tuple(axes_of(d, q.ndim) for d, q in zip(contracting_dims, (left, right), strict=True)), ((), ()))
     dtype = np.dtype(left.dtype)
-    wide = sum_dtype(dtype)
+    wide = accumulation_dtype(dtype)
     y = dot_general(left, right, numbers, preferred_element_type=dtype if bias is None else wide)
     if bias is not None:
         bias = jnp.asarray(bias, wide)

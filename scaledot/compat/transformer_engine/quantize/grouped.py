@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from scaledot.array import ScaledArray
 from scaledot.compat.transformer_engine.quantize.views import GroupedScaledTensor1x, cut_at
-from scaledot.ops.plan import checked_groups
+from scaledot.ops.cast_spec import checked_groups
 from scaledot.ops.quantize import quantize, quantize_grouped
 
 

@@ -27,11 +27,11 @@ from scaledot.compat.transformer_engine.quantize.views import (
 )
 from scaledot.formats import Format
 from scaledot.numerics.hadamard import rotate
-from scaledot.ops.plan import float_array
+from scaledot.ops.cast_spec import float_array
 from scaledot.ops.quantize import amax as largest
 from scaledot.recipes import Cast, Delayed
-from scaledot.state import AmaxHistory, advance, factor_from, factor_of
-from scaledot.train.laid import Laid, Sides
+from scaledot.state import AmaxHistory, advance, multiplier_from, multiplier_of
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
 _STATIC: Any = {"static": True}
 
@@ -100,7 +100,7 @@ class Quantizer:
         return AmaxHistory(self.amax_history, self.scale)
 
     def with_state(self, state: AmaxHistory) -> "Quantizer":
-        return dataclasses.replace(self, amax_history=state.history, scale=state.factor)
+        return dataclasses.replace(self, amax_history=state.history, scale=state.multiplier)
 
     def _rotates(self, is_colwise: bool) -> bool:
         return self.use_rht and is_colwise and self.scaling_mode is ScalingMode.NVFP4_1D_SCALING
@@ -157,7 +157,7 @@ class _Casts:
     def __init__(self, quantizer: Quantizer, x: jax.Array, cut: int, dtype, given_amax):
         self.quantizer, self.x, self.cut, self.dtype = quantizer, x, cut, dtype
         self.given_amax = None if given_amax is None else jnp.asarray(given_amax, jnp.float32).reshape(())
-        self.seen: dict[Laid, ScaledArray] = {}
+        self.seen: dict[ResolvedCast, ScaledArray] = {}
 
     def tensor(self, is_colwise: bool) -> ScaledTensor1x:
         mode, ndim = self.quantizer.scaling_mode, self.x.ndim
@@ -184,7 +184,7 @@ class _Casts:
         left, right = (string.ascii_letters[: self.x.ndim][at] for at in (slice(self.cut), slice(self.cut, None)))
         kept, summed = (right, left) if is_colwise else (left, right)
         cast = self.quantizer.cast(is_colwise)
-        laid = Laid.on(cast, Sides(left + right, kept[::-1], summed[::-1]))
+        laid = ResolvedCast.on(cast, OperandDims(left + right, kept[::-1], summed[::-1]))
         if cast.rotation is not None and self.x.shape[self.cut - 1] % cast.rotation.size:
             raise ValueError(
                 f"axis {self.cut - 1} of {self.x.shape} must be a multiple of {cast.rotation.size} for the Hadamard "
@@ -192,16 +192,16 @@ class _Casts:
             )
         if laid not in self.seen:
             key, tensor_scale = self.quantizer.bits(is_colwise), self._tensor_scale(cast)
-            self.seen[laid] = laid.quantize(self.x, self._factor(cast), key, tensor_scale)
+            self.seen[laid] = laid.quantize(self.x, self._multiplier(cast), key, tensor_scale)
         return self.seen[laid]
 
-    def _factor(self, cast: Cast) -> jax.Array | None:
+    def _multiplier(self, cast: Cast) -> jax.Array | None:
         if cast.delayed is not None:
-            return factor_of(cast, self.quantizer.state)
+            return multiplier_of(cast, self.quantizer.state)
         if self.given_amax is None or not cast.is_per_tensor:
             return None
-        factor = factor_from(cast.format, self.given_amax)
-        return jnp.where(factor > 0, factor, np.float32(1))
+        multiplier = multiplier_from(cast.format, self.given_amax)
+        return jnp.where(multiplier > 0, multiplier, np.float32(1))
 
     def _tensor_scale(self, cast: Cast) -> jax.Array | None:
         if self.given_amax is None or not cast.format.two_level or cast.rotation is not None:

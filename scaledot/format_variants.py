@@ -1,0 +1,87 @@
+"""What published tools do differently, as rows.
+
+Loading a checkpoint never re-quantises, so a flavour matters only when we write for that tool or compare
+with it bit for bit. Each is a `replace` of one of our rows:
+
+>>> from scaledot import format_variants
+>>> format_variants.torchao.nvfp4
+Format('torchao.nvfp4')
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from scaledot.formats import FORMATS, Format, Quirks
+
+
+def _flavour(tool: str, **rows: Format) -> SimpleNamespace:
+    return SimpleNamespace(**{name: replace(row, name=f"{tool}.{name}") for name, row in rows.items()})
+
+
+_FP8 = FORMATS["fp8_e4m3"]
+_NVFP4 = FORMATS["nvfp4"]
+
+_TORCHAO_TRAINING = Quirks(least_amax=1e-12, log2_pow2=True)
+
+torchao = _flavour(
+    "torchao",
+    fp8_training=replace(_FP8, quirks=_TORCHAO_TRAINING),
+    fp8_training_e5m2=replace(FORMATS["fp8_e5m2"], quirks=_TORCHAO_TRAINING),
+    fp8=replace(_FP8, rule="amax_over_f", quirks=Quirks(divide=True)),
+    nvfp4=replace(_NVFP4, rule="divide_divide", quirks=Quirks(least_scale=2.0**-6, scales_first=True)),
+    nvfp4_single_level=replace(_NVFP4, rule="divide_divide", two_level=False, quirks=Quirks(least_scale=2.0**-6)),
+)
+
+deepgemm = _flavour(
+    "deepgemm",
+    fp8=replace(_FP8, block=(128,), rule="amax_over_f", quirks=Quirks(least_amax=1e-4)),
+    fp8_ue8m0=replace(_FP8, block=(128,), rule="amax_over_f", pow2=True, quirks=Quirks(least_amax=1e-4)),
+)
+
+modelopt = _flavour(
+    "modelopt",
+    nvfp4=replace(
+        _NVFP4,
+        rule="divide_by_product",
+        quirks=Quirks(divide=True, least_scale=2.0**-9, empty_scale=1.0, unsigned_zero=True),
+    ),
+)
+
+# Scales live in the model's dtype, and x / scale (+ zero point) is rounded to it as well.
+_IN_MODEL_DTYPE = Quirks(divide=True, own_dtype=True, zero_first=True, empty_scale="eps")
+
+
+def _ct_integer(bits: int) -> Format:
+    return replace(FORMATS[f"int{bits}"], scale="input", bound="half", quirks=_IN_MODEL_DTYPE)
+
+
+compressed_tensors = _flavour(
+    "compressed_tensors",
+    **{f"int{bits}": _ct_integer(bits) for bits in range(2, 9)},
+    fp8=replace(_FP8, scale="input", rule="amax_over_f", quirks=_IN_MODEL_DTYPE),
+    nvfp4=replace(_NVFP4, rule="round_divide_multiply", quirks=Quirks(divide=True, empty_scale=0.125)),
+    mxfp8=replace(FORMATS["mxfp8"], rule="even1"),
+    mxfp6=replace(FORMATS["mxfp6_e2m3"], rule="even"),
+    mxfp4=FORMATS["mxfp4"],
+)
+
+# The same but for empty blocks; MX scales are powers of two in the input's dtype.
+_IN_INPUT_DTYPE = Quirks(divide=True, own_dtype=True, zero_first=True)
+
+
+def _qwix(row: Format, **changed) -> Format:
+    return replace(row, scale="input", block=None, rule="amax_over_f", quirks=_IN_INPUT_DTYPE, **changed)
+
+
+qwix = _flavour(
+    "qwix",
+    **{f"int{bits}": _qwix(FORMATS[f"int{bits}"], bound="half") for bits in range(2, 9)},
+    float8_e4m3fn=_qwix(_FP8),
+    float8_e5m2=_qwix(FORMATS["fp8_e5m2"]),
+    float4_e2m1fn=_qwix(FORMATS["mxfp4"]),
+    mxfp8=_qwix(FORMATS["mxfp8"], pow2=True),
+    mxfp4=_qwix(FORMATS["mxfp4"], pow2=True),
+    nf4=_qwix(FORMATS["nf4"]),
+)
+
+te_jax = _flavour("te_jax", nvfp4=replace(_NVFP4, rule="divide_multiply"))

@@ -1,0 +1,174 @@
+"""What the compiler makes of our kernels for an H200, without one: `make test-gpu-compile`.
+
+No kernel may spill registers, and Mosaic itself refuses more shared memory than the chip has. The casts, which need no
+instruction of Hopper's alone, are compiled for a B200 in a process of its own: Mosaic keeps the first chip it sees.
+"""
+
+import dataclasses
+import re
+
+import gpu_compile
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import needs_mosaic
+
+import scaledot as sd
+from benchmarks.gpu import cast
+from scaledot import train
+from scaledot.kernels.hopper import autotune, cast_8bit, support, tile_configs
+
+if not gpu_compile.is_possible():
+    pytest.skip(gpu_compile.MISSING, allow_module_level=True)
+
+pytestmark = needs_mosaic
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path):
+    return gpu_compile.listings(monkeypatch, tmp_path)
+
+
+def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in pairs]
+
+
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"pair": "rows"},
+        {"pair": "columns"},
+        {"columns": 128, "stages": 6, "parts": 1},
+        {"columns": 128, "parts": 1, "groups": 3, "epilogue_columns": 32},
+    ],
+)
+@pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
+def test_products_spill_nothing(listed, dtypes, out, changed, promote):
+    from scaledot.kernels.hopper.matmul import matmul
+    from scaledot.kernels.hopper.tiles import Config
+
+    config = dataclasses.replace(Config(), **changed)
+
+    def product(a, b, rows, columns):
+        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, programs=132)
+
+    one = ((1,), jnp.float32)
+    gpu_compile.compiled_for("H200", product, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("columns", [16, 2048])
+@pytest.mark.parametrize("out", [BF16, jnp.float32])
+def test_products_of_blocks_spill_nothing(listed, out, columns):
+    """With scales for squares of the second operand, and for its lines."""
+    from scaledot.kernels.hopper.matmul import matmul
+
+    sums = tile_configs.sums_of(promote=True, in_steps=True, squares=columns < 2048)
+    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, sums))
+
+    def product(a, b, rows, columns):
+        how = {"out_dtype": out, "config": config, "promote": True, "in_steps": True, "programs": 132}
+        return matmul(a, b, rows, columns, None, **how)
+
+    codes, multipliers = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
+    gpu_compile.compiled_for("H200", product, *shapes(codes, codes, *multipliers))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_products_of_integers_spill_nothing(listed, in_steps):
+    from scaledot.kernels.hopper.matmul import matmul
+
+    sums = tile_configs.sums_of(in_steps, in_steps, squares=in_steps)
+    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "int8", 2, sums))
+
+    def product(a, b, rows, columns):
+        how = {"out_dtype": BF16, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        return matmul(a, b, rows, columns, None, **how)
+
+    multipliers = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if in_steps else [((1,), jnp.float32)] * 2
+    gpu_compile.compiled_for("H200", product, *shapes(*[((2048, 2048), jnp.int8)] * 2, *multipliers))
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("sum", jnp.float32)])
+def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
+    from scaledot.kernels.hopper.matmul import matmul
+    from scaledot.kernels.hopper.tiles import groups_of_rows, groups_of_sum
+
+    size, count = 2048, 8
+    rows = axis == "rows"
+    sums = tile_configs.sums_of(in_steps, in_steps, squares=rows)
+    parts = {"row_groups" if rows else "sum_groups": count}
+    config = tile_configs.heuristic(
+        tile_configs.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, sums, **parts)
+    )
+
+    def product(a, b, rows_of, columns, sizes):
+        groups = groups_of_rows(sizes, size, config) if rows else groups_of_sum(sizes)
+        how = {"out_dtype": out, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        return matmul(a, b, rows_of, columns, None, **how, groups=groups)
+
+    steps, filled = size // 128, -(-size // config.program_rows) * config.program_rows + config.program_rows
+    if in_steps:
+        multipliers = [(steps, filled), (count, steps, steps) if rows else (steps, size)]
+    else:
+        multipliers = [(filled,), (count, 1)] if rows else [(count, 1)] * 2
+    operands = ((size, size), E4M3), ((count, size, size) if rows else (size, size), E4M3)
+    gpu_compile.compiled_for(
+        "H200", product, *shapes(*operands, *((shape, jnp.float32) for shape in multipliers), ((count,), jnp.int32))
+    )
+    assert gpu_compile.spills(listed) == [0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    autotune.shapes_of([kind for kind in autotune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
+    ids=lambda shape: "-".join(map(str, dataclasses.astuple(shape)[3:])),
+)
+def test_tiles_that_are_measured_spill_nothing(listed, shape):
+    """Beside those of dense products, which are above."""
+    leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: autotune.operands(shape)))
+    for config in (tile_configs.heuristic(shape), *autotune.variants(shape)):
+        with tile_configs.trying(shape, config):
+            gpu_compile.compiled_for("H200", lambda *given: autotune.product(shape, *tree.unflatten(given)), *leaves)
+    found = gpu_compile.spills(listed)
+    assert found, "the assembler left no listing"
+    assert not any(found)
+
+
+@pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)
+def test_casts_spill_nothing(listed, case):
+    assert not any(gpu_compile.spills_of_cast("H200", case, listed))
+
+
+def test_sums_of_columns_spill_nothing(listed):
+    case = cast.Case("", BF16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True)
+
+    def run(x):
+        (problem,) = case.problems(x)
+        problem = dataclasses.replace(problem, column_sums=True)
+        return cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+
+    gpu_compile.compiled_for("H200", run, *shapes(((1024, 1024), BF16)))
+    assert gpu_compile.spills(listed) == [0]
+
+
+def test_a_step_of_fp8_training_is_nine_kernels(listed, monkeypatch):
+    """Largest magnitude and cast of three tensors, and three products: no transposition, copy or pass of XLA's."""
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def step(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_current"), x, w)
+        return y, vjp(dy)
+
+    sizes = shapes(((4, 1024, 1024), BF16), ((1024, 2048), jnp.float32), ((4, 1024, 2048), BF16))
+    text = gpu_compile.compiled_for("H200", step, *sizes)
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 9
+    assert not re.search(r" (fusion|transpose|copy|convert)\(", entry)

@@ -1,0 +1,616 @@
+"""Kernels for Hopper: held to the reference on the cases that tuning and benchmarks use, by JAX's interpreter."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data import normal
+from hopper import needs_mosaic, quantize, relative, values
+from tables import table_of
+
+import scaledot as sd
+from scaledot import train
+from scaledot.__main__ import main
+from scaledot.kernels.hopper import autotune, cast_8bit, cast_microscaled, support, tile_configs
+from scaledot.kernels.spec import CastProblem, View
+from scaledot.kernels.table import CASTS
+from scaledot.parallel import types
+
+pytestmark = pytest.mark.jax_versions
+
+E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
+DIMENSIONS = (((1,), (0,)), ((), ()))
+
+
+def taken(explained: str) -> str:
+    """The row of the kernel that was chosen."""
+    (row,) = (line.strip() for line in explained.splitlines() if "  TAKEN: " in line)
+    return row
+
+
+def exact(x: sd.ScaledArray, w: sd.ScaledArray) -> np.ndarray:
+    return values(x) @ values(w)
+
+
+MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis first in either operand
+    ((128, 256, 512), (E4M3, E4M3), {}, False, (False, False)),
+    ((384, 256, 640), (E4M3, E5M2), {}, False, (False, False)),
+    ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
+    ((384, 512, 256), (E4M3, E4M3), {"pair": "rows"}, False, (False, False)),
+    ((128, 512, 384), (E4M3, E4M3), {"pair": "columns"}, True, (False, False)),
+    ((256, 256, 256), (E4M3, E4M3), {"columns": 128, "stages": 6, "parts": 1}, True, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "split": "columns"}, False, (False, False)),
+    ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
+    ((192, 256, 192), (BF16, BF16), {"pair": "rows"}, False, (False, True)),
+    ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
+]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("sizes", "dtypes", "changed", "promote", "turned"), MATMULS)
+def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, turned):
+    from scaledot.kernels.hopper.matmul import matmul
+    from scaledot.kernels.hopper.tiles import Config
+
+    m, n, k = sizes
+    a, b = normal(0, (m, k), jnp.float32).astype(dtypes[0]), normal(1, (n, k), jnp.float32).astype(dtypes[1])
+    scale = jnp.array([3.0], jnp.float32), jnp.array([0.25], jnp.float32)
+    found = matmul(
+        a.T if turned[0] else a,
+        b.T if turned[1] else b,
+        *scale,
+        None,
+        out_dtype=jnp.float32,
+        config=dataclasses.replace(Config(), **changed),
+        promote=promote,
+        programs=4,
+        k_first=turned,
+    )
+    expected = 0.75 * np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    # float32 sums of k products: far inside k rounding errors of 2^-24.
+    assert relative(found, expected) < k * 2.0**-24
+
+
+@needs_mosaic
+@pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
+def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
+    from scaledot.kernels.hopper.matmul import matmul
+    from scaledot.kernels.hopper.tiles import Config
+
+    a, b = normal(0, (128, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
+    rows, columns, bias = (jnp.exp(normal(i, (size,))) for i, size in ((2, 128), (3, 256), (4, 256)))
+    found = matmul(a, b, rows, columns, bias, out_dtype=out, config=Config(), promote=False, programs=2)
+    expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
+    expected = expected * np.asarray(rows)[:, None] * np.asarray(columns)[None] + np.asarray(bias)[None]
+    assert relative(found, expected) < {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6}[out]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize(
+    ("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))]
+)
+def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blocks):
+    x = quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
+    w = quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
+    assert taken(sd.explain(sd.matmul, x, w, precision=precision)).startswith("hopper_fp8")
+    found = sd.matmul(x, w, precision=precision)
+    assert found.dtype == jnp.float32
+    assert relative(found, exact(x, w)) < 1e-6
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("x_block", "w_block"),
+    [((1, 128), (128, 128)), ((1, 128), (128, 1)), ((128, 128), (128, 128)), ((128, 128), (0, 0)), ((1, 0), (128, 1))],
+)
+@pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_fp8"), ("int8", "hopper_int8")])
+def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, format, kernel, x_block, w_block):
+    x = quantize(normal(0, (150, 700)), format, axis=(0, 1), block=x_block, pad=True)
+    w = quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
+    row = taken(sd.explain(sd.matmul, x, w))
+    assert row.startswith(kernel)
+    assert "the sums of every 128 terms" in row
+    assert relative(sd.matmul(x, w), exact(x, w)) < 1e-6
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("x_format", "w_format"), [("int8", "int8"), ("int8", "int4")])
+def test_integers_are_summed_exactly(hopper, x_format, w_format):
+    """Sums in int32, and one rounding for each of two scales and for the result."""
+    x = quantize(normal(0, (50, 700)), x_format, axis=(0, 1), block=(1, 0))
+    w = quantize(normal(1, (700, 70)), w_format, axis=(0, 1), block=(0, 1))
+    assert taken(sd.explain(sd.matmul, x, w)).startswith("hopper_int8")
+    left, right, by_row, by_column = (np.asarray(leaf, np.float64) for leaf in (x.data, w.data, x.scale, w.scale))
+    np.testing.assert_allclose(sd.matmul(x, w), left @ right * by_row * by_column, rtol=3 * 2.0**-24)
+
+
+@needs_mosaic
+def test_block_scaled_operands_are_multiplied_as_values(hopper):
+    for format in ("mxfp8", "nvfp4"):
+        x, w = quantize(normal(0, (96, 256)), format), quantize(normal(1, (256, 64)), format, axis=0)
+        assert "hopper_bf16" in sd.explain(sd.matmul, x, w)
+        assert relative(sd.matmul(x, w, kernel="hopper_bf16"), exact(x, w)) < 1e-6
+
+
+@needs_mosaic
+def test_a_mapped_axis_is_looped_over(hopper):
+    x = quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
+    w = quantize(normal(1, (128, 32)), "fp8_e4m3")
+    found = jax.vmap(lambda x: sd.matmul(x, w))(x)
+    for i in range(2):
+        assert relative(found[i], exact(x[i], w)) < 1e-6
+
+
+@needs_mosaic
+def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
+    """Delayed scaling in one product and the tensor's own scale in the other."""
+    current = sd.Cast("fp8_e4m3")
+    late = sd.Cast("fp8_e4m3", delayed=sd.Delayed(4))
+    recipe = sd.Recipe("mixed", sd.Gemm(late, current), sd.Gemm(current, current), sd.Gemm(current, current))
+    x, w = 300 * normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16))  # beyond what a first factor of 1 holds
+
+    def result(kernel):
+        how = {"recipe": recipe, "kernel": kernel}
+        return jax.vjp(lambda w, state: train.dense(x, w, state=state, **how)[0], w, sd.init_state(recipe))[0]
+
+    assert relative(result(None), result("xla_codes")) < 2.0**-8
+
+
+@needs_mosaic
+@pytest.mark.parametrize("recipe", table_of(["fp8_block", "fp8_current"], ["fp8_current"]))
+def test_a_step_runs_mapped_and_inside_a_shard_map(hopper, recipe):
+    x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
+
+    def gradients(x, w, dy, kernel=None):
+        return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, kernel=kernel), x, w)[1](dy)
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    here, everywhere = jax.P("d"), jax.P()
+    sharded = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(here, everywhere, here), out_specs=(here, everywhere), check_vma=True
+    )
+    mapped = jax.vmap(gradients, in_axes=(0, None, 0))
+    for found, expected in (
+        (jax.jit(sharded)(x, w, dy), gradients(x, w, dy, "xla_codes")),
+        (jax.jit(mapped)(x, w, dy), jax.vmap(lambda x, dy: gradients(x, w, dy, "xla_codes"))(x, dy)),
+    ):
+        for a, b in zip(found, expected, strict=True):
+            assert relative(a, b) < 2.0**-8
+
+
+def cast_cases():
+    from benchmarks.gpu import cast
+
+    return [pytest.param(case, id=case.name) for case in cast.CASES]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", cast_cases())
+def test_casts_have_the_bytes_of_the_reference(hopper, case):
+    from benchmarks.gpu import cast
+
+    cast.check(case, (175, 600))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_cast_8bit"), ("mxfp8", "hopper_cast_microscaled")])
+def test_quantize_takes_kernels_for_more_axes_and_under_transformations(hopper, monkeypatch, format, kernel):
+    """Leading axes merge into rows; codes have no gradient, with a kernel as without one."""
+    from scaledot.kernels.hopper import cast_8bit_kernel
+
+    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
+    assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
+    require_equal(sd.quantize(x, format), quantize(x, format))
+    deep = normal(1, (2, 128, 64), jnp.bfloat16)
+    require_equal(jax.vmap(lambda x: sd.quantize(x, format))(deep), jax.vmap(lambda x: quantize(x, format))(deep))
+    assert not np.any(jax.grad(lambda x: jnp.sum(sd.dequantize(sd.quantize(x, format))))(deep[0]))
+
+
+def require_equal(found: sd.ScaledArray, expected: sd.ScaledArray) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@needs_mosaic
+def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, monkeypatch):
+    """8-bit floats have NaN codes instead; see the cases above, all of which hold NaN and an infinity."""
+    from benchmarks.gpu import cast
+    from scaledot.kernels.hopper import cast_8bit_kernel
+
+    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.Wanted(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
+
+
+SCALED = [  # format, blocks of x and w, and the kernel that applies their scales
+    ("fp8_e4m3", (1, 128), (128, 128), "hopper_fp8"),
+    ("int8", (1, 0), (0, 1), "hopper_int8"),
+    ("mxfp8", (1, 32), (32, 1), "hopper_bf16"),
+]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("format", "x_block", "w_block", "kernel"), SCALED)
+def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
+    """Whatever the codes are: zeros here, as in integers whose scale is NaN."""
+    x = quantize(normal(0, (16, 256)).at[3].set(0), format, axis=(0, 1), block=x_block)
+    w = quantize(normal(1, (256, 16)), format, axis=(0, 1), block=w_block, pad=True)
+    x = dataclasses.replace(x, scale=x.scale.at[3, -1].set(np.array(np.nan, x.scale.dtype)))
+    found = np.asarray(sd.matmul(x, w, kernel=kernel))
+    assert np.isnan(found[3]).all()
+    assert np.isfinite(np.delete(found, 3, axis=0)).all()
+
+
+@needs_mosaic
+def test_sums_of_columns_come_with_the_cast(hopper):
+    from benchmarks.gpu import cast
+
+    x = normal(0, (300, 260), jnp.bfloat16)
+    case = cast.Case("", jnp.bfloat16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)))
+    (problem,) = case.problems(x)
+    problem = dataclasses.replace(problem, amax=True, column_sums=True)
+    made = cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+    np.testing.assert_allclose(made.column_sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
+    assert made.amax == sd.amax(x)
+
+
+RECIPES = {
+    "fp8_current": "xla_codes",
+    "fp8_delayed": "xla_codes",
+    "fp8_block": "xla_codes",
+    "mxfp8": "xla_upcast",
+    "nvfp4": "xla_upcast",
+    "int8_block": "xla_integer",
+}
+
+
+def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int] = (30, 72, 40)):
+    """Result, gradients and next state of a layer whose sizes are no multiples of anything."""
+    tokens, inputs, outputs = sizes
+    x, w = normal(0, (3, tokens, inputs), jnp.bfloat16), normal(1, (inputs, outputs))
+    dy = normal(2, (3, tokens, outputs), jnp.bfloat16)
+    state = sd.init_state(recipe)
+
+    def loss(x, w, b, state):
+        key = jax.random.key(7)
+        y = train.dense(x, w, b, recipe=recipe, state=state or None, key=key, kernel=kernel)
+        y = y[0] if state else y
+        return jnp.vdot(y, dy).astype(jnp.float32), y
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+    (_, y), gradients = step(x, w, normal(3, (outputs,)), state)
+    return y, gradients
+
+
+@needs_mosaic
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
+    fused = []
+    for module in (cast_8bit, cast_microscaled):
+        monkeypatch.setattr(module, "run", lambda *how, run=module.run: fused.append(how) or run(*how))
+    jax.clear_caches()  # what was traced before is not traced again
+    sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # whole groups of a rotation
+    found = step(recipe, None, sizes)
+    assert len(fused) == 3, "a tensor was cast by XLA"
+    expected = step(recipe, RECIPES[recipe], sizes)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
+        assert other.dtype == leaf.dtype
+        assert other.shape == leaf.shape
+        # Codes are equal; float32 sums in another order may round a bfloat16 result to its neighbour.
+        np.testing.assert_allclose(
+            np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5, err_msg=str(path)
+        )
+
+
+def rounding_gradients(line: sd.Cast, square: sd.Cast) -> sd.Recipe:
+    """A recipe that rounds gradients by chance."""
+    gradient = dataclasses.replace(line, rounding="stochastic")
+    return sd.Recipe("by_chance", sd.Gemm(line, square), sd.Gemm(gradient, square), sd.Gemm(line, gradient))
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "blocks", [pytest.param((None, None), marks=pytest.mark.exhaustive), ((1, 128), (128, 128))], ids=str
+)
+def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
+    recipe = rounding_gradients(*(sd.Cast("fp8_e4m3", block) for block in blocks))
+    sizes = (50, 72, 40) if blocks[0] is None else (50, 300, 200)  # more than one block along every sum
+    found, expected = step(recipe, None, sizes), step(recipe, "xla_codes", sizes)
+    for other, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
+    """Where an array is put on a CPU of a machine with a GPU, the reference stands in, and must take the operands."""
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jaxpr = str(jax.make_jaxpr(lambda: step(recipe, None))())
+    assert "call_exported" in jaxpr
+    assert "platform_index" in jaxpr
+
+
+@needs_mosaic
+def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
+    bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4, "int8_block": 8}
+    for recipe, each in bits.items():
+        x, w = normal(0, (64, 512), jnp.bfloat16), normal(1, (512, 512))
+
+        def backward(x, w, recipe=recipe):
+            return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=jax.random.key(0)), x, w)[1]
+
+        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w)))
+        codes = (x.size + w.size) * each // 8
+        assert codes <= kept < 1.3 * codes, recipe
+
+
+def test_a_kernel_that_this_process_cannot_use_says_why():
+    q = quantize(normal(0, (32, 32)), "fp8_e4m3")
+    reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
+    with pytest.raises(NotImplementedError, match=reason):
+        sd.matmul(q, q, kernel="hopper_fp8")
+    assert re.search(f"hopper_fp8 +no: {reason}", sd.explain(sd.matmul, q, q))
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "wanted", "reason"),
+    [
+        (("int8", None), ("fp8_e4m3", None), {}, "both sides must be 8-bit floats"),
+        (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the sum"),
+        (("fp8_e4m3", None), ("fp8_e4m3", None), {"preferred_element_type": jnp.float64}, "not float64"),
+    ],
+)
+def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted, reason):
+    monkeypatch.setattr(support, "device_reason", lambda: None)
+    x, w = (quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=reason):
+        sd.matmul(x, w, kernel="hopper_fp8", **wanted)
+
+
+def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
+    from benchmarks.gpu.cast import Wanted
+
+    return Wanted(format, tile, contracted, rotation=rotation).view(dtype, 0)
+
+
+@pytest.mark.parametrize(
+    ("view", "reason"),
+    [
+        ((sd.FORMATS["int4"], (1, 128), 1, None), "is not an 8-bit float or integer"),
+        ((sd.FORMATS["mxfp8"], (1, 16), 1, None), "is not an 8-bit float or integer"),
+        ((sd.FORMATS["nvfp4"], (1, 16), 1, sd.Hadamard()), "down columns"),
+        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along lines of 128"),
+        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "32 is longer than 16"),
+        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not whole groups"),
+    ],
+)
+def test_casts_that_no_kernel_makes_have_reasons(view, reason):
+    def reasons(shape, dtype) -> str:
+        problem = CastProblem(shape, (view_of(*view, dtype),))
+        return f"{cast_8bit.problem_reason(problem)} {cast_microscaled.problem_reason(problem)}"
+
+    assert reason in reasons((72, 64), jnp.bfloat16)
+    if "is not an" not in reason:
+        assert "float64" in reasons((64, 64), np.float64)
+        assert "matrices" in reasons((2, 64, 64), jnp.bfloat16)
+
+
+def test_other_and_several_devices_are_left_to_xla(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    class Device:
+        compute_capability, device_kind = "9.0", "NVIDIA H200"
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert "jax.default_device is" in str(support.device_reason())
+    monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
+    assert support.device_reason() is None
+    assert "over 2 devices" in str(types.partition_reason(types.Partitioning(2, is_automatic=False)))
+    with jax.enable_x64(True):
+        assert "jax_enable_x64" in str(support.device_reason())
+    monkeypatch.setattr(Device, "compute_capability", "10.0")
+    assert "compute capability 9" in str(support.device_reason())
+
+
+@needs_mosaic
+def test_tiles_are_chosen_by_the_work_that_they_leave():
+    wide = tile_configs.heuristic(tile_configs.Shape(16384, 32768, 8192, "float8", 2))
+    assert (wide.columns, wide.pair) == (256, "rows")
+    assert (
+        tile_configs.heuristic(tile_configs.Shape(128, 16384, 4096, "float8", 2)).pair is None
+    )  # one row of tiles has no pairs
+
+
+MEASURED = [  # of each way that tiles can be asked for
+    tile_configs.Shape(128, 256, 128, "float8", 2),
+    tile_configs.Shape(128, 128, 128, "float8", 2, "promoted"),
+    tile_configs.Shape(128, 128, 256, "int8", 2, "squares"),
+    tile_configs.Shape(128, 128, 128, "float8", 2, row_groups=3),
+    tile_configs.Shape(128, 128, 512, "float8", 4, "lines", sum_groups=3),
+]
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """The file of a device that has none yet."""
+    monkeypatch.setattr(tile_configs, "_path", lambda kind: tmp_path / "table.json")
+    tile_configs._table.cache_clear()
+    yield tmp_path / "table.json"
+    tile_configs._table.cache_clear()
+
+
+def tuned(monkeypatch, shapes, table, taken: list[float]) -> None:
+    """With one candidate; taken: the seconds of the heuristic's tiles and of its own."""
+    seconds = itertools.cycle(taken)
+    monkeypatch.setattr(autotune, "_seconds", lambda program, arguments: next(seconds))
+    autotune.tune(shapes, table)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: f"{shape.sums} {shape.row_groups} {shape.sum_groups}")
+def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, table, shape):
+    faster = autotune.variants(shape)[0]
+    monkeypatch.setattr(autotune, "variants", lambda shape: [faster])
+    tuned(monkeypatch, [shape], table, [2.0, 1.0])
+    assert tile_configs.config_for(shape) == faster
+    other = dataclasses.replace(shape, m=256)
+    assert tile_configs.config_for(other) == tile_configs.heuristic(other)
+
+
+@needs_mosaic
+def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper, monkeypatch, table):
+    shape = MEASURED[0]
+    ours, other = dataclasses.replace(tile_configs.heuristic(shape), band=2), dataclasses.replace(shape, n=512)
+    monkeypatch.setattr(autotune, "best", lambda of: (ours if of == shape else tile_configs.heuristic(of), 0.0))
+    autotune.tune([shape], table)
+    autotune.tune([other], table)
+    assert tile_configs.config_for(shape) == ours
+    assert tile_configs.config_for(other) == tile_configs.heuristic(other)
+
+
+@needs_mosaic
+def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table):
+    run = autotune._program
+
+    def spoilt(shape, config, arguments):
+        program = run(shape, config, arguments)
+        # One number in the last tile, of tiles that are not the heuristic's.
+        wrong = config != tile_configs.heuristic(shape)
+        return lambda *given: program(*given).at[-1, -1].multiply(2 if wrong else 1)
+
+    monkeypatch.setattr(autotune, "_program", spoilt)
+    with pytest.raises(AssertionError, match="gives another product"):
+        tuned(monkeypatch, MEASURED[:1], table, [2.0, 1.0])
+    assert not table.exists()
+
+
+@needs_mosaic
+def test_candidates_are_new_and_groups_of_rows_have_no_pairs():
+    for shape in autotune.shapes_of(autotune.KINDS):
+        found = autotune.variants(shape)
+        assert len(found) > 1
+        assert len({tile_configs.heuristic(shape), *found}) == len(found) + 1
+        assert not shape.row_groups or all(config.pair is None for config in found)
+
+
+ASKED = [  # recipe, whether tokens are in groups, and the kind of products that have its shapes
+    ("fp8_current", False, "dense"),
+    ("mxfp8", False, "dense"),
+    ("fp8_block", False, "blocks"),
+    ("int8_block", False, "blocks"),
+    ("int8", False, "integers"),
+    ("fp8_current", True, "groups"),
+    ("fp8_block", True, "groups"),
+]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("recipe", "in_groups", "kind"), ASKED)
+def test_what_is_measured_is_what_training_asks_for(hopper, monkeypatch, recipe, in_groups, kind):
+    tokens, inputs, outputs, groups = layer = 200, 256, 384, 3
+    asked, choose = [], tile_configs.config_for
+    monkeypatch.setattr(tile_configs, "config_for", lambda shape: asked.append(shape) or choose(shape))
+
+    def step(x, w, dy):
+        how = {"recipe": recipe, "key": jax.random.key(0), "preferred_element_type": BF16}
+        if in_groups:
+            y, backward = jax.vjp(lambda x, w: train.ragged_dot(x, w, jnp.array([90, 0, 100]), **how), x, w)
+        else:
+            y, backward = jax.vjp(lambda x, w: train.dot_general(x, w, DIMENSIONS, **how), x, w)
+        return y, backward(dy)
+
+    kernel = (groups, inputs, outputs) if in_groups else (inputs, outputs)
+    sizes = ((tokens, inputs), BF16), (kernel, jnp.float32), ((tokens, outputs), BF16)
+    jax.eval_shape(step, *(jax.ShapeDtypeStruct(*each) for each in sizes))
+    assert len(asked) == 3
+    assert set(asked) <= set(autotune.shapes_of([kind], [layer[:3]], groups))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kind", autotune.KINDS)
+def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch, kind):
+    asked: list[tile_configs.Shape] = []
+    choose = tile_configs.config_for
+    monkeypatch.setattr(tile_configs, "config_for", lambda shape: asked.append(shape) or choose(shape))
+    shapes = autotune.shapes_of([kind], [(200, 256, 384)], 3)
+    for shape in shapes:
+        result = jax.eval_shape(lambda shape=shape: autotune.product(shape, *autotune.operands(shape)))
+        assert result.dtype.itemsize == shape.out_itemsize
+    assert asked == shapes
+
+
+@needs_mosaic
+def test_the_table_of_an_h200_is_of_products_that_are_measured():
+    from scaledot.kernels.hopper.tiles import Config
+
+    rows = {tile_configs.Shape(**row["shape"]): Config(**row["config"]) for row in tile_configs._table("NVIDIA H200")}
+    assert rows.keys() <= set(autotune.shapes_of(autotune.KINDS))
+    assert len(rows) == len(tile_configs._table("NVIDIA H200"))
+
+
+def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(autotune, "tune", lambda shapes, path: called.append((shapes, path)))
+    path = tmp_path / "table.json"
+    layers = ["--layer", "256", "128", "384", "--layer", "512", "128", "384"]
+    assert main(["tune", "--kind", "groups", "integers", *layers, "--groups", "4", "--output", str(path)]) == 0
+    assert called == [(autotune.shapes_of(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
+    assert {shape.row_groups for shape in called[0][0]} == {0, 4}
+    with pytest.raises(SystemExit):
+        main(["tune", "--kind", "unheard"])
+
+
+def test_there_is_nothing_to_tune_without_a_gpu(capsys):
+    assert main(["tune"]) == 1
+    assert "there is nothing to tune here: needs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch, kind):
+    """Types name the mesh of an array inside jit, with and without a mesh in the context."""
+    monkeypatch.setattr(support, "machine_reason", lambda: None)
+    monkeypatch.setattr(support, "multiprocessors", lambda: 2)
+    axis_types = (jax.sharding.AxisType[kind],)
+    several, one = (jax.make_mesh((n,), ("d",), axis_types=axis_types, devices=jax.devices()[:n]) for n in (8, 1))
+    x = jnp.ones((128, 128))
+    rows = jax.device_put(x, jax.NamedSharding(several, jax.P("d")))
+
+    def kernels_of(*arrays, within=lambda f: f) -> set[str]:
+        """What the forward matmul takes, and whether its casts are kernels."""
+        found = set()
+
+        def f(x, w):
+            q = [quantize(a, "fp8_e4m3") for a in (x, w)]
+            found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
+            view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
+            problems = (CastProblem(a.shape, (view,), partitioning=types.partitioning_of(a)) for a in (x, w))
+            found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
+            return x
+
+        jax.eval_shape(jax.jit(within(f)), *arrays)
+        return found
+
+    kernels = {"hopper_fp8", "cast"}
+    assert jax.device_count() == 8
+    assert kernels_of(x, jax.device_put(x, jax.devices()[1])) == kernels
+    on_several = kernels if kind == "Auto" else {"xla_codes"}
+    assert kernels_of(rows, rows) == on_several
+    assert kernels_of(x, rows) == on_several | {"cast"}
+    with jax.set_mesh(several):
+        assert kernels_of(x, x) == on_several
+        whole = jax.P()
+        assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
+    with jax.set_mesh(one):
+        assert kernels_of(x, x) == kernels
+    assert types.partitioning_of(rows) == types.Partitioning(8, is_automatic=kind == "Auto")
+    assert types.partitioning_of(x) == types.ONE_DEVICE
