@@ -1,7 +1,7 @@
-"""What published tools do differently, as rows.
+"""Formats that reproduce the arithmetic of other libraries bit for bit, as rows of the table.
 
-Loading a checkpoint never re-quantises, so a flavour matters only when we write for that tool or compare
-with it bit for bit. Each is a `replace` of one of our rows:
+Loading a checkpoint never quantises again, so a variant is only needed to write codes for that library or to compare
+with its results. Each is a `dataclasses.replace` of a row of FORMATS:
 
 >>> from scaledot import format_variants
 >>> format_variants.torchao.nvfp4
@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from scaledot.formats import FORMATS, Format, Quirks
 
 
-def _flavour(tool: str, **rows: Format) -> SimpleNamespace:
-    return SimpleNamespace(**{name: replace(row, name=f"{tool}.{name}") for name, row in rows.items()})
+def _variants(library: str, **rows: Format) -> SimpleNamespace:
+    return SimpleNamespace(**{name: replace(row, name=f"{library}.{name}") for name, row in rows.items()})
 
 
 _FP8 = FORMATS["fp8_e4m3"]
@@ -23,7 +23,7 @@ _NVFP4 = FORMATS["nvfp4"]
 
 _TORCHAO_TRAINING = Quirks(least_amax=1e-12, log2_pow2=True)
 
-torchao = _flavour(
+torchao = _variants(
     "torchao",
     fp8_training=replace(_FP8, quirks=_TORCHAO_TRAINING),
     fp8_training_e5m2=replace(FORMATS["fp8_e5m2"], quirks=_TORCHAO_TRAINING),
@@ -32,13 +32,13 @@ torchao = _flavour(
     nvfp4_single_level=replace(_NVFP4, rule="divide_divide", two_level=False, quirks=Quirks(least_scale=2.0**-6)),
 )
 
-deepgemm = _flavour(
+deepgemm = _variants(
     "deepgemm",
     fp8=replace(_FP8, block=(128,), rule="amax_over_f", quirks=Quirks(least_amax=1e-4)),
     fp8_ue8m0=replace(_FP8, block=(128,), rule="amax_over_f", pow2=True, quirks=Quirks(least_amax=1e-4)),
 )
 
-modelopt = _flavour(
+modelopt = _variants(
     "modelopt",
     nvfp4=replace(
         _NVFP4,
@@ -47,7 +47,7 @@ modelopt = _flavour(
     ),
 )
 
-# Scales live in the model's dtype, and x / scale (+ zero point) is rounded to it as well.
+# Scales are stored in the dtype of the weights, and x / scale (+ zero point) is rounded to it as well.
 _IN_MODEL_DTYPE = Quirks(divide=True, own_dtype=True, zero_first=True, empty_scale="eps")
 
 
@@ -55,7 +55,7 @@ def _ct_integer(bits: int) -> Format:
     return replace(FORMATS[f"int{bits}"], scale="input", bound="half", quirks=_IN_MODEL_DTYPE)
 
 
-compressed_tensors = _flavour(
+compressed_tensors = _variants(
     "compressed_tensors",
     **{f"int{bits}": _ct_integer(bits) for bits in range(2, 9)},
     fp8=replace(_FP8, scale="input", rule="amax_over_f", quirks=_IN_MODEL_DTYPE),
@@ -65,7 +65,7 @@ compressed_tensors = _flavour(
     mxfp4=FORMATS["mxfp4"],
 )
 
-# The same but for empty blocks; MX scales are powers of two in the input's dtype.
+# As compressed-tensors, except that a block of zeros has scale 1. MX scales are powers of two in the input dtype.
 _IN_INPUT_DTYPE = Quirks(divide=True, own_dtype=True, zero_first=True)
 
 
@@ -73,7 +73,7 @@ def _qwix(row: Format, **changed) -> Format:
     return replace(row, scale="input", block=None, rule="amax_over_f", quirks=_IN_INPUT_DTYPE, **changed)
 
 
-qwix = _flavour(
+qwix = _variants(
     "qwix",
     **{f"int{bits}": _qwix(FORMATS[f"int{bits}"], bound="half") for bits in range(2, 9)},
     float8_e4m3fn=_qwix(_FP8),
@@ -84,4 +84,4 @@ qwix = _flavour(
     nf4=_qwix(FORMATS["nf4"]),
 )
 
-te_jax = _flavour("te_jax", nvfp4=replace(_NVFP4, rule="divide_multiply"))
+te_jax = _variants("te_jax", nvfp4=replace(_NVFP4, rule="divide_multiply"))

@@ -1,9 +1,9 @@
 """The table of formats.
 
-A low-precision tensor is `codes x broadcast scale`; a Format is the row that says which codes, which
-scale, how many elements share one, and by which rule the scale follows from the largest magnitude of
-its block. Code elsewhere reads these fields and never asks for a name, so a new format is
-`dataclasses.replace` of an old row and works in every verb at once:
+A low-precision tensor is `codes x broadcast scale`. A Format, one row of the table, defines the element type of the
+codes, the dtype of the scales, the block of elements that share a scale, and the rule that computes a scale from the
+amax of its block. All other code reads these fields and never compares names, so a new format is a
+`dataclasses.replace` of an existing row and works in every function of the library:
 
 >>> import dataclasses
 >>> fp8_pow2 = dataclasses.replace(FORMATS["fp8_e4m3"], name="fp8_pow2", pow2=True)
@@ -11,8 +11,8 @@ its block. Code elsewhere reads these fields and never asks for a name, so a new
 >>> mxint8.bits, mxint8.max, mxint8.bits_per_element
 (8, 127.0, 8.25)
 
-Bits, maximum and storage dtype are computed from the row. What a published tool does differently is a
-row too; those live in `scaledot.format_variants`. Nothing here needs jax.
+Bits, maximum and storage dtype are computed from the fields. Formats that reproduce the arithmetic of other libraries
+bit for bit are rows as well, in `scaledot.format_variants`. This module does not import jax.
 """
 
 import dataclasses
@@ -49,10 +49,18 @@ NF4_CODEBOOK = (
 )
 
 Row = TypeVar("Row")
-E8M0_RULES = ("ceil", "floor", "even", "even1", "ceil_log2")
+# Scale rules, with F = `Format.max` and emax = `Format.emax`. The exponent of an E8M0 scale:
+E8M0_RULES = (
+    "ceil",  # ceil(log2(amax / F)): no element saturates; RCEIL in torchao, and what TransformerEngine does
+    "floor",  # floor(log2(amax)) - emax, as in the OCP MX specification
+    "even",  # `floor` of amax rounded half up to the element's mantissa bits, EVEN in torchao
+    "even1",  # the same with 1 mantissa bit
+    "ceil_log2",  # ceil(log2(amax)) - emax, CEIL in torchao
+)
+# A float scale, which stores the reciprocal of F / amax, or amax / F itself:
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
-# How a two-level block scale is computed, where S = F * 448 / amax(tensor) and s = 1 / S: five orders of the same
-# arithmetic in float32, which round differently.
+# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * 448), with S = 1 / s: five orders of the same float32
+# arithmetic, which round differently.
 TWO_LEVEL_RULES = (
     "multiply",  # amax * (S * (1 / F)), as TransformerEngine's CUDA kernels do
     "divide_multiply",  # (amax / F) * S, as its JAX code does
@@ -61,23 +69,25 @@ TWO_LEVEL_RULES = (
     "round_divide_multiply",  # S * round(amax / F), rounded to the input's dtype, compressed-tensors
 )
 
-# XLA has no 6-bit type: their codes travel as raw bits, one per byte.
+# XLA has no 6-bit dtype: these codes are stored as raw bits, one code per byte.
 _RAW_BITS = ("float6_e2m3fn", "float6_e3m2fn")
 
 
 @dataclasses.dataclass(frozen=True)
 class Quirks:
-    """Where a published tool departs from the plain arithmetic; the defaults are ours.
+    """Deviations of other libraries from the default arithmetic, needed to reproduce their bits.
 
-    divide: codes are round(x / scale) instead of round(x * (1 / scale)).
-    own_dtype: x / scale and the arithmetic of zero points are rounded to the input's dtype.
-    zero_first: the zero point is added before rounding.
-    scales_first: a value is code * (scale * tensor_scale) instead of (code * scale) * tensor_scale.
-    unsigned_zero: a negative zero is stored as +0.
-    log2_pow2: `pow2` goes through a float32 log2, which takes a factor just below a power of two for that power.
-    least_amax: smaller block maxima count as this.
-    least_scale: smaller block scales are stored as this.
-    empty_scale: what is stored where the scale would be 0 ("eps": the scale dtype's epsilon).
+    divide: quantise as round(x / scale); default: round(x * multiplier) with multiplier = float32(1 / scale).
+    own_dtype: round x / scale and all zero-point arithmetic to the input dtype (e.g. bfloat16); default: float32.
+    zero_first: quantise as round(x / scale + zero); default: round(x / scale) + zero.
+    scales_first: dequantise as code * (scale * tensor_scale); default: (code * scale) * tensor_scale.
+    unsigned_zero: encode -0.0 as +0; default: the sign is kept.
+    log2_pow2: with `pow2`, compute the power of two as exp2(floor(log2(multiplier))) with a float32 log2, which rounds
+        up for a multiplier just below a power of two; default: from the exponent bits, exactly.
+    least_amax: lower bound of the block amax, applied before the scale rule; 0: none.
+    least_scale: lower bound of an E4M3 block scale, applied before it is rounded to E4M3; 0: none.
+    empty_scale: scale stored for a block whose scale would be 0, e.g. a block of zeros; "eps": the machine epsilon of
+        the scale dtype; None: 1 as a float scale, 0 as an E4M3 scale.
     """
 
     divide: bool = False
@@ -94,19 +104,22 @@ class Quirks:
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """One row of the table.
+    """A low-precision format: element type, scale dtype, block shape and scale rule.
 
-    name: what errors and reports call it.
-    element: the codes, by dtype name: a float with a finite maximum, `intN`, or `uintN` with a `codebook`.
-    scale: dtype of the stored scale; "input" stores it in the dtype of the array that is quantised.
-    block: elements that share a scale, laid on the axes that end at `axis`; 0 is a whole axis, None the whole tensor.
-    rule: how the scale follows from the block maximum (numerics.scale).
+    name: used in error messages and reports only.
+    element: dtype name of the codes: a float with a finite maximum, `intN`, or `uintN` with a `codebook`.
+    scale: dtype name of the stored scale; "input" is the dtype of the array that is quantised.
+    block: shape of the elements that share a scale, on the axes that end at `axis`; 0 is a whole axis, None the whole
+        tensor.
+    rule: how the scale is computed from the block amax: one of `rules_of(format)`, explained at the top of this module.
     pow2: round a float32 scale up to a power of two.
-    codebook: sorted values that unsigned codes stand for.
-    bound: "full" maps the maximum of an integer format to 2^(b-1) - 1, "half" to 2^(b-1) - 1/2.
-    two_level: block scales are relative to one float32 scale per tensor.
-    guard: map the block maximum to 16/17 of the element's, so that a block scale that rounds down clips nothing.
-    search: "four_over_six" also tries mapping the block maximum of FP4 to 4 and keeps the smaller squared error.
+    codebook: sorted dequantised values that unsigned codes index.
+    bound: "full" maps the amax of an integer format to 2^(b-1) - 1, "half" to 2^(b-1) - 1/2.
+    two_level: E4M3 block scales are relative to one float32 scale per tensor (`tensor_scale`).
+    guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
+        rounded down.
+    search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error.
+    quirks: deviations that reproduce another library.
     """
 
     name: str
@@ -137,14 +150,14 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of one code, packed."""
+        """Bits of one code when packed."""
         if self.is_float:
             return int(ml_dtypes.finfo(self.element_dtype).bits)
         return int(self.element.removeprefix("u").removeprefix("int"))
 
     @property
     def max(self) -> float:
-        """The magnitude that the block maximum is mapped to."""
+        """The magnitude that the block amax is mapped to."""
         if self.codebook is not None:
             return max(abs(v) for v in self.codebook)
         if self.is_integer:
@@ -153,22 +166,22 @@ class Format:
 
     @property
     def emax(self) -> int:
-        """Exponent of the largest power of two that the element holds."""
+        """Exponent of the largest power of two that the element represents."""
         return math.frexp(self.max)[1] - 1
 
     @property
     def mantissa_bits(self) -> int:
-        """Stored mantissa bits of a float element; for others the bits below the leading one of `max`."""
+        """Explicit mantissa bits of a float element; of other elements, the bits below the leading one of `max`."""
         return int(ml_dtypes.finfo(self.element_dtype).nmant) if self.is_float else self.emax
 
     @property
     def element_dtype(self) -> np.dtype:
-        """The dtype that gives a float element its meaning."""
+        """The ml_dtypes dtype of a float element, also where XLA lacks it (FP6)."""
         return np.dtype(getattr(ml_dtypes, self.element))
 
     @property
     def code_dtype(self) -> np.dtype:
-        """The dtype that codes are stored in: JAX's own where it has one wide enough."""
+        """The dtype of the stored codes: the narrowest JAX dtype that holds them."""
         if self.is_float:
             return np.dtype(np.uint8) if self.element in _RAW_BITS else self.element_dtype
         signed = "int" if self.is_integer else "uint"
@@ -182,7 +195,7 @@ class Format:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of a code plus its share of the block scale (whole axes count as free)."""
+        """Bits of a code plus its share of the block scale; scales per axis or per tensor count as 0."""
         shared = math.prod(self.block) if self.block else 0
         scale_bits = 32 if self.scale == "input" else 8 * _dtype(self.scale).itemsize
         return self.bits + (scale_bits / shared if shared else 0.0)
@@ -192,7 +205,7 @@ class Format:
         return np.dtype(input_dtype) if self.scale == "input" else _dtype(self.scale)
 
     def arithmetic_dtype(self, input_dtype) -> np.dtype:
-        """The dtype that quotients and zero points are rounded to for an input of `input_dtype`."""
+        """The dtype that x / scale and zero points are rounded to for an input of `input_dtype`."""
         return np.dtype(input_dtype if self.quirks.own_dtype else np.float32)
 
     def __repr__(self) -> str:
@@ -228,7 +241,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType({row.name: row for row in _ROWS
 
 
 def find_format(format: str | Format) -> Format:
-    """The Format itself, or the row of that name.
+    """Returns `format` itself, or the row of FORMATS with that name.
 
     >>> find_format("mxfp8")
     Format('mxfp8')
@@ -236,20 +249,20 @@ def find_format(format: str | Format) -> Format:
     return row_of("format", format, Format, FORMATS, "FORMATS")
 
 
-def row_of(argument: str, given: Any, kind: type[Row], table: Mapping[str, Row], title: str) -> Row:
-    """What was given if it is a row, or the row of that name; a misspelt one lists the nearest."""
-    if isinstance(given, kind):
-        return given
-    if not isinstance(given, str):
-        raise TypeError(f"`{argument}` must be a {kind.__name__} or one of the names in {title}, not {given!r}")
-    if given not in table:
-        near = difflib.get_close_matches(given, table, n=3, cutoff=0.4) or list(table)
-        raise ValueError(f"`{argument}` {given!r} is not in {title}; did you mean {', '.join(map(repr, near))}?")
-    return table[given]
+def row_of(argument: str, value: Any, kind: type[Row], table: Mapping[str, Row], title: str) -> Row:
+    """Returns `value` if it is a `kind`, else the row of `table` with that name; errors list the nearest names."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"`{argument}` must be a {kind.__name__} or one of the names in {title}, not {value!r}")
+    if value not in table:
+        near = difflib.get_close_matches(value, table, n=3, cutoff=0.4) or list(table)
+        raise ValueError(f"`{argument}` {value!r} is not in {title}; did you mean {', '.join(map(repr, near))}?")
+    return table[value]
 
 
 def rules_of(format: Format) -> tuple[str, ...]:
-    """The scale rules that make sense for the format's scale dtype.
+    """Returns the scale rules that apply to the format's scale dtype.
 
     >>> rules_of(FORMATS["mxfp8"])
     ('ceil', 'floor', 'even', 'even1', 'ceil_log2')

@@ -320,12 +320,12 @@ def test_a_state_of_another_model_is_refused_by_path(state, words):
         (lambda: Delayed(length=0), "at least 1"),
         (lambda: Delayed(algorithm="mean"), "'max' or 'most_recent'"),
         (lambda: Delayed(margin=0.5), "whole number"),
-        (lambda: Cast("mxfp8", delayed=Delayed()), "one float32 factor per tensor"),
-        (lambda: Cast("int8", (0, 0), delayed=Delayed()), "one float32 factor per tensor"),
+        (lambda: Cast("mxfp8", delayed=Delayed()), "one float32 scale per tensor"),
+        (lambda: Cast("int8", (0, 0), delayed=Delayed()), "one float32 scale per tensor"),
         (lambda: merge(), "at least one state"),
         (
             lambda: Recipe("two", SHORT.fwd, None, Gemm(FP8_DELAYED.fwd.lhs, None)),
-            "x of two has one history, but two delayed casts",
+            "x of two has one amax history, but two delayed casts",
         ),
     ],
 )
