@@ -1,12 +1,12 @@
-"""ScaledArray: codes and the scales that give them meaning, as one pytree.
+"""ScaledArray: codes and their scales, as one pytree, for every format.
 
-There is one type for every format. `data` has the logical shape; `scale` has the same rank and one entry
-per block; which elements form a block is stored in `block`, never guessed from shapes, so it survives vmap,
-scan, stacking and transposition. The constructor checks nothing, because leaves may be tracers, shapes,
-shardings or specs; the verb that needs an invariant checks it.
+`data` has the logical shape; `scale` has the same rank and one entry per block. The block shape is a static field and
+never inferred from array shapes, so it survives vmap, scan, stacking and transposition. For example, mxfp8 codes of
+shape (1024, 4096) with block (32,) have scales of shape (1024, 128). The constructor checks nothing, because leaves may
+be tracers, ShapeDtypeStructs, shardings or PartitionSpecs; functions that depend on an invariant check it.
 
-Shape verbs move codes and scales together and change no value. Where a verb would cut through a block it
-raises and says which axis; dequantise, reshape and quantise again if that is what is meant.
+Transpose, reshape and indexing apply to codes and scales together and leave dequantised values unchanged. An operation
+that would cut a block raises an error that names the axis; dequantise first in that case.
 """
 
 import dataclasses
@@ -28,14 +28,16 @@ from scaledot.numerics.hadamard import Hadamard
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaledArray:
-    """A low-precision array: value = decode(data) * scale (* tensor_scale), minus `zero` first where there is one.
+    """A low-precision array with dequantised values (decode(data) - zero) * scale * tensor_scale.
 
     data: codes, in the logical shape.
-    scale: one entry per block, in the format's own scale dtype.
-    tensor_scale: float32, a scalar or one per leading index; None unless the format has two levels.
-    zero: the zero point of asymmetric integer codes, shaped as the scale; None otherwise.
-    format, block, dtype, rotation: static; `dtype` is what the array stands for, `rotation` what was applied
-    before the cast and is undone by `dequantize`.
+    scale: one entry per block, in the format's scale dtype.
+    tensor_scale: float32, a scalar or one entry per index of the leading axes; None unless the format has two levels.
+    zero: zero point of asymmetric integer codes, in the shape of `scale`; None otherwise.
+    format: static, a Format.
+    block: static, the block shape aligned to the trailing axes; 0 is a whole axis.
+    dtype: static, the dtype that `dequantize` returns by default.
+    rotation: static, the Hadamard transform that was applied before the cast and that `dequantize` inverts; or None.
     """
 
     data: Any
@@ -62,12 +64,12 @@ class ScaledArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes packed to the format's bits, plus all scales."""
-        packed = [(self.data, self.format.bits), (self.zero, self.format.bits)]
-        whole = [
+        """Bytes of all leaves, with codes and zero points packed to the format's bits."""
+        codes = [(self.data, self.format.bits), (self.zero, self.format.bits)]
+        scales = [
             (leaf, 8 * np.dtype(leaf.dtype).itemsize) for leaf in (self.scale, self.tensor_scale) if leaf is not None
         ]
-        return sum(-(-math.prod(leaf.shape) * bits // 8) for leaf, bits in packed + whole if leaf is not None)
+        return sum(-(-math.prod(leaf.shape) * bits // 8) for leaf, bits in codes + scales if leaf is not None)
 
     def __len__(self) -> int:
         if not self.ndim:
@@ -75,7 +77,7 @@ class ScaledArray:
         return self.shape[0]
 
     def astype(self, dtype) -> "ScaledArray":
-        """The same codes, standing for an array of another float dtype."""
+        """The same codes and scales with another float `dtype`, which `dequantize` returns."""
         dtype = np.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"`dtype` must be a float dtype, not {dtype}")
@@ -98,27 +100,27 @@ class ScaledArray:
         return shape_ops.transpose(self, axes)
 
     def transpose(self, *axes) -> "ScaledArray":
-        """Axes permuted as numpy does; without arguments, reversed."""
+        """Permutes axes like numpy.ndarray.transpose; reverses them without arguments."""
         return shape_ops.transpose(self, _one_tuple(axes) or tuple(range(self.ndim))[::-1])
 
     def reshape(self, *shape) -> "ScaledArray":
-        """Another shape with the same scales, where blocks stay whole; otherwise an error that names the axes."""
+        """Reshapes codes and scales; raises an error that names the axes if it would cut a block."""
         return shape_ops.reshape(self, _one_tuple(shape))
 
     def __getitem__(self, index) -> "ScaledArray":
-        """Ints, slices, None, Ellipsis and integer arrays; a slice of a blocked axis must keep blocks whole."""
+        """Indexes by ints, slices, None, Ellipsis and integer arrays; slices must begin and end at block boundaries."""
         return shape_ops.take(self, index if isinstance(index, tuple) else (index,))
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
 
     def __array__(self, dtype=None, copy=None):
-        """Raises TypeError; without this method NumPy would index element by element into an array of objects."""
+        """Raises TypeError; without this method NumPy would build an object array by indexing each element."""
         raise TypeError(_no_conversion(self))
 
     @property
     def __jax_array__(self):
-        """Raises TypeError as soon as JAX looks for the method: some of its paths would look and never call."""
+        """Raises TypeError on attribute access, because some code paths of JAX test for it without calling it."""
         raise TypeError(_no_conversion(self))
 
     def __repr__(self) -> str:
@@ -131,13 +133,13 @@ class ScaledArray:
 
 def _no_conversion(q: ScaledArray) -> str:
     return (
-        f"{q!r} does not convert to an array implicitly; write scaledot.dequantize(q) for its values, "
-        "scaledot.matmul(x, q) to multiply by it, or q.data for its codes"
+        f"{q!r} does not convert to an array implicitly; write scaledot.dequantize(q) for dequantised values, "
+        "scaledot.matmul(x, q) for a matmul, or q.data for its codes"
     )
 
 
 def _one_tuple(args: tuple) -> tuple[int, ...]:
-    """(2, 3), ((2, 3),) and ([2, 3],) all mean (2, 3)."""
+    """Returns (2, 3) for any of the argument lists (2, 3), ((2, 3),) and ([2, 3],)."""
     sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list, np.ndarray)) else args
     try:
         return tuple(operator.index(size) for size in sizes)

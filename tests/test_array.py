@@ -1,4 +1,4 @@
-"""ScaledArray: a pytree whose shape verbs commute with dequantisation."""
+"""ScaledArray: a pytree whose transpose, reshape and indexing commute with dequantisation."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ layouts = pytest.mark.parametrize(("format", "block"), LAYOUTS)
 
 
 @layouts
-def test_shape_and_dtype_are_those_of_the_array_it_stands_for(format, block):
+def test_shape_and_dtype_are_those_of_the_quantised_array(format, block):
     q = make(format, block)
     assert (q.shape, q.ndim, q.size, len(q), q.dtype) == ((8, 64, 128), 3, 8 * 64 * 128, 8, np.float32)
     assert q.scale.ndim == q.ndim
@@ -97,19 +97,24 @@ def test_reshape_keeps_values_and_scales(format, block, shape):
 @pytest.mark.parametrize(
     ("format", "block", "shape", "message"),
     [
-        ("mxfp4", (32, 1), (8, 8192), r"axes \[-2, -1\] of \[64, 128\] to \[8192\]: blocks of \[32, 1\] would not"),
+        (
+            "mxfp4",
+            (32, 1),
+            (8, 8192),
+            r"axes \[-2, -1\] of \[64, 128\] to \[8192\]: that would cut blocks of \[32, 1\]",
+        ),
         ("nf4", (64,), (8, 64, 3, 128), r"cannot reshape \(8, 64, 128\) of 65536 elements to \(8, 64, 3, 128\)"),
         ("nf4", (64,), (-1, -1), r"cannot reshape"),
     ],
 )
-def test_reshape_says_which_blocks_it_would_cut(format, block, shape, message):
+def test_a_reshape_that_would_cut_blocks_is_refused(format, block, shape, message):
     q = make(format, block)
     with pytest.raises(ValueError, match=message):
         q.reshape(shape)
 
 
 @given(st.data())
-def test_reshape_never_changes_a_value(data):
+def test_reshape_never_changes_dequantised_values(data):
     shapes = [
         (8, 64, 128),
         (512, 128),
@@ -124,7 +129,7 @@ def test_reshape_never_changes_a_value(data):
     q = make(format, block)
     values = np.asarray(sd.dequantize(q))
     for shape in data.draw(st.lists(st.sampled_from(shapes), min_size=1, max_size=3)):
-        with contextlib.suppress(ValueError):  # what it refuses is another test's business
+        with contextlib.suppress(ValueError):  # reshapes that would cut blocks are tested above
             q = q.reshape(shape)
         same(sd.dequantize(q), values.reshape(q.shape))
 
@@ -160,7 +165,7 @@ def test_indexing_commutes_with_dequantize(format, block, index):
     same(sd.dequantize(q[index]), np.asarray(sd.dequantize(q))[numpy_index])
 
 
-def test_a_slice_through_a_block_says_where():
+def test_a_slice_that_would_cut_a_block_is_refused():
     q = make("mxfp8", (32,))
     with pytest.raises(
         ValueError, match=r"slice 0:48:1 of axis -1 would cut blocks of 32; start and stop at multiples"
@@ -182,12 +187,12 @@ def test_a_slice_through_a_block_says_where():
         (1.5, TypeError, "indexed by float"),
     ],
 )
-def test_bad_indices_are_named(index, error, message):
+def test_invalid_indices_are_refused(index, error, message):
     with pytest.raises(error, match=message):
         make("int8", (0,))[index]
 
 
-def test_a_traced_index_selects_code_and_scale():
+def test_a_traced_index_selects_codes_and_scales():
     q = make("mxfp8", (32,))
     got = jax.jit(lambda q, i: sd.dequantize(q[i, :, i]))(q, 5)
     same(got, np.asarray(sd.dequantize(q))[5, :, 5])
@@ -208,7 +213,7 @@ def per_expert():
     return jax.vmap(lambda x: sd.quantize(x, "nvfp4"))(sample())
 
 
-def test_leading_tensor_scales_follow_their_axis():
+def test_tensor_scales_per_leading_index_are_sliced_and_transposed():
     q = per_expert()
     assert q.tensor_scale.shape == (8,)
     values = np.asarray(sd.dequantize(q))
@@ -218,13 +223,13 @@ def test_leading_tensor_scales_follow_their_axis():
     same(sd.dequantize(q.reshape(8, 32, 256)), values.reshape(8, 32, 256))
 
 
-def test_leading_tensor_scales_refuse_what_would_lose_them():
+def test_operations_that_would_break_up_tensor_scales_are_refused():
     q = per_expert()
     with pytest.raises(ValueError, match="must stay in front"):
         q.transpose(1, 0, 2)
     with pytest.raises(ValueError, match=r"must stay \(8,\)"):
         q.reshape(512, 128)
-    with pytest.raises(IndexError, match="carry `tensor_scale`"):
+    with pytest.raises(IndexError, match="`tensor_scale` has the leading 1 axes"):
         q[np.array([0, 1])]
 
 
@@ -238,11 +243,11 @@ def test_rotation_follows_its_axis():
     np.testing.assert_allclose(sd.dequantize(q[:, 3, 16:48]), values[:, 3, 16:48], atol=1e-6)
     with pytest.raises(IndexError, match="rotated in groups of 16"):
         q[..., 3]
-    with pytest.raises(ValueError, match="carries a rotation"):
+    with pytest.raises(ValueError, match="axis -1 is rotated and must not be merged or split"):
         q.reshape(8, 64, 2, 64)
 
 
-def test_astype_changes_only_what_it_stands_for():
+def test_astype_changes_only_the_dtype():
     q = make("mxfp8", (32,)).astype(jnp.bfloat16)
     assert q.dtype == jnp.bfloat16
     assert sd.dequantize(q).dtype == jnp.bfloat16
@@ -271,7 +276,7 @@ def test_repr_fits_a_line():
 
 
 @pytest.mark.parametrize("format", fp4_optimized(EACH_FORMAT))
-def test_every_format_passes_through_transformations(format):
+def test_every_format_supports_jax_transformations(format):
     x = sample((4, 8, 64))
     q = jax.jit(jax.vmap(lambda x: sd.quantize(x, format)))(x)
     values = np.asarray(sd.dequantize(q))
@@ -283,9 +288,9 @@ def test_every_format_passes_through_transformations(format):
     same(jax.lax.cond(True, lambda q: q, lambda q: q, q).data, q.data)
     carried, _ = jax.lax.scan(lambda q, _: (q.mT.mT, None), q, None, length=2)
     same(sd.dequantize(carried), values)
-    moved = jax.device_put(q, jax.devices()[1])
-    assert moved.data.devices() == {jax.devices()[1]}
-    same(sd.dequantize(moved), values)
+    transferred = jax.device_put(q, jax.devices()[1])
+    assert transferred.data.devices() == {jax.devices()[1]}
+    same(sd.dequantize(transferred), values)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[q[i] for i in range(4)])
     same(sd.dequantize(stacked), values)
 
@@ -320,13 +325,13 @@ def test_leaves_may_be_shapes_shardings_or_specs():
         ({"format": "mxfp8"}, TypeError, "`q.format` must be a Format, not 'mxfp8'"),
     ],
 )
-def test_the_constructor_checks_nothing_but_verbs_do(changes, error, message):
+def test_inconsistent_leaves_are_refused_by_dequantize(changes, error, message):
     broken = dataclasses.replace(make("mxfp8", (32,)), **changes)
     with pytest.raises(error, match=message):
         sd.dequantize(broken)
 
 
-def test_only_scaled_arrays_are_dequantised():
+def test_invalid_types_are_refused():
     with pytest.raises(TypeError, match="`q` must be a ScaledArray"):
         sd.dequantize(jnp.ones(3))
     with pytest.raises(TypeError, match="`dtype` must be a float dtype, not int32"):
@@ -335,7 +340,7 @@ def test_only_scaled_arrays_are_dequantised():
         make("mxfp8", (32,)).reshape("a")
 
 
-def test_empty_arrays_keep_their_verbs():
+def test_arrays_without_elements_are_reshaped_and_sliced():
     q = sd.quantize(np.zeros((0, 64), np.float32), "mxfp8")
     assert q.scale.shape == (0, 2)
     assert sd.dequantize(q.reshape(0, 2, 32)).shape == (0, 2, 32)
@@ -357,22 +362,22 @@ CONVERSIONS = {
 
 
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_implicit_conversion_names_dequantize_and_indexes_nothing(convert, monkeypatch):
-    """784 x 512 would otherwise be indexed element by element, for more than ten minutes."""
+def test_implicit_conversion_raises_and_indexes_no_element(convert, monkeypatch):
+    """NumPy would otherwise index all 784 x 512 elements one by one, which took more than ten minutes."""
     q = make("mxfp8", (32,), (784, 512))
     monkeypatch.setattr(sd.ScaledArray, "__getitem__", lambda *_: pytest.fail("an element was indexed"))
     with pytest.raises(TypeError, match=r"\[784,512\].* does not convert to an array .* scaledot.dequantize\(q\)"):
         convert(q)
 
 
-def test_a_plain_flax_layer_with_a_quantised_kernel_names_dequantize():
+def test_a_plain_flax_layer_refuses_a_quantised_kernel():
     nn = pytest.importorskip("flax.linen")
     params = {"kernel": make("mxfp8", (32,), (64, 32)), "bias": np.zeros(32, np.float32)}
     with pytest.raises(TypeError, match=r"write scaledot\.dequantize\(q\)"):
         nn.Dense(32).apply({"params": params}, np.ones((2, 64), np.float32))
 
 
-def test_refusing_conversion_leaves_shapes_dtypes_and_trees_alone():
+def test_shape_dtype_and_tree_functions_need_no_conversion():
     q = make("mxfp8", (32,), (4, 32))
     assert (np.shape(q), jnp.shape(q), np.ndim(q), jnp.result_type(q)) == ((4, 32), (4, 32), 2, np.float32)
     host = jax.tree.map(np.asarray, jax.device_get(q))

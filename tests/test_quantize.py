@@ -534,7 +534,7 @@ BAD = [
     ("fp8_e4m3", X, {"calibration": "max"}, ValueError, "`calibration` 'max' is not known; use one of absmax"),
     ("fp8_e4m3", X, {"calibration": "rms"}, ValueError, "has 0 numbers; 'rms' takes 1"),
     ("fp8_e4m3", X, {"calibration": "rms,x"}, ValueError, "must be numbers"),
-    ("fp8_e4m3", X, {"calibration": "percentile,0"}, ValueError, r"a percentile lies in \(0, 100\]"),
+    ("fp8_e4m3", X, {"calibration": "percentile,0"}, ValueError, r"a percentile must be in \(0, 100\]"),
     ("int8", X, {"calibration": "fixed,1,2"}, ValueError, "the range must contain 0"),
     ("int8", X, {"calibration": "fixed,-1"}, ValueError, "must be positive"),
     ("int8", X, {"calibration": "fixed,1", "block": 10}, ValueError, "one scale for the whole tensor"),

@@ -95,7 +95,7 @@ class Operand:
         if self.format is None:
             return size
         b = self.block[self.labels.index(label)]
-        return size if blocks.whole(size, b) else b
+        return size if blocks.covers_axis(size, b) else b
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))

@@ -1,1 +1,1 @@
-"""What every format computes, to the bit. Pure functions of arrays; the public verbs are in `ops`."""
+"""Arithmetic of quantisation and dequantisation, bit-identical on every backend: pure functions of arrays."""

@@ -1,9 +1,8 @@
-"""float32 arithmetic that gives the same bits on every backend.
+"""float32 arithmetic that is bit-identical on every backend.
 
-XLA's CPU flushes subnormals and its GPU does not; it turns divisions into multiplications by a
-reciprocal on one and into a not-quite-rounded divide on the other; exp2 and log2 miss at powers of two.
-So subnormals are flushed here on purpose, divisions are finished in integers, and powers of two are
-made from their exponent bits.
+XLA:CPU flushes subnormals and XLA:GPU does not; XLA:CPU replaces divisions by multiplications with a reciprocal and
+XLA:GPU uses a divide that is not correctly rounded; exp2 and log2 are inexact at powers of two. Therefore subnormals
+are flushed explicitly, quotients are corrected by integer remainders, and powers of two are built from exponent bits.
 """
 
 import math
@@ -35,39 +34,40 @@ def float_of(bits: jax.Array) -> jax.Array:
 
 
 def flush(x: jax.Array) -> jax.Array:
-    """float32 with subnormals turned into zeros of the same sign."""
+    """Replaces float32 subnormals by zeros of the same sign."""
     bits = bits_of(x)
     return float_of(jnp.where((bits & MAGNITUDE) < MIN_NORMAL, bits & SIGN, bits))
 
 
 def finite_magnitude(x: jax.Array) -> jax.Array:
-    """int32 bits of |x|, 0 where x is subnormal, infinite or NaN; they order as the magnitudes do."""
+    """int32 bits of |x|, 0 where x is subnormal, infinite or NaN. Bits of magnitudes compare like the magnitudes."""
     magnitude = bits_of(x) & MAGNITUDE
-    counts = (magnitude >= MIN_NORMAL) & (magnitude < INFINITY)
-    return jnp.where(counts, magnitude, np.uint32(0)).astype(jnp.int32)
+    is_normal = (magnitude >= MIN_NORMAL) & (magnitude < INFINITY)
+    return jnp.where(is_normal, magnitude, np.uint32(0)).astype(jnp.int32)
 
 
 def magnitude_rank(x: jax.Array) -> jax.Array:
-    """uint32 that order as magnitudes do, with what is not finite below all else; cheaper to compare many of.
+    """uint32 keys that compare like |x|, with infinities and NaN below all finite numbers.
 
-    Twice the magnitude's bits, plus one in the exponent: infinities and NaN run over to the bottom.
+    Twice the bits of |x| plus one exponent step, so that infinities and NaN wrap around to small keys. Kernels use it
+    because it takes fewer instructions per element than `finite_magnitude`.
     """
     return (bits_of(x) << 1) + RANK_OF_ZERO
 
 
 def amax_of_rank(rank: jax.Array) -> jax.Array:
-    """The float32 magnitude of the largest rank; 0 where that is subnormal or nothing is finite."""
+    """The float32 magnitude for the maximum of `magnitude_rank`; 0 if it is subnormal or no element is finite."""
     magnitude = (jnp.maximum(rank, RANK_OF_ZERO) - RANK_OF_ZERO) >> 1
     return float_of(jnp.where(magnitude < MIN_NORMAL, np.uint32(0), magnitude))
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """uint32 bits of |x|; they order as magnitudes do, with infinities and NaN above all else."""
+    """uint32 bits of |x|, which compare like |x|, with infinities and NaN above all finite numbers."""
     return bits_of(x) & MAGNITUDE
 
 
 def amax_of_bits(largest: jax.Array) -> jax.Array:
-    """The float32 magnitude of the largest bits: infinite where anything is not finite, 0 where it is subnormal."""
+    """The float32 amax for the maximum of `magnitude_bits`: infinite if any element is not finite, 0 if subnormal."""
     return float_of(jnp.where(largest < MIN_NORMAL, np.uint32(0), jnp.minimum(largest, INFINITY)))
 
 
@@ -77,7 +77,7 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def power_of_two_multipliers(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two normal numbers whose product is 2^exponent, for exponents that reach where 2^exponent is subnormal."""
+    """Two normal float32 numbers whose product is 2^exponent, which may be subnormal itself."""
     half = exponent >> 1
     return power_of_two(half), power_of_two(exponent - half)
 
@@ -87,19 +87,19 @@ def floor_power_of_two(x: jax.Array) -> jax.Array:
 
 
 def floor_power_of_two_by_log2(x: jax.Array) -> jax.Array:
-    """exp2(floor(log2(x))) as float32 library calls give it: log2 of a number just below 2^n rounds to n itself.
+    """exp2(floor(log2(x))) with a correctly rounded float32 log2, which rounds up to n for x just below 2^n.
 
-    That happens when the distance, j units in the last place, is at most half a step of the floats below n:
-    j * 2^-24 / ln 2 <= step / 2. Positive powers of two have the smaller step of the binade below them.
+    It does so for x = 2^n (1 - j 2^-24) if n - log2(x), which is j * 2^-24 / ln 2, is at most half the spacing of
+    float32 below n. That spacing is half as large if n is itself a positive power of two.
     """
     pattern = bits_of(x)
     exponent = (pattern >> 23).astype(jnp.int32) - 126  # n: the next power of two above x
     distance = (MIN_NORMAL - (pattern & MANTISSA)).astype(jnp.int32)
-    size = jnp.abs(exponent)
-    binade = 31 - lax.clz(jnp.maximum(size, 1))
-    halved = (exponent > 0) & (size == 1 << binade)
-    reach = np.float32(math.log(2)) * power_of_two(binade - halved.astype(jnp.int32))
-    rounds_up = (exponent != 0) & (distance.astype(jnp.float32) <= reach)
+    magnitude = jnp.abs(exponent)
+    binade = 31 - lax.clz(jnp.maximum(magnitude, 1))
+    has_half_spacing = (exponent > 0) & (magnitude == 1 << binade)
+    limit = np.float32(math.log(2)) * power_of_two(binade - has_half_spacing.astype(jnp.int32))
+    rounds_up = (exponent != 0) & (distance.astype(jnp.float32) <= limit)
     return float_of((pattern & INFINITY) + (rounds_up.astype(jnp.uint32) << 23))
 
 
@@ -111,41 +111,43 @@ def ceil_power_of_two(x: jax.Array) -> jax.Array:
 def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
     """Correctly rounded float32 a / b.
 
-    Subnormal operands and results are flushed to 0, x / 0 is an infinity. The hardware's quotient of the significands
-    is within 2 ulp; the integer remainder, small enough to be exact modulo 2^32, gives the correction.
+    Subnormal operands and results are flushed to 0; x / 0 is an infinity. The hardware quotient of the significands is
+    within 2 ulp; the integer remainder, small enough to be exact modulo 2^32, gives the correction.
     """
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))
     a_exponent, b_exponent = ((bits >> 23) & 255 for bits in (a_bits, b_bits))
     numerator, denominator = ((bits & MANTISSA.astype(np.int32)) | _HIDDEN_BIT for bits in (a_bits, b_bits))
 
-    # A 24-bit quotient, as wide as a float32 significand.
+    # A quotient of 24 bits, the width of a float32 significand.
     is_below_one = numerator < denominator
-    # Added, not selected: Mosaic takes the result of a select for unsigned, and then the remainder, too.
+    # An addition instead of a select: Mosaic treats the result of a select, and so the remainder, as unsigned.
     shift = np.int32(23) + is_below_one.astype(jnp.int32)
     ratio = numerator.astype(jnp.float32) / denominator.astype(jnp.float32)
     quotient = (ratio * jnp.where(is_below_one, np.float32(2.0**24), np.float32(2.0**23))).astype(jnp.int32)
     remainder = (numerator << shift) - quotient * denominator
     twice = 2 * jnp.abs(remainder)
-    off_by = (twice > denominator).astype(jnp.int32) + (twice > 3 * denominator).astype(jnp.int32)  # never a tie
-    quotient += lax.sign(remainder) * off_by
+    ulps = (twice > denominator).astype(jnp.int32) + (twice > 3 * denominator).astype(jnp.int32)  # ties cannot occur
+    quotient += lax.sign(remainder) * ulps
 
-    # Added, not or-ed: the quotient's hidden bit, and a carry when it was rounded up to 2^24, increment the exponent.
+    # An addition instead of an or: the quotient's hidden bit, and the carry of a quotient rounded up to 2^24, increment
+    # the exponent.
     exponent = a_exponent - b_exponent + (149 - shift)
     magnitude = (exponent << 23) + quotient
     magnitude = jnp.where((magnitude < _HIDDEN_BIT) | (a_exponent == 0), np.int32(0), magnitude)
     magnitude = jnp.where((exponent > 253) | (b_exponent == 0), INFINITY.astype(np.int32), magnitude)
     finite = lax.bitcast_convert_type(magnitude | ((a_bits ^ b_bits) & SIGN.astype(np.int32)), jnp.float32)
-    either = jnp.where(jnp.maximum(a_exponent, b_exponent) == 255, a / b, finite)  # inf and NaN operands: IEEE division
-    return jnp.where((a_exponent | b_exponent) == 0, np.float32(np.nan), either)
+    # Infinite and NaN operands: IEEE division.
+    result = jnp.where(jnp.maximum(a_exponent, b_exponent) == 255, a / b, finite)
+    return jnp.where((a_exponent | b_exponent) == 0, np.float32(np.nan), result)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """A float32 array unchanged, kept as an array of its own.
+    """Returns a float32 array unchanged, and keeps XLA from recomputing it per element of a consumer.
 
-    XLA would otherwise fuse the arithmetic behind a scale into the loop over the data and repeat it for every
-    element of the block. It never repeats a division, so this ends in one, by 1; a barrier does not survive
-    to the fusion pass in every version.
+    XLA would otherwise fuse the computation of a scale into the loop over the data and repeat it for every element of
+    the block. It never duplicates an integer division, so this appends one, by 1. An optimisation barrier is removed
+    before the fusion pass in some versions of XLA.
     """
     pattern = bits_of(x)
     one = jnp.where(pattern == np.uint32(0xFFFFFFFF), np.uint32(2), np.uint32(1))  # no scale has that pattern

@@ -1,8 +1,9 @@
 """Block geometry: which elements share a scale.
 
-A block is a tuple aligned to the trailing axes, as in broadcasting: entry 0 means the whole axis, missing
-leading entries mean 1. The scale of an array of shape (d0, d1, ...) has the same rank and
-ceil(d / block) entries along each axis; a last block may be short.
+A block is a tuple aligned to the trailing axes, as in broadcasting: an entry of 0 is the whole axis, missing leading
+entries are 1. The scale of an array of shape (d0, d1, ...) has the same rank and ceil(d / block) entries along each
+axis; the last block of an axis may be short. For example, an array (8, 200, 256) with block (128, 0) has scales of
+shape (8, 2, 1), and the second block of axis 1 has 72 elements.
 """
 
 import math
@@ -18,7 +19,7 @@ Block = tuple[int, ...]
 
 
 def trim(block: Sequence[int]) -> Block:
-    """The canonical form, without leading ones, so that equal blocks compare equal."""
+    """Removes leading ones, so that equivalent blocks compare equal."""
     block = tuple(block)
     while block and block[0] == 1:
         block = block[1:]
@@ -26,19 +27,22 @@ def trim(block: Sequence[int]) -> Block:
 
 
 def expand(block: Block, ndim: int) -> Block:
-    """One entry per axis."""
+    """The block with one entry per axis, by prepending ones."""
     return (1,) * (ndim - len(block)) + tuple(block)
 
 
 def block_on_axes(block: Block | None, axis: int | tuple[int, ...], ndim: int) -> Block:
-    """The block of a format laid on an array: its last entry lies on `axis`, the others left of it."""
+    """The block of an array with `ndim` axes for a format's `block`: its last entry on `axis`, the others before it.
+
+    `axis` may also be a tuple that names the axis of each entry. None is one block for the whole array.
+    """
     if block is None:
         return (0,) * ndim
     axes = _axes_of(block, axis, ndim)
-    laid = [1] * ndim
+    entries = [1] * ndim
     for size, a in zip(block, axes, strict=True):
-        laid[a] = size
-    return trim(laid)
+        entries[a] = size
+    return trim(entries)
 
 
 def _axes_of(block: Block, axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -70,62 +74,65 @@ def positive_axis(axis: int, ndim: int) -> int:
 
 
 def check_divides(shape: tuple[int, ...], block: Block) -> None:
-    """Raise unless every axis is cut into whole blocks."""
+    """Raises ValueError unless every axis is a multiple of its block entry."""
     for axis, (size, b) in enumerate(zip(shape, expand(block, len(shape)), strict=True)):
         if b > 1 and size % b:
             padded = math.ceil(size / b) * b
-            fits = max(d for d in range(1, min(b, size) + 1) if size % d == 0)
+            divisor = max(d for d in range(1, min(b, size) + 1) if size % d == 0)
             raise ValueError(
                 f"cannot cut axis {axis - len(shape)} of {size} into blocks of {b}; pass pad=True "
-                f"(counts as {padded}), pad the array, or use a `block` of {fits} there"
+                f"(counts as {padded}), pad the array, or use a `block` of {divisor} there"
             )
 
 
-def whole(size: int, block: int) -> bool:
-    """Whether one block covers the axis."""
+def covers_axis(size: int, block: int) -> bool:
+    """Whether one block covers an axis of `size` elements."""
     return block == 0 or block >= size > 0
 
 
 def grid(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """The shape of the scale."""
+    """The number of blocks along each axis: the shape of the scale."""
     sizes = zip(shape, expand(block, len(shape)), strict=True)
     return tuple(1 if b == 0 else -(-size // b) for size, b in sizes)
 
 
 def split(x: jax.Array, block: Block) -> tuple[jax.Array, tuple[int, ...]]:
-    """x with each cut axis turned into (blocks, inside), zero-padded at its end; and the inside axes."""
-    pads, shape, spec, inside = [], [], [], []
+    """Reshapes each axis of n elements with block entry b > 1 to (ceil(n / b), b), zero-padded at its end.
+
+    Returns the array and its within-block axes, those of size b. An array (4, 100) with block (32,) becomes
+    (4, 4, 32), with within-block axes (2,).
+    """
+    pads, shape, spec, within_axes = [], [], [], []
     for axis, (size, b) in enumerate(zip(x.shape, expand(block, x.ndim), strict=True)):
-        over = explicit_axes(x, axis)
+        mesh_axes = explicit_axes(x, axis)
         if b == 1:
             pads.append((0, 0))
             shape.append(size)
-            spec.append(over)
+            spec.append(mesh_axes)
             continue
-        count, b = (1, size) if whole(size, b) else (-(-size // b), b)
+        count, b = (1, size) if covers_axis(size, b) else (-(-size // b), b)
         if count > 1:
             check_blocks(x, axis, b)
         pads.append((0, count * b - size))
-        inside.append(len(shape) + 1)
+        within_axes.append(len(shape) + 1)
         shape += [count, b]
-        spec += [None, over] if count == 1 else [over, None]
+        spec += [None, mesh_axes] if count == 1 else [mesh_axes, None]
     if any(after for _, after in pads):
         x = jnp.pad(x, pads)
-    return reshape_sharded(x, shape, spec), tuple(inside)
+    return reshape_sharded(x, shape, spec), tuple(within_axes)
 
 
 def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
-    """The scale repeated over its blocks, as an array that broadcasts against `shape`; axes of 1 are left alone."""
-    inner, outer, merged, spec = [], [], [], []
+    """Repeats each scale over its block, giving an array that broadcasts against `shape`; axes of size 1 stay so."""
+    unrepeated, repeated_shape, merged, spec = [], [], [], []
     for axis, (count, b) in enumerate(zip(scale.shape, expand(block, len(shape)), strict=True)):
         repeats = [b] if count > 1 and b > 1 else []
-        inner += [count, *(1 for _ in repeats)]
-        outer += [count, *repeats]
+        unrepeated += [count, *(1 for _ in repeats)]
+        repeated_shape += [count, *repeats]
         merged.append(count * math.prod(repeats))
         spec += [explicit_axes(scale, axis), *(None for _ in repeats)]
-    if outer == list(scale.shape):
+    if repeated_shape == list(scale.shape):
         return scale
-    spread_out = jnp.broadcast_to(reshape_sharded(scale, inner, spec), outer)
-    repeated = reshape_sharded(spread_out, merged, [explicit_axes(scale, axis) for axis in range(scale.ndim)])
-    cut = tuple(slice(0, size) if m > size else slice(None) for m, size in zip(merged, shape, strict=True))
-    return repeated[cut]
+    repeated = jnp.broadcast_to(reshape_sharded(scale, unrepeated, spec), repeated_shape)
+    repeated = reshape_sharded(repeated, merged, [explicit_axes(scale, axis) for axis in range(scale.ndim)])
+    return repeated[tuple(slice(0, size) if m > size else slice(None) for m, size in zip(merged, shape, strict=True))]

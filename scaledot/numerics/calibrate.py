@@ -1,7 +1,16 @@
-"""Statistics of a block: the magnitude or the range that the codes must cover.
+"""Calibration: the magnitude, or the range, of each block that is mapped to the largest code.
 
-A calibration is a word and numbers, as in Qwix: `absmax[,f]`, `minmax[,f]`, `rms,f`, `fixed,a`,
-`fixed,lo,hi`, `percentile,p`, `mse`. Non-finite elements never count, so one bad element spoils nothing.
+A calibration is a string of a method and its numbers, as in Qwix:
+
+absmax[,f]      f times the largest magnitude (f = 1 by default)
+minmax[,f]      f times the range from the minimum to the maximum, with a zero point
+rms,f           f times the root mean square
+percentile,p    the p-th percentile of magnitudes
+fixed,a         the magnitude a
+fixed,lo,hi     the range from lo to hi, with a zero point
+mse             the magnitude that minimises the squared error, by search (`cast`)
+
+NaN and infinities are ignored.
 """
 
 import dataclasses
@@ -25,7 +34,7 @@ from scaledot.numerics.bits import (
     magnitude_bits,
 )
 
-_METHODS = {  # how many numbers may follow the word
+_METHODS = {  # method: the allowed counts of numbers
     "absmax": (0, 1),
     "minmax": (0, 1),
     "rms": (1,),
@@ -44,12 +53,13 @@ class Calibration:
 
     @property
     def is_range(self) -> bool:
-        """Whether it gives a range, and so a zero point, instead of a magnitude."""
+        """Whether the calibration is a range, with a zero point, instead of a magnitude."""
         return self.method == "minmax" or len(self.values) == 2
 
 
 def parse(text: str) -> Calibration:
-    """
+    """Parses a calibration string.
+
     >>> parse("percentile,99.9")
     Calibration(method='percentile', values=(99.9,))
     """
@@ -59,7 +69,7 @@ def parse(text: str) -> Calibration:
     try:
         values = tuple(float(part) for part in rest)
     except ValueError:
-        raise ValueError(f"`calibration` {text!r}: what follows {method!r} must be numbers") from None
+        raise ValueError(f"`calibration` {text!r}: the arguments of {method!r} must be numbers") from None
     if len(values) not in _METHODS[method]:
         counts = " or ".join(str(n) for n in _METHODS[method])
         raise ValueError(f"`calibration` {text!r} has {len(values)} numbers; {method!r} takes {counts}")
@@ -69,7 +79,7 @@ def parse(text: str) -> Calibration:
 
 def _check_values(text: str, method: str, values: tuple[float, ...]) -> None:
     if method == "percentile" and not 0 < values[0] <= 100:
-        raise ValueError(f"`calibration` {text!r}: a percentile lies in (0, 100]")
+        raise ValueError(f"`calibration` {text!r}: a percentile must be in (0, 100]")
     if method == "fixed" and len(values) == 2 and not (values[0] <= 0 <= values[1] and values[0] < values[1]):
         raise ValueError(f"`calibration` {text!r}: the range must contain 0, as in 'fixed,-1,1'")
     if method != "percentile" and len(values) == 1 and not 0 < values[0] < np.inf:
@@ -77,72 +87,73 @@ def _check_values(text: str, method: str, values: tuple[float, ...]) -> None:
 
 
 def magnitude(x: jax.Array, calibration: Calibration, block: blocks.Block) -> jax.Array:
-    """The float32 magnitude that each block's codes must reach, in the shape of the scale."""
+    """The float32 magnitude of each block that is mapped to the largest code, in the shape of the scale."""
     if calibration.method == "fixed":
         return jnp.full(blocks.grid(x.shape, block), calibration.values[0], jnp.float32)
     if calibration.method == "rms":
         return _rms(x, block) * np.float32(calibration.values[0])
     if calibration.method == "percentile":
         return _percentile(x, block, calibration.values[0])
-    multiplier = np.float32(calibration.values[0] if calibration.values else 1)
-    return jnp.minimum(block_amax(x, block) * multiplier, FLOAT32_MAX)
+    clipping = np.float32(calibration.values[0] if calibration.values else 1)
+    return jnp.minimum(block_amax(x, block) * clipping, FLOAT32_MAX)
 
 
 def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tuple[jax.Array, jax.Array]:
-    """The float32 range, with 0 inside, that each block's codes must reach."""
+    """The float32 minimum and maximum, including 0, that the codes of each block represent."""
     if calibration.method == "fixed":
         low, high = (jnp.full(blocks.grid(x.shape, block), v, jnp.float32) for v in calibration.values)
         return low, high
-    parts, inside = blocks.split(jnp.where(jnp.isfinite(x), flush(x), np.float32(0)), block)
-    multiplier = np.float32(calibration.values[0] if calibration.values else 1)
+    parts, within_axes = blocks.split(jnp.where(jnp.isfinite(x), flush(x), np.float32(0)), block)
+    clipping = np.float32(calibration.values[0] if calibration.values else 1)
     shape = blocks.grid(x.shape, block)
-    low = lax.reduce_min(jnp.minimum(parts, 0), inside) if parts.size else jnp.zeros(shape)
-    high = lax.reduce_max(jnp.maximum(parts, 0), inside) if parts.size else jnp.zeros(shape)
-    return low.reshape(shape) * multiplier, high.reshape(shape) * multiplier
+    low = lax.reduce_min(jnp.minimum(parts, 0), within_axes) if parts.size else jnp.zeros(shape)
+    high = lax.reduce_max(jnp.maximum(parts, 0), within_axes) if parts.size else jnp.zeros(shape)
+    return low.reshape(shape) * clipping, high.reshape(shape) * clipping
 
 
 def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """Largest finite magnitude of each block."""
+    """The largest finite magnitude of each block, in the shape of the scale."""
     return _block_max(finite_magnitude(x), block)
 
 
 def block_amax_or_inf(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """Largest magnitude of each block, infinite for a block that holds NaN or infinities."""
+    """The largest magnitude of each block, infinite for a block that contains NaN or infinities."""
     return _block_max(bits_of(amax_of_bits(magnitude_bits(x))).astype(jnp.int32), block)
 
 
 def _block_max(bits: jax.Array, block: blocks.Block) -> jax.Array:
-    """The largest of float32 magnitudes in each block, given as int32 bits, which order as the magnitudes do.
+    """The largest float32 magnitude of each block, from the int32 bits of magnitudes.
 
-    In two stages where the last axis is long: XLA's CPU fuses a reduction over up to 32 elements with what made
-    them and writes a longer one to memory first. The second stage is in floats, so that XLA cannot merge them.
+    Reduces in two stages: XLA:CPU fuses a reduction over up to 32 elements with its producer, and writes the input of a
+    longer one to memory first. The second stage compares floats, so that XLA does not merge the stages.
     """
-    parts, inside = blocks.split(bits | _zero_at_run_time(), block)
+    parts, within_axes = blocks.split(bits | _zero_at_run_time(), block)
     last = parts.ndim - 1
-    if last in inside and parts.shape[last]:
+    if last in within_axes and parts.shape[last]:
         step = max(d for d in range(1, 33) if parts.shape[last] % d == 0)
         parts = jnp.max(parts.reshape(*parts.shape[:last], parts.shape[last] // step, step), axis=-1)
-    largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=inside, initial=0)
+    largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=within_axes, initial=0)
     return largest.reshape(blocks.grid(bits.shape, block))
 
 
 def _zero_at_run_time() -> jax.Array:
-    """int32 0 that XLA does not know while it folds constants.
+    """An int32 0 that XLA cannot constant-fold.
 
-    It keeps XLA from reducing a constant array at compile time, in its interpreter: the gradient of `y.sum()` is such
-    an array, and its amax took 17 s for 2048 x 2048 elements. Being a scalar, it does not end a fusion.
+    It keeps XLA from reducing a constant array in its interpreter at compile time: the gradient of `y.sum()` is such an
+    array, and its amax took 17 s for 2048 x 2048 elements. The barrier is on a scalar and so does not split a fusion.
     """
     return lax.optimization_barrier(jnp.zeros((), jnp.int32))
 
 
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:
-    parts, inside = blocks.split(x, block)
-    return jnp.sum(parts, axis=inside).reshape(blocks.grid(x.shape, block))
+    """The sum of each block, in the shape of the scale."""
+    parts, within_axes = blocks.split(x, block)
+    return jnp.sum(parts, axis=within_axes).reshape(blocks.grid(x.shape, block))
 
 
 def _rms(x: jax.Array, block: blocks.Block) -> jax.Array:
     finite = jnp.isfinite(x)
-    # In units of the block maximum, so that squares neither overflow nor vanish.
+    # Relative to the block amax, so that squares neither overflow nor underflow.
     largest = jnp.maximum(block_amax(x, block), np.finfo(np.float32).tiny)
     ratio = jnp.where(finite, x, 0) / blocks.spread(largest, x.shape, block)
     count = jnp.maximum(block_sum(finite.astype(jnp.float32), block), 1)
@@ -150,26 +161,27 @@ def _rms(x: jax.Array, block: blocks.Block) -> jax.Array:
 
 
 def _percentile(x: jax.Array, block: blocks.Block, p: float) -> jax.Array:
-    """Linear interpolation between order statistics, as np.percentile does."""
-    size = bits_of(x) & MAGNITUDE
-    # Padding must not count: +1 keeps a true zero apart from the zeros that split() pads with.
-    parts, inside = blocks.split(jnp.where(size < INFINITY, size + 1, 0), block)
-    parts = jnp.moveaxis(parts, inside, range(-len(inside), 0)) if inside else parts[..., None]
-    lead = parts.ndim - max(len(inside), 1)
-    parts = parts.reshape(*parts.shape[:lead], math.prod(parts.shape[lead:]))
-    parts = jnp.sort(parts, axis=-1, descending=True)
-    count = jnp.sum(parts > 0, axis=-1, keepdims=True)
+    """The p-th percentile of the magnitudes of each block, interpolated linearly like np.percentile."""
+    magnitude = bits_of(x) & MAGNITUDE
+    # Keys are bits + 1, so that 0 marks non-finite elements and the padding of split(), which are not counted.
+    keys, within_axes = blocks.split(jnp.where(magnitude < INFINITY, magnitude + 1, 0), block)
+    keys = jnp.moveaxis(keys, within_axes, range(-len(within_axes), 0)) if within_axes else keys[..., None]
+    lead = keys.ndim - max(len(within_axes), 1)
+    keys = keys.reshape(*keys.shape[:lead], math.prod(keys.shape[lead:]))
+    keys = jnp.sort(keys, axis=-1, descending=True)
+    count = jnp.sum(keys > 0, axis=-1, keepdims=True)
     from_top = (count - 1).astype(jnp.float32) * np.float32(1 - p / 100)
-    whole = jnp.maximum(jnp.floor(from_top), 0)
-    at = whole.astype(jnp.int32)
-    above = _order_statistic(parts, at)
-    below = _order_statistic(parts, jnp.minimum(at + 1, jnp.maximum(count - 1, 0)))
-    value = above - (above - below) * (from_top - whole)
+    floor = jnp.maximum(jnp.floor(from_top), 0)
+    index = floor.astype(jnp.int32)
+    above = _magnitude_at(keys, index)
+    below = _magnitude_at(keys, jnp.minimum(index + 1, jnp.maximum(count - 1, 0)))
+    value = above - (above - below) * (from_top - floor)
     return flush(value).reshape(blocks.grid(x.shape, block))
 
 
-def _order_statistic(parts: jax.Array, at: jax.Array) -> jax.Array:
-    if not parts.shape[-1]:
-        return jnp.zeros(at.shape, jnp.float32)
-    stored = jnp.take_along_axis(parts, at.astype(jnp.int32), axis=-1)
-    return float_of(jnp.maximum(stored, 1) - 1)
+def _magnitude_at(keys: jax.Array, index: jax.Array) -> jax.Array:
+    """The float32 magnitudes of the keys (bits + 1) at `index` along the last axis."""
+    if not keys.shape[-1]:
+        return jnp.zeros(index.shape, jnp.float32)
+    key = jnp.take_along_axis(keys, index.astype(jnp.int32), axis=-1)
+    return float_of(jnp.maximum(key, 1) - 1)

@@ -1,7 +1,7 @@
-"""The cast itself: calibrate, scale, round. From one array to codes and scales, and back.
+"""Quantisation of one array to codes and scales, and back: rotate, calibrate, compute scales, encode.
 
-A Plan is everything about a cast that is known before data: hashable, so that it is the static argument of
-one jitted function, and eager calls and calls under a user's jit run the same program.
+A CastSpec has everything about a cast except the data. It is hashable and the static argument of one jitted function,
+so that eager calls and calls under a user's jit run the same arithmetic.
 """
 
 import dataclasses
@@ -23,33 +23,36 @@ from scaledot.numerics.rounding import round_to, uniform_of
 from scaledot.numerics.scale import (
     Scales,
     scale_values,
-    scales_from_given,
     scales_from_multiplier,
+    scales_from_stored,
     scales_of,
     with_nan,
     zero_point,
 )
 
-# Clipping factors that `mse` tries, largest first so that a tie clips least.
-_MSE_GRID = np.linspace(1.0, 0.2, 41, dtype=np.float32)
-_FOUR_OVER_SIX = np.array([1.0, 1.5], np.float32)
+# Candidates that multiply amax. Those of calibration "mse" are in descending order, so that a tie clips least.
+_MSE_CANDIDATES = np.linspace(1.0, 0.2, 41, dtype=np.float32)
+_FOUR_OVER_SIX_CANDIDATES = np.array([1.0, 1.5], np.float32)
 
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class CastSpec:
-    """A cast, before data.
+    """The static parameters of a cast.
 
-    amax_axes: those of a surrounding shard_map over which a whole axis or tensor is split.
-    nonfinite: how NaN and infinities are stored; a scale that is finite follows from finite elements alone.
-    "saturate": infinities as the largest code, NaN as NaN in 8-bit floats and as 0 in every other element.
-    "nan_codes": both as NaN, which takes an 8-bit float. "nan_scales": by a NaN scale of the block that holds them.
+    dtype: the dtype of the resulting ScaledArray, which `dequantize` returns.
+    amax_axes: mesh axes of a surrounding shard_map that shard a block of a whole axis or tensor; amax is all-reduced
+        over them.
+    nonfinite: how NaN and infinities are encoded. Finite scales are computed from finite elements only.
+        "saturate": infinities as the largest code; NaN as NaN in 8-bit floats, as 0 in other elements.
+        "nan_codes": both as NaN codes, for 8-bit floats only.
+        "nan_scales": by a NaN scale for the block that contains them.
     """
 
     format: Format
     block: blocks.Block
     input_dtype: np.dtype
-    dtype: np.dtype  # what the result stands for
+    dtype: np.dtype
     calibration: Calibration
     rotation: Hadamard | None = None
     amax_axes: tuple[str, ...] = ()
@@ -68,40 +71,43 @@ class Parts(NamedTuple):
 def quantize_parts(
     spec: CastSpec, x: jax.Array, scale=None, tensor_scale=None, zero=None, multiplier=None, uniform=None, key=None
 ) -> Parts:
-    """Codes and scales of x; scales that are given are used as they are."""
+    """Quantises x. `scale` (with `tensor_scale`, `zero`) or `multiplier` replace the computed scales.
+
+    Stochastic rounding takes a `key`, or `uniform` numbers in the shape of x.
+    """
     x = prepare(spec, x)
     if key is not None:
         uniform = uniform_of(key, x.shape)
     if spec.calibration.is_range:
         low, high = calibrate.extremes(x, spec.calibration, spec.block)
-        levels, zero = zero_point(low, high, spec.format, spec.input_dtype)
-        return _cast_affine(spec, x, _marked(spec, x, levels), zero, uniform)
+        scales, zero = zero_point(low, high, spec.format, spec.input_dtype)
+        return _cast_affine(spec, x, _mark_nonfinite(spec, x, scales), zero, uniform)
     if scale is not None:
-        levels = _marked(spec, x, scales_from_given(scale, spec.format, tensor_scale))
+        scales = _mark_nonfinite(spec, x, scales_from_stored(scale, spec.format, tensor_scale))
         if zero is not None:
-            return _cast_affine(spec, x, levels, zero.astype(jnp.float32), uniform)
+            return _cast_affine(spec, x, scales, zero.astype(jnp.float32), uniform)
     elif multiplier is not None:
-        levels = _marked(spec, x, scales_from_multiplier(multiplier))
+        scales = _mark_nonfinite(spec, x, scales_from_multiplier(multiplier))
     else:
-        levels = calibrated_scales(spec, x, tensor_scale)
-    return cast(spec, x, levels, uniform)
+        scales = calibrated_scales(spec, x, tensor_scale)
+    return cast(spec, x, scales, uniform)
 
 
 def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
-    """float32, rotated, without subnormals, and without infinities where they become NaN codes."""
+    """Converts x to float32, flushes subnormals, rotates, and replaces infinities by NaN for "nan_codes"."""
     x = flush(x.astype(jnp.float32))
     x = x if spec.rotation is None else rotate(x, spec.rotation)
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 
 
-def cast(spec: CastSpec, x: jax.Array, levels: Scales, uniform: jax.Array | None) -> Parts:
-    """Codes of a prepared array under scales that are already decided."""
-    codes = encode(_scaled(spec, x, levels), spec.format, uniform)
-    return Parts(codes, levels.scale, levels.tensor_scale, None)
+def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> Parts:
+    """Quantises an array from `prepare` with the given scales."""
+    codes = encode(_scaled(spec, x, scales), spec.format, uniform)
+    return Parts(codes, scales.scale, scales.tensor_scale, None)
 
 
 def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotation: Hadamard | None) -> jax.Array:
-    """The float32 values that codes and scales stand for; subnormal ones are 0 on every backend."""
+    """The dequantised values in float32; subnormals are flushed to 0 on every backend."""
     values = decode(parts.data, format)
     if parts.zero is not None:
         values = values - blocks.spread(parts.zero.astype(jnp.float32), values.shape, block)
@@ -109,74 +115,74 @@ def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotatio
         values = values * blocks.spread(computed_once(multiplier), values.shape, block)
     if rotation is not None:
         return unrotate(flush(values), rotation)
-    # A whole number times a scale, which is normal, is never subnormal.
+    # An integer times a scale, which is a normal number, is never subnormal.
     return values if format.is_integer else flush(values)
 
 
-def _largest(amax: jax.Array) -> jax.Array:
-    return jnp.max(amax, initial=0)
+def _tensor_amax(block_amax: jax.Array) -> jax.Array:
+    return jnp.max(block_amax, initial=0)
 
 
-def anywhere(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest of all devices along some mesh axes."""
+def all_reduce_max(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The maximum over all devices along some mesh axes of a shard_map."""
     return lax.pmax(amax, axes) if axes else amax
 
 
-def calibrated_scales(spec: CastSpec, x: jax.Array, tensor_scale=None, largest=_largest) -> Scales:
-    """Scales of a prepared array; `largest` gives the tensor's magnitude from those of blocks."""
-    amax, spoilt = _magnitudes(spec, x)
+def calibrated_scales(spec: CastSpec, x: jax.Array, tensor_scale=None, tensor_amax_of=_tensor_amax) -> Scales:
+    """Scales of an array from `prepare`; `tensor_amax_of` computes the amax of the tensor from those of blocks."""
+    amax, is_nonfinite = _block_magnitudes(spec, x)
     tensor_amax = None
     if spec.format.two_level and tensor_scale is None:
-        tensor_amax = anywhere(largest(amax), spec.amax_axes)
+        tensor_amax = all_reduce_max(tensor_amax_of(amax), spec.amax_axes)
 
-    def levels(magnitude: jax.Array) -> Scales:
+    def scales_for(magnitude: jax.Array) -> Scales:
         return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax)
 
     if spec.calibration.method == "mse":
-        amax = _search(spec, x, amax, levels, _MSE_GRID)
+        amax = _search(spec, x, amax, scales_for, _MSE_CANDIDATES)
     if spec.format.search == "four_over_six":
-        amax = _search(spec, x, amax, levels, _FOUR_OVER_SIX)
-    return levels(amax) if spoilt is None else with_nan(levels(amax), spoilt)
+        amax = _search(spec, x, amax, scales_for, _FOUR_OVER_SIX_CANDIDATES)
+    return scales_for(amax) if is_nonfinite is None else with_nan(scales_for(amax), is_nonfinite)
 
 
-def _magnitudes(spec: CastSpec, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The magnitude that each block's codes must reach, and which blocks get a NaN scale; None for none of them.
+def _block_magnitudes(spec: CastSpec, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The magnitude of each block that is mapped to the largest code, and a mask of blocks with NaN scales, or None.
 
-    One reduction gives both where the magnitude is the largest one: that of a block with a NaN scale does not matter,
-    unless the scale of the tensor follows from it.
+    One reduction gives both if the magnitude is the amax: it is infinite for a block that contains NaN or infinities,
+    whose scale is NaN anyway. A two-level format needs finite amaxes as well, for the tensor scale.
     """
     if spec.nonfinite != "nan_scales":
-        return _shared(spec, calibrate.magnitude(x, spec.calibration, spec.block)), None
-    largest = _largest_or_inf(spec, x)
+        return _over_shards(spec, calibrate.magnitude(x, spec.calibration, spec.block)), None
+    amax_or_inf = _amax_or_inf(spec, x)
     if spec.calibration == Calibration("absmax") and not spec.format.two_level:
-        return largest, largest == np.float32(np.inf)
-    amax = _shared(spec, calibrate.magnitude(x, spec.calibration, spec.block))
-    return amax, largest == np.float32(np.inf)
+        return amax_or_inf, amax_or_inf == np.float32(np.inf)
+    amax = _over_shards(spec, calibrate.magnitude(x, spec.calibration, spec.block))
+    return amax, amax_or_inf == np.float32(np.inf)
 
 
-def _marked(spec: CastSpec, x: jax.Array, levels: Scales) -> Scales:
-    """Levels that do not follow from the magnitudes of x, with a NaN scale for the blocks that get one."""
+def _mark_nonfinite(spec: CastSpec, x: jax.Array, scales: Scales) -> Scales:
+    """Replaces the scales of blocks that contain NaN or infinities by NaN for "nan_scales"."""
     if spec.nonfinite != "nan_scales":
-        return levels
-    return with_nan(levels, _largest_or_inf(spec, x) == np.float32(np.inf))
+        return scales
+    return with_nan(scales, _amax_or_inf(spec, x) == np.float32(np.inf))
 
 
-def _largest_or_inf(spec: CastSpec, x: jax.Array) -> jax.Array:
-    return _shared(spec, calibrate.block_amax_or_inf(x, spec.block))
+def _amax_or_inf(spec: CastSpec, x: jax.Array) -> jax.Array:
+    return _over_shards(spec, calibrate.block_amax_or_inf(x, spec.block))
 
 
-def _shared(spec: CastSpec, amax: jax.Array) -> jax.Array:
-    """Magnitudes of blocks, of all devices where a block is a whole axis that is split over them."""
-    return anywhere(amax, spec.amax_axes) if 0 in spec.block else amax
+def _over_shards(spec: CastSpec, amax: jax.Array) -> jax.Array:
+    """All-reduces block amaxes if blocks are whole axes, which `amax_axes` may shard."""
+    return all_reduce_max(amax, spec.amax_axes) if 0 in spec.block else amax
 
 
-def _search(spec: CastSpec, x, amax, levels, candidates: np.ndarray) -> jax.Array:
-    """amax times the candidate whose codes give each block the smallest squared error; the first wins a tie."""
-    # Errors in units of the block maximum, so that squares neither overflow nor vanish.
+def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.Array:
+    """amax times the candidate that gives each block the smallest squared error; the first candidate wins a tie."""
+    # Errors relative to the block amax, so that squares neither overflow nor underflow.
     unit = blocks.spread(divide(np.float32(1), jnp.maximum(amax, np.float32(2.0**-100))), x.shape, spec.block)
 
     def step(best, candidate):
-        parts = cast(spec, x, levels(amax * candidate), None)
+        parts = cast(spec, x, scales_for(amax * candidate), None)
         error = x - dequantize_values(parts, spec.format, spec.block, None)
         error = jnp.where(jnp.isfinite(x), error, 0) * unit
         error = calibrate.block_sum(error * error, spec.block)
@@ -184,23 +190,23 @@ def _search(spec: CastSpec, x, amax, levels, candidates: np.ndarray) -> jax.Arra
         return (jnp.minimum(least, error), jnp.where(error < least, candidate, chosen)), None
 
     best = (jnp.full_like(amax, np.inf), jnp.ones_like(amax))
-    # Few candidates are unrolled, so that XLA fuses their casts; many would make the program long.
+    # Few candidates are unrolled, so that XLA fuses their casts; many would increase compilation time.
     (_, chosen), _ = lax.scan(step, best, jnp.asarray(candidates), unroll=len(candidates) <= 4)
     return amax * chosen
 
 
-def _scaled(spec: CastSpec, x: jax.Array, levels: Scales) -> jax.Array:
-    """x in units of the element's grid."""
-    if levels.divisor is not None:
-        x = divide(x, blocks.spread(levels.divisor, x.shape, spec.block))
+def _scaled(spec: CastSpec, x: jax.Array, scales: Scales) -> jax.Array:
+    """x / scale, before it is rounded to the element type."""
+    if scales.divisor is not None:
+        x = divide(x, blocks.spread(scales.divisor, x.shape, spec.block))
         return round_to(x, spec.format.arithmetic_dtype(spec.input_dtype))
-    for multiplier in levels.multipliers:
+    for multiplier in scales.multipliers:
         x = x * blocks.spread(computed_once(multiplier), x.shape, spec.block)
     return x
 
 
-def _cast_affine(spec: CastSpec, x: jax.Array, levels: Scales, zero: jax.Array, uniform: jax.Array | None) -> Parts:
-    """Integer codes around a zero point that is already decided."""
-    around = blocks.spread(zero, x.shape, spec.block)
-    codes = encode_affine(_scaled(spec, x, levels), around, spec.format, spec.input_dtype, uniform)
-    return Parts(codes, levels.scale, None, narrow(zero.astype(jnp.int8), spec.format.code_dtype))
+def _cast_affine(spec: CastSpec, x: jax.Array, scales: Scales, zero: jax.Array, uniform: jax.Array | None) -> Parts:
+    """Quantises to integer codes with the given scales and zero points."""
+    zero_per_element = blocks.spread(zero, x.shape, spec.block)
+    codes = encode_affine(_scaled(spec, x, scales), zero_per_element, spec.format, spec.input_dtype, uniform)
+    return Parts(codes, scales.scale, None, narrow(zero.astype(jnp.int8), spec.format.code_dtype))

@@ -1,8 +1,8 @@
-"""Codes from scaled float32 values, and values from codes.
+"""Encoding of scaled float32 values to codes, and decoding, before any scale is applied.
 
-Every encoder saturates. Float elements are rounded in the integer domain: XLA's casts overflow to NaN or
-infinity, its cast to FP4 is slow, and on a GPU it deletes a cast to a narrow type and back as excess
-precision, which nothing can do to arithmetic on bits.
+Every encoder saturates. Float elements are rounded by integer arithmetic on float32 bit patterns instead of XLA's
+conversions: these overflow to NaN or infinity, are slow for FP4, and XLA:GPU removes a conversion to a narrow dtype and
+back as excess precision, which it cannot do to bit arithmetic.
 """
 
 from typing import Any
@@ -19,22 +19,22 @@ from scaledot.numerics.rounding import round_count, round_float, round_integer, 
 
 
 def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
-    """Codes of scaled values: nearest, ties to even; or stochastic where `uniform` numbers are given.
+    """Rounds scaled values w to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
 
-    NaN stays NaN in 8-bit floats and becomes 0 in every other element.
+    NaN is encoded as NaN in 8-bit floats and as 0 in every other element.
     """
     if format.is_float:
         return _encode_float(w, format, uniform)
     if format.codebook is not None:
         return _encode_codebook(w, format.codebook, format.code_dtype, uniform)
-    # XLA's conversion to int8 saturates and takes NaN to 0.
+    # XLA's conversion to int8 saturates and converts NaN to 0.
     low, high = format.integer_range
     codes = jnp.maximum(round_integer(w, uniform).astype(jnp.int8), low)
     return narrow(codes if high == 127 else jnp.minimum(codes, high), format.code_dtype)
 
 
 def encode_affine(w, zero, format: Format, input_dtype, uniform: jax.Array | None) -> jax.Array:
-    """Integer codes of scaled values around a zero point, both float32."""
+    """Integer codes of scaled float32 values w, shifted by the float32 zero points `zero`."""
     w = _nan_to_zero(w)
     half = 2 ** (format.bits - 1)
     if format.quirks.zero_first:
@@ -45,7 +45,7 @@ def encode_affine(w, zero, format: Format, input_dtype, uniform: jax.Array | Non
 
 
 def decode(codes: jax.Array, format: Format) -> jax.Array:
-    """The float32 values that codes stand for, before any scale."""
+    """Decodes codes to float32, without scales."""
     if format.codebook is not None:
         return _look_up(widen(codes), format.codebook)
     if format.is_integer or format.bits >= 8:
@@ -54,9 +54,9 @@ def decode(codes: jax.Array, format: Format) -> jax.Array:
 
 
 def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
-    """8-bit integers as a dtype of at most 8 bits; 4-bit floats are taken as raw bits.
+    """Converts 8-bit integers to a dtype of at most 8 bits; for a 4-bit float dtype, `codes` are its raw bits.
 
-    Fused with other arithmetic XLA's CPU stores nibbles one at a time; behind a barrier it can pack them.
+    The barrier lets XLA:CPU pack nibbles; fused with other arithmetic it stores them one at a time.
     """
     if jnp.iinfo(codes.dtype).bits == _bits(dtype):
         return codes if codes.dtype == dtype else lax.bitcast_convert_type(codes, dtype)
@@ -67,9 +67,9 @@ def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def widen(codes: jax.Array) -> jax.Array:
-    """Raw bits of unsigned or 4-bit float codes as uint32.
+    """The raw bits of unsigned or 4-bit float codes as uint32.
 
-    Under jax 0.12 XLA's CPU cannot compile the bits of a slice of 4-bit floats, as scans take them, without a barrier.
+    Without the barrier, XLA:CPU of jax 0.12 fails to compile a bitcast of a slice of 4-bit floats, as in a scan.
     """
     if codes.dtype == jnp.float4_e2m1fn:
         codes = lax.bitcast_convert_type(lax.optimization_barrier(codes), jnp.uint4)
@@ -89,31 +89,31 @@ def _encode_float(w: jax.Array, format: Format, uniform: jax.Array | None) -> ja
 
 
 def float_code(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
-    """uint32 bits of the codes of a float format, by arithmetic that kernels have, too."""
+    """Codes of a float format as uint32, by operations that Pallas kernels support, too."""
     info = ml_dtypes.finfo(format.element_dtype)
-    mantissa, least_field = int(info.nmant), np.uint32(127 + int(info.minexp))
+    mantissa, min_exponent_field = int(info.nmant), np.uint32(127 + int(info.minexp))
     bits = bits_of(w)
     sign = (w < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
-    in_steps, field = _in_steps(bits, format)
-    code = (round_count(in_steps, uniform) + ((field - least_field) << mantissa)) | (sign << (format.bits - 1))
+    in_ulps, field = _in_ulps(bits, format)
+    code = (round_count(in_ulps, uniform) + ((field - min_exponent_field) << mantissa)) | (sign << (format.bits - 1))
     nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
     return jnp.where(_is_nan(bits), np.uint32(nan), code)
 
 
 def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
-    """The float32 values that the codes of w stand for; NaN as in codes."""
+    """w rounded to the element type, in float32: the same as decoding its codes, NaN included."""
     info = ml_dtypes.finfo(format.element_dtype)
     bits = bits_of(w)
     clipped = _clipped(bits, format)
     binade = jnp.maximum(clipped & INFINITY, np.float32(2.0 ** int(info.minexp)).view(np.uint32))
-    in_steps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
-    value = round_float(in_steps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
+    in_ulps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
+    value = round_float(in_ulps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
     nan = np.float32(np.nan).view(np.uint32) if format.bits == 8 else np.uint32(0)
     return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | (bits & SIGN)))
 
 
-def _in_steps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Clipped magnitudes in units of the element's steps where they lie, and the exponent field that decides those."""
+def _in_ulps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+    """Saturated magnitudes in ulps of the element in their binade, and the binade's float32 exponent field."""
     info = ml_dtypes.finfo(format.element_dtype)
     clipped = _clipped(bits, format)
     field = jnp.maximum(clipped >> 23, np.uint32(127 + int(info.minexp)))
@@ -121,7 +121,7 @@ def _in_steps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
 
 
 def _clipped(bits: jax.Array, format: Format) -> jax.Array:
-    """Bits of magnitudes, at most those of the largest element."""
+    """The bits of magnitudes, saturated at the element's maximum."""
     return jnp.minimum(bits & MAGNITUDE, np.float32(ml_dtypes.finfo(format.element_dtype).max).view(np.uint32))
 
 
@@ -130,7 +130,7 @@ def _is_nan(bits: jax.Array) -> jax.Array:
 
 
 def decode_float(bits: jax.Array, format: Format) -> jax.Array:
-    """The values of a float format's codes, given as uint32 bits."""
+    """Decodes codes of a float format, passed as uint32, to float32."""
     info = ml_dtypes.finfo(format.element_dtype)
     mantissa, minexp = int(info.nmant), int(info.minexp)
     sign_bit = format.bits - 1
@@ -142,7 +142,7 @@ def decode_float(bits: jax.Array, format: Format) -> jax.Array:
 
 
 def _encode_codebook(w, codebook, dtype, uniform):
-    """Index of the nearest entry: how many midpoints lie below, so a tie takes the lower one."""
+    """The index of the nearest entry, which is the number of midpoints below w; a tie takes the lower entry."""
     entries = np.array(codebook, np.float32)
     w = _nan_to_zero(w)
     if uniform is None:
@@ -150,17 +150,17 @@ def _encode_codebook(w, codebook, dtype, uniform):
     else:
         w = jnp.clip(w, entries[0], entries[-1])
         below = _count_below(w, np.nextafter(entries[1:], entries[:-1]))  # entries at or below w
-        per_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
-        index = below + ((w - _look_up(below, codebook)) * per_gap > uniform).astype(jnp.uint32)
+        inverse_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
+        index = below + ((w - _look_up(below, codebook)) * inverse_gap > uniform).astype(jnp.uint32)
     return narrow(index.astype(jnp.uint8), dtype)
 
 
 def _count_below(w: jax.Array, thresholds: np.ndarray) -> jax.Array:
-    """How many of the sorted thresholds lie below w, by halving: one comparison per bit of the answer."""
-    levels = len(thresholds).bit_length()
-    padded = np.append(thresholds, np.full(2**levels - 1 - len(thresholds), np.inf, np.float32))
+    """The number of sorted thresholds below w, by binary search with one comparison per bit of the result."""
+    bits = len(thresholds).bit_length()
+    padded = np.append(thresholds, np.full(2**bits - 1 - len(thresholds), np.inf, np.float32))
     index = jnp.zeros(w.shape, jnp.uint32)
-    for bit in reversed(range(levels)):
+    for bit in reversed(range(bits)):
         step = 2**bit
         middle = _look_up(index >> (bit + 1), tuple(padded[step - 1 :: 2 * step]))
         index = index + jnp.where(w > middle, np.uint32(step), np.uint32(0))
@@ -168,13 +168,13 @@ def _count_below(w: jax.Array, thresholds: np.ndarray) -> jax.Array:
 
 
 def _look_up(index: jax.Array, table: tuple[float, ...]) -> jax.Array:
-    """table[index] as a tree of selects, one level per bit, which vectorises where a gather does not."""
-    level: list[Any] = [np.float32(v) for v in table]
+    """table[index] as a binary tree of selects, because XLA:CPU does not vectorise a gather."""
+    nodes: list[Any] = [np.float32(v) for v in table]
     bit = 0
-    while len(level) > 1:
-        if len(level) % 2:
-            level.append(level[-1])
-        chosen = (index >> bit) & 1 == 1
-        level = [jnp.where(chosen, high, low) for low, high in zip(level[::2], level[1::2], strict=True)]
+    while len(nodes) > 1:
+        if len(nodes) % 2:
+            nodes.append(nodes[-1])
+        takes_odd = (index >> bit) & 1 == 1
+        nodes = [jnp.where(takes_odd, odd, even) for even, odd in zip(nodes[::2], nodes[1::2], strict=True)]
         bit += 1
-    return jnp.asarray(level[0])
+    return jnp.asarray(nodes[0])

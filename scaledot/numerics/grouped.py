@@ -1,7 +1,11 @@
-"""The cast of a matrix whose rows come in groups, each as if it were alone.
+"""Quantisation of a ragged matrix, whose rows are partitioned into groups, such as the tokens of each expert.
 
-Group sizes may be traced, so the number of row blocks is not known before the data: every row looks up the block
-it belongs to, and scales are stored per row.
+Every group is quantised as if it were an array of its own. Group sizes may be traced, so the number of row blocks is
+not static: each row looks up the block it belongs to, and scales are stored per row. For example, with row blocks of 4
+and `group_sizes` [3, 2], rows 0 to 2 form one block, rows 3 and 4 another, and later rows belong to no group.
+
+wgrad contracts over the rows of each group. `spaced` pads groups to multiples of `row_alignment` rows for it, so that
+neither blocks nor K tiles span two groups; `aligned_row_tiles` describes the same layout without moving rows.
 """
 
 from typing import Any
@@ -11,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import CastSpec, Parts, anywhere, calibrated_scales, cast, prepare
+from scaledot.numerics.cast import CastSpec, Parts, all_reduce_max, calibrated_scales, cast, prepare
 from scaledot.numerics.rounding import uniform_of
 from scaledot.numerics.scale import scales_of, scales_or_nan
 
@@ -19,59 +23,66 @@ from scaledot.numerics.scale import scales_of, scales_or_nan
 def quantize_grouped_parts(
     spec: CastSpec, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
 ) -> Parts:
-    """A matrix whose rows come in groups; `spec.block` is that of one row, scales are stored per row."""
-    group, segment, count = group_rows(group_sizes, x.shape[0], row_block)
-    inside = (group < group_sizes.shape[0])[:, None]
-    x = jnp.where(inside, prepare(spec, x), np.float32(0))
+    """Quantises a matrix (rows, features) by groups of rows, in blocks of `row_block` rows (0: the whole group).
+
+    `spec.block` is the block within one row. Scales, and tensor scales of two-level formats, have one entry per row.
+    Rows of no group are quantised as zeros.
+    """
+    group, row_block_index, count = group_rows(group_sizes, x.shape[0], row_block)
+    in_group = (group < group_sizes.shape[0])[:, None]
+    x = jnp.where(in_group, prepare(spec, x), np.float32(0))
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
-    def largest(amax: jax.Array) -> jax.Array:
-        return _segment_amax(jnp.max(amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
+    def group_amax(block_amax: jax.Array) -> jax.Array:
+        return _segment_amax(jnp.max(block_amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
 
     if row_block == 1:
-        return cast(spec, x, calibrated_scales(spec, x, largest=largest), uniform)
-    row_amax, levels = calibrate.block_amax, scales_of
+        return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax), uniform)
+    row_amax, scales_from = calibrate.block_amax, scales_of
     if spec.nonfinite == "nan_scales":
-        row_amax, levels = calibrate.block_amax_or_inf, scales_or_nan
-    amax = _segment_amax(row_amax(x, spec.block), segment, count)
-    amax = anywhere(amax, spec.amax_axes) if 0 in spec.block else amax
+        row_amax, scales_from = calibrate.block_amax_or_inf, scales_or_nan
+    amax = _segment_amax(row_amax(x, spec.block), row_block_index, count)
+    amax = all_reduce_max(amax, spec.amax_axes) if 0 in spec.block else amax
     tensor_amax = None
     if spec.format.two_level:
-        tensor_amax = anywhere(largest(calibrate.block_amax(x, spec.block)), spec.amax_axes)
-    return cast(spec, x, levels(amax, spec.format, spec.input_dtype, None, tensor_amax), uniform)
+        tensor_amax = all_reduce_max(group_amax(calibrate.block_amax(x, spec.block)), spec.amax_axes)
+    return cast(spec, x, scales_from(amax, spec.format, spec.input_dtype, None, tensor_amax), uniform)
 
 
 def quantize_tiles_parts(spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
-    """An array (tiles, rows, features) whose tiles belong to groups; the tensor scale has one entry per tile."""
+    """Quantises an array (tiles, rows, features), tile i of which belongs to group[i] of `groups`.
+
+    The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group.
+    """
     x = prepare(spec, x)
     uniform = uniform if key is None else uniform_of(key, x.shape)
 
-    def largest(amax: jax.Array) -> jax.Array:
-        return _segment_amax(jnp.max(amax, axis=(1, 2), initial=0), group, groups)
+    def group_amax(block_amax: jax.Array) -> jax.Array:
+        return _segment_amax(jnp.max(block_amax, axis=(1, 2), initial=0), group, groups)
 
-    return cast(spec, x, calibrated_scales(spec, x, largest=largest), uniform)
+    return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax), uniform)
 
 
 def group_of(sizes: jax.Array, rows: int) -> jax.Array:
-    """The group of each row; as many as there are groups for rows past the last."""
+    """The group index of each row; the number of groups for rows after the last group."""
     return group_rows(sizes, rows, 0)[0]
 
 
 def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
-    """The first row of each group."""
+    """The first row of each group, at most rows - 1."""
     return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)
 
 
 def members(x: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x with zeros in rows of no group."""
-    inside = jnp.arange(x.shape[0]) < jnp.sum(sizes)
-    return jnp.where(inside[:, None], x, jnp.zeros_like(x))
+    """Replaces the rows of x that belong to no group by zeros."""
+    in_group = jnp.arange(x.shape[0]) < jnp.sum(sizes)
+    return jnp.where(in_group[:, None], x, jnp.zeros_like(x))
 
 
 def group_rows(group_sizes: jax.Array, rows: int, row_block: int) -> tuple[jax.Array, jax.Array, int]:
-    """For each row its group (G where it is past the last) and the block of rows it shares scales with.
+    """The group index and the row-block index of each row, and an upper bound of the number of row blocks.
 
-    Blocks of rows start afresh in each group; the third result bounds how many there can be.
+    Row blocks start anew in each group. The group index is the number of groups for rows after the last group.
     """
     groups = group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes)
@@ -87,23 +98,23 @@ def group_rows(group_sizes: jax.Array, rows: int, row_block: int) -> tuple[jax.A
 
 
 def _segment_amax(amax: jax.Array, segment: jax.Array, count: int) -> jax.Array:
-    """For each row the largest entry of its segment."""
+    """The maximum over the segment of each row, for each row."""
     largest = jax.ops.segment_max(amax, segment, num_segments=count)
     return jnp.maximum(largest, 0)[segment]
 
 
 def whole_groups(group_sizes: Any, row_alignment: int) -> Any:
-    """Sizes rounded up to multiples."""
+    """Group sizes rounded up to multiples of `row_alignment`."""
     return -(-group_sizes // row_alignment) * row_alignment
 
 
 def padded_capacity(rows: int, groups: int, row_alignment: int) -> int:
-    """How many rows there can be when sizes are rounded up to multiples."""
+    """The largest possible sum of `whole_groups` for `groups` groups of `rows` rows in total."""
     return whole_groups(rows + min(groups, rows) * (row_alignment - 1), row_alignment)
 
 
 def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """The first row of every tile of `row_alignment` rows, and how many of them belong to a group; int32 (tiles, 2).
+    """int32 (tiles, 2): the first row of each tile of `row_alignment` rows, and how many of its rows are in a group.
 
     >>> row_tiles(jnp.array([3, 2]), rows=8, row_alignment=4)
     Array([[0, 4],
@@ -114,7 +125,7 @@ def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Arra
 
 
 def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """The same for the result of `spaced`, by the rows that they are before: every group begins with a strip.
+    """`row_tiles` for the layout of `spaced`, in which every group starts a tile; rows are those before `spaced`.
 
     >>> aligned_row_tiles(jnp.array([3, 2]), rows=5, row_alignment=4)
     Array([[0, 3],
@@ -122,29 +133,30 @@ def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> 
            [0, 0]], dtype=int32)
     """
     count = group_sizes.shape[0]
-    pieces = -(-group_sizes // row_alignment)
-    index = jnp.arange(padded_capacity(rows, count, row_alignment) // row_alignment)
-    group = group_rows(pieces, index.size, 0)[0]
-    sizes, starts, before = (
+    tile_counts = -(-group_sizes // row_alignment)
+    tile = jnp.arange(padded_capacity(rows, count, row_alignment) // row_alignment)
+    group = group_rows(tile_counts, tile.size, 0)[0]
+    sizes, first_row, first_tile = (
         jnp.append(each, 0)
-        for each in (group_sizes, jnp.cumsum(group_sizes) - group_sizes, jnp.cumsum(pieces) - pieces)
+        for each in (group_sizes, jnp.cumsum(group_sizes) - group_sizes, jnp.cumsum(tile_counts) - tile_counts)
     )
-    within = (index - before[group]) * row_alignment
-    taken = jnp.clip(sizes[group] - within, 0, row_alignment)
-    return jnp.stack([jnp.where(taken > 0, starts[group] + within, 0), taken], axis=1).astype(jnp.int32)
+    within = (tile - first_tile[group]) * row_alignment
+    rows_in_tile = jnp.clip(sizes[group] - within, 0, row_alignment)
+    first = jnp.where(rows_in_tile > 0, first_row[group] + within, 0)
+    return jnp.stack([first, rows_in_tile], axis=1).astype(jnp.int32)
 
 
 def spaced(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
-    """Rows moved so that every group starts at a multiple of `row_alignment`, with zeros between.
+    """Pads every group with rows of zeros, so that it starts at a multiple of `row_alignment`.
 
-    How many rows there will be is not known before the data; the result has room for the worst case.
+    The padded number of rows depends on `group_sizes`, which may be traced; the result has `padded_capacity` rows.
     """
     if row_alignment == 1:
         return x
-    count, whole = group_sizes.shape[0], whole_groups(group_sizes, row_alignment)
-    worst = padded_capacity(x.shape[0], count, row_alignment)
-    group = group_rows(whole, worst, 0)[0]
-    starts, targets = (jnp.append(jnp.cumsum(s) - s, 0) for s in (group_sizes, whole))
-    within = jnp.arange(worst, dtype=targets.dtype) - targets[group]
+    count, padded_sizes = group_sizes.shape[0], whole_groups(group_sizes, row_alignment)
+    capacity = padded_capacity(x.shape[0], count, row_alignment)
+    group = group_rows(padded_sizes, capacity, 0)[0]
+    source, target = (jnp.append(jnp.cumsum(sizes) - sizes, 0) for sizes in (group_sizes, padded_sizes))
+    within = jnp.arange(capacity, dtype=target.dtype) - target[group]
     valid = (group < count) & (within < jnp.append(group_sizes, 0)[group])
-    return jnp.where(valid[:, None], x[jnp.where(valid, starts[group] + within, 0)], jnp.zeros((), x.dtype))
+    return jnp.where(valid[:, None], x[jnp.where(valid, source[group] + within, 0)], jnp.zeros((), x.dtype))

@@ -1,9 +1,9 @@
-"""The random Hadamard transform: spreads an outlier over its neighbours before a coarse cast.
+"""The random Hadamard transform, which distributes an outlier over its group of elements before quantisation.
 
-H = n^-1/2 * diag(s) * Sylvester_n with Sylvester[r, c] = (-1)^popcount(r & c). Applied along the
-contracted axis of both operands of a product it cancels, because H is orthogonal. It is computed as
-butterflies in a fixed order, so every backend adds in the same order and gives the same bits; subnormal sums
-are flushed at each step, because only some backends do so by themselves.
+H = n^-1/2 * diag(s) * Sylvester_n with Sylvester[r, c] = (-1)^popcount(r & c) and random signs s. Applied along the
+contracting dim of both operands of a matmul it cancels, because H is orthogonal. It is computed by butterflies, so that
+every backend adds in the same order and results are bit-identical; subnormals are flushed after each stage, because
+only some backends flush them.
 """
 
 import dataclasses
@@ -18,7 +18,10 @@ from scaledot.numerics.rounding import round_bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard:
-    """`size` consecutive elements along `axis` are multiplied by H; bit i of `mask` makes sign i negative."""
+    """A random Hadamard transform of each group of `size` consecutive elements along `axis`.
+
+    mask: the random signs: bit i makes the sign of element i negative. The default is a fixed draw for `size` 16.
+    """
 
     size: int = 16
     mask: int = 0xD7E8
@@ -30,7 +33,7 @@ class Hadamard:
         if self.size < 2 or self.size & (self.size - 1):
             raise ValueError(f"`size` of a Hadamard must be a power of two of at least 2, not {self.size}")
         if not 0 <= self.mask < 1 << self.size:
-            raise ValueError(f"`mask` {self.mask:#x} of a Hadamard does not fit {self.size} signs")
+            raise ValueError(f"`mask` {self.mask:#x} of a Hadamard does not fit in `size` {self.size} bits")
 
     @property
     def signs(self) -> np.ndarray:
@@ -38,18 +41,18 @@ class Hadamard:
 
 
 def rotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
-    """x @ H in groups along the axis: bf16 in, float32 sums, bf16 out (as float32)."""
+    """x @ H in groups along the axis, in float32; x and the result are rounded to bfloat16 precision."""
     groups = _grouped(round_bfloat16(x), rotation)
-    return _ungrouped(round_bfloat16(_butterflies(groups * _beside(rotation.signs, groups))), x.shape, rotation)
+    return _ungrouped(round_bfloat16(_butterflies(groups * _broadcast(rotation.signs, groups))), x.shape, rotation)
 
 
 def unrotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
-    """x @ H.T in float32, which undoes `rotate`."""
+    """x @ H.T in groups along the axis, in float32: the inverse of `rotate`."""
     groups = _butterflies(_grouped(x, rotation))
-    return _ungrouped(groups * _beside(rotation.signs, groups), x.shape, rotation)
+    return _ungrouped(groups * _broadcast(rotation.signs, groups), x.shape, rotation)
 
 
-def _beside(signs: np.ndarray, groups: jax.Array) -> np.ndarray:
+def _broadcast(signs: np.ndarray, groups: jax.Array) -> np.ndarray:
     return signs.reshape((1,) * (groups.ndim - 1) + signs.shape)
 
 
@@ -64,7 +67,7 @@ def _ungrouped(groups: jax.Array, shape: tuple[int, ...], rotation: Hadamard) ->
 
 
 def _butterflies(groups: jax.Array) -> jax.Array:
-    """Multiply by the normalised Sylvester matrix, one bit of the index at a time."""
+    """Multiplies the last axis by the normalised Sylvester matrix, with one butterfly stage per bit of the index."""
     size = groups.shape[-1]
     stride = 1
     while stride < size:

@@ -1,4 +1,4 @@
-"""Layouts on disk and in tensor cores: nibbles, dense bit streams, tiled block scales."""
+"""Storage layouts of checkpoints and tensor cores: nibbles, dense bit streams, swizzled block scales."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax import lax
 
 
 def pack_nibbles(codes: jax.Array) -> jax.Array:
-    """Two codes of a 4-bit dtype per byte along the last axis, the even element in the low nibble.
+    """Packs two codes of a 4-bit dtype per byte along the last axis, the even element in the low nibble.
 
     >>> pack_nibbles(jnp.array([1, 2, 3, 4], jnp.uint4))
     Array([33, 67], dtype=uint8)
@@ -20,7 +20,7 @@ def pack_nibbles(codes: jax.Array) -> jax.Array:
 
 
 def unpack_nibbles(packed: jax.Array, dtype) -> jax.Array:
-    """The inverse of `pack_nibbles`, as any 4-bit dtype.
+    """The inverse of `pack_nibbles`, for any 4-bit `dtype`.
 
     >>> unpack_nibbles(jnp.array([33, 67], jnp.uint8), jnp.uint4)
     Array([1, 2, 3, 4], dtype=uint4)
@@ -30,9 +30,9 @@ def unpack_nibbles(packed: jax.Array, dtype) -> jax.Array:
 
 
 def pack_bits(codes: jax.Array, bits: int, *, axis: int = -1, word=jnp.int32) -> jax.Array:
-    """Integer codes of `bits` bits as a dense little-endian stream of words along `axis`.
+    """Packs integer codes of `bits` bits as a dense little-endian bit stream of words along `axis`.
 
-    Signed codes are stored offset binary (code + 2^(bits-1)); the last word is filled up with zero bits.
+    Signed codes are stored in offset binary (code + 2^(bits-1)); the last word is padded with zero bits.
 
     >>> pack_bits(jnp.array([1, 2, 3], jnp.uint8), 6, word=jnp.uint8)
     Array([129,  48,   0], dtype=uint8)
@@ -49,7 +49,7 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int = -1, word=jnp.int32) ->
 
 
 def unpack_bits(packed: jax.Array, bits: int, count: int, *, axis: int = -1, signed: bool = True) -> jax.Array:
-    """The first `count` codes of a stream made by `pack_bits`, as int8 or uint8.
+    """Unpacks the first `count` codes of a bit stream from `pack_bits`, as int8 or uint8.
 
     >>> unpack_bits(jnp.array([129, 48, 0], jnp.uint8), 6, 3, signed=False)
     Array([1, 2, 3], dtype=uint8)
@@ -68,7 +68,7 @@ def unpack_bits(packed: jax.Array, bits: int, count: int, *, axis: int = -1, sig
 
 
 def _bits_of_each(words: jax.Array, width: int) -> jax.Array:
-    """uint32 words as a new last axis of their `width` low bits, lowest first."""
+    """Expands uint32 words to a new last axis of their `width` low bits, lowest first."""
     position = lax.broadcasted_iota(jnp.uint32, (*words.shape, width), words.ndim)
     return (words[..., None] >> position) & 1
 
@@ -83,9 +83,10 @@ def _unsigned(word) -> np.dtype:
 
 
 def tile_scales(scale: jax.Array) -> jax.Array:
-    """A (rows, columns) block-scale matrix as tensor cores read it: flat 128 x 4 tiles, zero padded.
+    """Swizzles a (rows, columns) matrix of block scales to the layout of Blackwell tensor cores, as a flat array.
 
-    Inside a tile the flat index of (r, c) is (r % 32) * 16 + (r // 32) * 4 + c; tiles are row-major.
+    The matrix is zero-padded to 128 x 4 tiles, which are stored in row-major order. Within a tile the flat index of
+    (r, c) is (r % 32) * 16 + (r // 32) * 4 + c.
     """
     if scale.ndim != 2:
         raise ValueError(f"`scale` must be a matrix, not of shape {scale.shape}")
@@ -97,7 +98,7 @@ def tile_scales(scale: jax.Array) -> jax.Array:
 
 
 def untile_scales(tiled: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The (rows, columns) matrix that `tile_scales` laid out."""
+    """The inverse of `tile_scales`, for a matrix of `shape` (rows, columns)."""
     rows, columns = shape
     tile_rows, tile_columns = -(-rows // 128), -(-columns // 4)
     if tiled.size != tile_rows * tile_columns * 512:

@@ -1,8 +1,8 @@
-"""Rounding to integers, to nearest even or by chance, and the bits that chance is made of.
+"""Rounding to nearest even or stochastically, and the random numbers of stochastic rounding.
 
-Stochastic rounding needs one uniform number per element. Drawing it with jax.random would cost more than
-the rest of the cast; here it is a hash of the key and of the element's flat index, so the same key gives
-the same codes on every backend and however the array is sharded.
+Stochastic rounding takes one uniform number per element. Generating it with jax.random would cost more than the rest
+of the cast. Here it is a hash of the key and of the element's flat index, so that the same key gives the same codes on
+every backend and under every sharding.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_STRIDE = np.uint32(0x9E3779B1)  # between the hashes of neighbours
+_STRIDE = np.uint32(0x9E3779B1)  # multiplies the flat index, before the first round of the hash
 
 
 def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """w to a whole number: ties to even, or up with the probability of its fraction where `uniform` is given."""
+    """Rounds w to an integer: to nearest even, or up with the probability of its fraction if `uniform` is not None."""
     if uniform is None:
         return lax.round(w, lax.RoundingMethod.TO_NEAREST_EVEN)
     below = jnp.floor(w)
@@ -26,16 +26,19 @@ def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
 
 
 def round_count(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """The same for 0 <= w < 2^22, as uint32; adding 2^23 makes the sum's own rounding leave the integer in its bits."""
+    """Rounds 0 <= w < 2^22 to uint32, as `round_integer` does.
+
+    The float32 addition of 2^23 rounds to nearest even and leaves the integer in the low mantissa bits.
+    """
     if uniform is None:
         return lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
     return round_float(w, uniform).astype(jnp.int32).astype(jnp.uint32)
 
 
 def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """The same as float32."""
+    """Rounds 0 <= w < 2^22 to an integer in float32, as `round_integer` does."""
     if uniform is None:
-        # 2^23 has these bits already; without the detour XLA would cancel it against the one that is subtracted.
+        # The or changes no bit; without it XLA would simplify w + 2^23 - 2^23 to w.
         shifted = lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) | np.uint32(0x4B000000)
         return lax.bitcast_convert_type(shifted, jnp.float32) - np.float32(2.0**23)
     below = w.astype(jnp.int32).astype(jnp.float32)
@@ -45,9 +48,10 @@ def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
 def uniform_of(
     key: "Key", shape: tuple[int, ...], row_length: int | None = None, offset: jax.Array | None = None
 ) -> jax.Array:
-    """Multiples of 2^-24 in [0, 1), one per element, from the key and the flat index (modulo 2^32).
+    """Uniform multiples of 2^-24 in [0, 1) in `shape`, hashed from the key and the row-major flat index modulo 2^32.
 
-    Of a shard (m, k): `row_length` of the whole matrix, and the flat index `offset` of the first element in it.
+    For a shard of a matrix: `row_length` is the row length of the global matrix, and `offset` the global flat index of
+    the shard's first element.
     """
     axes = [Positions(jnp.arange(size, dtype=jnp.uint32), size) for size in shape]
     if row_length is not None:
@@ -56,10 +60,10 @@ def uniform_of(
 
 
 def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """The same for uint32 flat indices and the two words of a key.
+    """`uniform_of` for uint32 flat indices and the two seed words of `seeds_of`.
 
-    The second word comes in between two rounds, so that streams of two keys are no shifts of each other; the last
-    multiplication has mixed the high bits, which are all that is used.
+    The second word is added between two rounds, so that the streams of two keys are not shifted copies of each other.
+    Only the high 24 bits are used, which the last multiplication has mixed.
     """
     hashed = index * _STRIDE + first
     hashed = (hashed ^ (hashed >> 16)) * np.uint32(0x7FEB352D) + second
@@ -68,33 +72,33 @@ def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Arr
 
 
 def round_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 rounded to bfloat16's grid; XLA may drop a pair of casts, never this."""
+    """Rounds float32 to bfloat16 precision, in float32; XLA may remove a pair of conversions, but never this."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def round_to(x: jax.Array, dtype) -> jax.Array:
-    """float32 rounded to the grid of a wider or narrower float dtype, kept as float32."""
+    """Rounds float32 to the precision of a float dtype, in float32."""
     info = jnp.finfo(dtype)
     if info.bits >= 32:
         return x
     rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
     if info.minexp == -126:
         return rounded
-    # reduce_precision flushes what is subnormal in the narrow dtype; its grid goes on there in equal steps.
+    # reduce_precision flushes the subnormals of the narrow dtype, which are equally spaced.
     step = 2.0 ** (info.minexp - info.nmant)
     steps = lax.round(x * np.float32(1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.abs(x) < np.float32(2.0**info.minexp), steps * np.float32(step), rounded)
 
 
 class Positions(NamedTuple):
-    """Positions `at`, uint32 (n,), of some elements along an axis of so many."""
+    """Positions `at`, uint32 (n,), of some elements along an axis of `size` elements."""
 
     at: jax.Array
     size: int
 
 
 def flat_index(axes: Sequence[Positions]) -> jax.Array:
-    """The row-major index, modulo 2^32, of every element at these positions along the axes of an array.
+    """The row-major flat indices, modulo 2^32, of the elements at the given positions along each axis of an array.
 
     >>> columns = Positions(jnp.array([0, 3], jnp.uint32), size=4)
     >>> flat_index([Positions(jnp.array([5, 6], jnp.uint32), size=8), columns])
@@ -110,21 +114,21 @@ def flat_index(axes: Sequence[Positions]) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A key for one of several casts, by its number.
+    """A key with a static number, for one of several casts that share the key.
 
-    `seeds_of` hashes the number together with the words of the key, so that numbers give independent streams. Unlike
-    jax.random.fold_in it adds no Threefry to the program, which XLA would compile again for every cast of a model.
+    `seeds_of` hashes the number with the words of the key, so that different numbers give independent streams. Unlike
+    jax.random.fold_in it adds no Threefry to the program, which XLA would compile for every cast of a model.
     """
 
     key: jax.Array
     number: int = dataclasses.field(metadata={"static": True})
 
 
-Key = jax.Array | Stream  # of jax.random, typed or raw
+Key = jax.Array | Stream  # a key array of jax.random, typed or raw
 
 
 def key_words(key: Key) -> list[Any]:
-    """The uint32 words of a key; of raw keys (..., words), each an array."""
+    """The uint32 words of a key; for raw keys of shape (..., words), arrays of shape (...)."""
     if isinstance(key, Stream):
         return [*key_words(key.key), np.uint32(key.number)]
     words = raw_key(key)
@@ -136,22 +140,22 @@ def raw_key(key: jax.Array) -> jax.Array:
 
 
 def numbered(key: Key, numbers: jax.Array) -> jax.Array:
-    """A raw key for each of several numbers, which need not be static: (..., words)."""
+    """A raw key for each of `numbers`, which may be traced, in shape (*numbers.shape, words)."""
     words = [*key_words(key), numbers.astype(jnp.uint32)]
     return jnp.stack([jnp.broadcast_to(word, numbers.shape) for word in words], axis=-1)
 
 
 def seeds_of(key: Key) -> tuple[jax.Array, jax.Array]:
-    """Two well-mixed words from all words of the key; of raw keys (..., words), two for each."""
+    """Hashes the words of a key to two uint32 seeds; for raw keys of shape (..., words), two arrays of shape (...)."""
     first, second = mixed(key_words(key))
     return jnp.asarray(first), jnp.asarray(second)
 
 
 def mixed(words: Sequence[Any]) -> tuple[Any, Any]:
-    """Two well-mixed words from several."""
+    """Hashes uint32 words to two seeds."""
     first: Any = np.uint32(0x9E3779B9)
     second: Any = np.uint32(0x85EBCA6B)
-    with np.errstate(over="ignore"):  # a number that is known wraps around like all others
+    with np.errstate(over="ignore"):  # words that are numpy scalars wrap around as well
         for word in words:
             first = _mix(first ^ _mix(word + np.uint32(0x27D4EB2F)))
             second = _mix(second + _mix(word ^ np.uint32(0x165667B1)))
@@ -159,12 +163,12 @@ def mixed(words: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def seeds_from(offset: jax.Array | None, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The words of a key with which an index draws what index + offset draws with the given ones."""
+    """Seeds (first, second) adjusted so that flat index i gives the number of flat index i + offset."""
     return (first if offset is None else first + offset * _STRIDE), second
 
 
 def _mix(h):
-    """A bijection of 32-bit words with low bias (constants from Wellons' search)."""
+    """A bijective hash of uint32 words with low bias (lowbias32 of C. Wellons' hash prospector)."""
     h = h ^ (h >> 16)
     h = h * np.uint32(0x7FEB352D)
     h = h ^ (h >> 15)

@@ -1,8 +1,11 @@
-"""Scales from block maxima: the rules of every format, to the bit.
+"""Scales from block amaxes: the scale rules of every format, bit for bit.
 
-A rule turns the largest magnitude of each block into what is stored (`scale`, and `tensor_scale` for
-two-level formats) and into what the cast applies to the data. All of it works on arrays of the scale's
-shape, which are small, so divisions can afford to be correctly rounded.
+A rule (listed in `formats`) computes from the amax of each block what is stored (`scale`, and `tensor_scale` for
+two-level formats) and what the cast applies to the data (quantisation multipliers, or a divisor). All arrays here have
+the shape of the scale and are small, so divisions are correctly rounded (`bits.divide`).
+
+Example: an fp8_e4m3 block with amax 3 has the multiplier 448 / 3 and the scale 1 / (448 / 3); its codes are
+round(x * multiplier).
 """
 
 import functools
@@ -25,7 +28,10 @@ _GUARD = np.float32(17 / 16)
 
 
 class Scales(NamedTuple):
-    """The stored scales and how the cast applies them: x * factors, or x / divisor where that is given."""
+    """The stored scales, and how the cast applies them: x * multipliers in turn, or x / divisor if that is not None.
+
+    There are two multipliers where their product, 1 / scale, may be subnormal in float32.
+    """
 
     scale: jax.Array
     tensor_scale: jax.Array | None
@@ -34,35 +40,36 @@ class Scales(NamedTuple):
 
 
 def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Scales:
-    """Scales of blocks whose largest magnitudes are `amax`.
+    """Scales of blocks with the given `amax`, in its shape.
 
-    A two-level format needs the given `tensor_scale`, or the `tensor_amax` to make one from; both have one
-    entry per leading index (none: one for all).
+    A two-level format needs a `tensor_scale`, or the `tensor_amax` to compute it from: scalars, or one entry per index
+    of the leading axes. `dtype` is that of the array that is quantised.
     """
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
     if format.scale == "float8_e8m0fnu":
-        return _e8m0_levels(e8m0_code(amax, format), two_multipliers=format.max < 2)
+        # The reciprocal of code 254 is subnormal; it occurs only for element maxima below 2.
+        return _e8m0_scales(e8m0_code(amax, format), two_multipliers=format.max < 2)
     if format.scale == "float8_e4m3fn":
-        return _e4m3_levels(amax, format, dtype, tensor_scale, tensor_amax)
-    return _float_levels(amax, format, dtype)
+        return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax)
+    return _float_scales(amax, format, dtype)
 
 
 def scales_or_nan(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Scales:
-    """`scales_of`, with a NaN scale where `amax` is infinite, as it is for a block that holds NaN or infinities."""
+    """`scales_of`, with a NaN scale where `amax` is infinite, which marks a block that contains NaN or infinities."""
     return with_nan(scales_of(amax, format, dtype, tensor_scale, tensor_amax), amax == np.float32(np.inf))
 
 
-def with_nan(levels: Scales, where: jax.Array) -> Scales:
-    """The levels with NaN for some blocks: for what is stored, and for what the cast applies to their elements.
+def with_nan(scales: Scales, where: jax.Array) -> Scales:
+    """Replaces the scales, multipliers and divisors of the blocks in `where` by NaN.
 
-    So codes there are NaN in 8-bit floats and 0 in every other element, whatever the data.
+    The codes of these blocks are then NaN in 8-bit floats and 0 in every other element type.
     """
     nan = np.float32(np.nan)
-    return levels._replace(
-        scale=_nan_where(where, levels.scale),
-        multipliers=tuple(jnp.where(where, nan, multiplier) for multiplier in levels.multipliers),
-        divisor=None if levels.divisor is None else jnp.where(where, nan, levels.divisor),
+    return scales._replace(
+        scale=_nan_where(where, scales.scale),
+        multipliers=tuple(jnp.where(where, nan, multiplier) for multiplier in scales.multipliers),
+        divisor=None if scales.divisor is None else jnp.where(where, nan, scales.divisor),
     )
 
 
@@ -70,31 +77,31 @@ def _nan_where(where: jax.Array, scale: jax.Array) -> jax.Array:
     nan = np.array(np.nan, scale.dtype)
     if scale.dtype.itemsize > 1:
         return jnp.where(where, nan[()], scale)
-    stored = lax.bitcast_convert_type(scale, jnp.uint8)
-    return lax.bitcast_convert_type(jnp.where(where, nan.view(np.uint8)[()], stored), scale.dtype)
+    raw = lax.bitcast_convert_type(scale, jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(where, nan.view(np.uint8)[()], raw), scale.dtype)
 
 
-def scales_from_given(scale: jax.Array, format: Format, tensor_scale=None) -> Scales:
-    """The same for scales that the caller brings."""
+def scales_from_stored(scale: jax.Array, format: Format, tensor_scale=None) -> Scales:
+    """Scales for stored scales that the caller passes, in the format's scale dtype."""
     if format.scale == "float8_e8m0fnu":
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-        return _e8m0_levels(code, two_multipliers=True)
+        return _e8m0_scales(code, two_multipliers=True)
     value = scale.astype(jnp.float32)
     if tensor_scale is not None:
         value = value * beside(tensor_scale, value.ndim)
     if format.quirks.divide:
         return Scales(scale, tensor_scale, (), value)
-    empty = value == 0
-    return Scales(scale, tensor_scale, tuple(jnp.where(empty, np.float32(0), f) for f in _reciprocal(value, 0)))
+    is_zero = value == 0
+    return Scales(scale, tensor_scale, tuple(jnp.where(is_zero, np.float32(0), f) for f in _reciprocal(value, 0)))
 
 
 def scales_from_multiplier(multiplier: jax.Array) -> Scales:
-    """The same for float32 factors that the caller brings, as delayed scaling does; what is stored is 1 / factor."""
+    """Scales for float32 quantisation multipliers that the caller passes, as in delayed scaling: 1 / multiplier."""
     return Scales(divide(ONE, multiplier), None, (multiplier,))
 
 
 def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Format) -> tuple[jax.Array, ...]:
-    """What codes are multiplied by, in turn, to give values."""
+    """The float32 arrays that decoded codes are multiplied by, one after the other, to dequantise them."""
     if format.scale == "float8_e8m0fnu":
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
         first, second = bits.power_of_two_multipliers(code - 127)
@@ -107,25 +114,25 @@ def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Forma
 
 
 def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Scales, jax.Array]:
-    """Scale and float32 zero point of an integer format whose blocks span low..high."""
+    """Scales and float32 zero points of an integer format for blocks with values in [low, high]."""
     steps = np.float32(2**format.bits - 1)
-    own = functools.partial(round_to, dtype=format.arithmetic_dtype(dtype))
-    width = own(jnp.minimum(high - low, bits.FLOAT32_MAX))
-    levels = _ratio_levels(width, steps, format, dtype)
-    scaled = functools.reduce(operator.mul, levels.multipliers, low)
-    if levels.divisor is not None:
-        scaled = divide(low, levels.divisor)
-    # Kept apart, the product and the difference are each rounded; fused they would be rounded once.
-    below = bits.computed_once(own(-scaled))
+    round_arithmetic = functools.partial(round_to, dtype=format.arithmetic_dtype(dtype))
+    width = round_arithmetic(jnp.minimum(high - low, bits.FLOAT32_MAX))
+    scales = _ratio_scales(width, steps, format, dtype)
+    scaled_low = functools.reduce(operator.mul, scales.multipliers, low)
+    if scales.divisor is not None:
+        scaled_low = divide(low, scales.divisor)
+    # `computed_once` keeps XLA from contracting the multiplication and the subtraction to an FMA, which rounds once.
+    offset = bits.computed_once(round_arithmetic(-scaled_low))
     half = 2 ** (format.bits - 1)
-    zero = jnp.clip(round_integer(own(below - np.float32(half))), -half, half - 1)
-    return levels, zero
+    zero = jnp.clip(round_integer(round_arithmetic(offset - np.float32(half))), -half, half - 1)
+    return scales, zero
 
 
-def _float_levels(amax: jax.Array, format: Format, dtype) -> Scales:
+def _float_scales(amax: jax.Array, format: Format, dtype) -> Scales:
     largest = np.float32(format.max)
     if format.rule == "amax_over_f":
-        return _ratio_levels(amax, largest, format, dtype)
+        return _ratio_scales(amax, largest, format, dtype)
     multiplier = jnp.clip(divide(largest, amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
     if format.pow2:
         floor = bits.floor_power_of_two_by_log2 if format.quirks.log2_pow2 else bits.floor_power_of_two
@@ -135,25 +142,25 @@ def _float_levels(amax: jax.Array, format: Format, dtype) -> Scales:
     return Scales(round_to(scale, format.scale_dtype(dtype)).astype(format.scale_dtype(dtype)), None, (multiplier,))
 
 
-def _ratio_levels(covered: jax.Array, steps: np.float32, format: Format, dtype) -> Scales:
-    """Levels whose stored scale is covered / steps, rounded to the scale's dtype."""
-    stored = format.scale_dtype(dtype)
-    ratio = divide(covered, steps)
+def _ratio_scales(width: jax.Array, steps: np.float32, format: Format, dtype) -> Scales:
+    """Scales width / steps, rounded to the format's scale dtype, for an amax or a range of `width`."""
+    scale_dtype = format.scale_dtype(dtype)
+    ratio = divide(width, steps)
     scale = jnp.maximum(bits.ceil_power_of_two(ratio) if format.pow2 else ratio, bits.SMALLEST_SCALE)
-    scale = jnp.minimum(scale, np.float32(jnp.finfo(stored).max))
-    scale = round_to(jnp.where(covered == 0, np.float32(0), scale), stored)
-    empty = jnp.finfo(stored).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
+    scale = jnp.minimum(scale, np.float32(jnp.finfo(scale_dtype).max))
+    scale = round_to(jnp.where(width == 0, np.float32(0), scale), scale_dtype)
+    empty = jnp.finfo(scale_dtype).eps if format.quirks.empty_scale == "eps" else format.quirks.empty_scale or 1
     scale = jnp.where(scale == 0, np.float32(empty), scale)
     if format.quirks.divide:
-        return Scales(scale.astype(stored), None, (), scale)
-    return Scales(scale.astype(stored), None, _reciprocal(scale, format.max))
+        return Scales(scale.astype(scale_dtype), None, (), scale)
+    return Scales(scale.astype(scale_dtype), None, _reciprocal(scale, format.max))
 
 
 def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
-    """Factors that make 1 / scale, at most 2^126.
+    """Multipliers whose product is 1 / scale, at most 2^126, for elements with maximum `largest`.
 
-    The scale of an element that reaches 4 is at most 2^126, whose reciprocal is normal. Others may have a larger
-    one: then data and factor meet half way.
+    If `largest` is at least 4, a scale is at most 2^126, whose reciprocal is a normal float32. A larger scale has a
+    subnormal reciprocal, which is split in two multipliers so that neither step is subnormal.
     """
     if largest >= 4:
         return (jnp.minimum(divide(ONE, scale), bits.LARGEST_MULTIPLIER),)
@@ -163,7 +170,7 @@ def _reciprocal(scale: jax.Array, largest: float) -> tuple[jax.Array, ...]:
 
 
 def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
-    """int32 code (exponent + 127) of the power-of-two scale, by the format's rule; 255, which is NaN, of infinity."""
+    """int32 E8M0 code (exponent + 127) of the scale for `amax`, by the format's rule; 255 (NaN) for infinity."""
     pattern = bits.bits_of(amax).astype(jnp.int32)
     mantissa = pattern & bits.MANTISSA.astype(np.int32)
     if format.rule == "ceil":
@@ -173,90 +180,92 @@ def e8m0_code(amax: jax.Array, format: Format) -> jax.Array:
     elif format.rule == "ceil_log2":
         field = (pattern >> 23) + (mantissa != 0).astype(jnp.int32)
     else:
-        kept = 1 if format.rule == "even1" else format.mantissa_bits
-        field = (pattern + (1 << (22 - kept))) >> 23
+        mantissa_bits = 1 if format.rule == "even1" else format.mantissa_bits
+        field = (pattern + (1 << (22 - mantissa_bits))) >> 23
     return jnp.where(pattern == bits.INFINITY.astype(np.int32), 255, jnp.clip(field - format.emax, 0, 254))
 
 
 def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:
-    """ceil(log2(amax / F)) + 127 from the bits of the product, which must not become subnormal on the way."""
+    """ceil(log2(amax * (1 / F))) + 127 from the bits of that product, computed times 2^64 where it is subnormal."""
     small = amax < np.float32(2.0**-60)
     ratio = amax * jnp.where(small, np.float32(2.0**64), ONE) * reciprocal
     pattern = bits.bits_of(ratio).astype(jnp.int32)
     field = pattern >> 23
     code = field + ((pattern & bits.MANTISSA.astype(np.int32) != 0) & (field < 254)).astype(jnp.int32)
-    # What float32 would round to 2^-127 itself, code 0, although it lies half a subnormal step above.
-    nearly = ratio <= np.float32((0x400000 + 0.5) * 2.0 ** (64 - 149))
-    return jnp.where(small, jnp.where(nearly, 0, jnp.maximum(code - 64, 0)), code)
+    # An unscaled float32 product would round to 2^-127, code 0, up to half a subnormal step above it.
+    rounds_to_code_0 = ratio <= np.float32((0x400000 + 0.5) * 2.0 ** (64 - 149))
+    return jnp.where(small, jnp.where(rounds_to_code_0, 0, jnp.maximum(code - 64, 0)), code)
 
 
-def _e8m0_levels(code: jax.Array, two_multipliers: bool) -> Scales:
-    """Only elements that hold nothing above 2 can meet code 254, whose reciprocal is subnormal."""
+def _e8m0_scales(code: jax.Array, two_multipliers: bool) -> Scales:
     scale = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
     if two_multipliers:
         return Scales(scale, None, bits.power_of_two_multipliers(127 - code))
     return Scales(scale, None, (bits.power_of_two(127 - code),))
 
 
-def _e4m3_levels(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
+def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
     largest = np.float32(format.max)
-    up, down = tensor_level(format, dtype, tensor_scale, tensor_amax)
-    wide_up, wide_down = beside(up, amax.ndim), beside(down, amax.ndim)
+    tensor_multiplier, tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
+    up, down = beside(tensor_multiplier, amax.ndim), beside(tensor_scale, amax.ndim)
     if format.rule == "multiply":
-        relative = amax * (wide_up * np.float32(1 / format.max))
+        relative = amax * (up * np.float32(1 / format.max))
     elif format.rule == "divide_multiply":
-        relative = divide(amax, largest) * wide_up
+        relative = divide(amax, largest) * up
     elif format.rule == "divide_divide":
-        relative = divide(divide(amax, largest), wide_down)
+        relative = divide(divide(amax, largest), down)
     elif format.rule == "divide_by_product":
-        relative = divide(amax, largest * wide_down)
+        relative = divide(amax, largest * down)
     else:
-        relative = wide_up * round_to(divide(amax, largest), dtype)
+        relative = up * round_to(divide(amax, largest), dtype)
     if format.guard:
         relative = relative * _GUARD
     stored, value = _e4m3_scale(relative, amax, format)
-    return Scales(stored, down if format.two_level else None, *_e4m3_cast(value, wide_up, wide_down, format))
+    return Scales(stored, tensor_scale if format.two_level else None, *_e4m3_cast(value, up, down, format))
 
 
 def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
-    """What block maxima are multiplied by to reach e4m3's range, and what block scales are multiplied by to return."""
+    """The quantisation multiplier F * 448 / amax of the tensor level, and its inverse, the tensor scale.
+
+    Both are 1 for a format with one level and for a tensor of zeros. `tensor_scale` overrides `tensor_amax`.
+    """
     if not format.two_level:
         return jnp.ones((), jnp.float32), jnp.ones((), jnp.float32)
     if tensor_scale is not None:
         return divide(ONE, tensor_scale), tensor_scale
-    reach = np.float32(format.max) * E4M3_MAX
-    empty = tensor_amax == 0
-    up = jnp.clip(divide(reach, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
+    largest = np.float32(format.max) * E4M3_MAX
+    is_empty = tensor_amax == 0
+    multiplier = jnp.clip(divide(largest, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
     if format.rule == "round_divide_multiply":
-        up = round_to(up, dtype)
-        down = divide(ONE, up)
+        multiplier = round_to(multiplier, dtype)
+        scale = divide(ONE, multiplier)
     else:
-        down = jnp.maximum(divide(tensor_amax, reach), bits.SMALLEST_SCALE)
-    return jnp.where(empty, ONE, up), jnp.where(empty, ONE, down)
+        scale = jnp.maximum(divide(tensor_amax, largest), bits.SMALLEST_SCALE)
+    return jnp.where(is_empty, ONE, multiplier), jnp.where(is_empty, ONE, scale)
 
 
 def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """The block scale as stored, and its value."""
+    """Rounds block scales, relative to the tensor scale, to E4M3; returns them as E4M3 and as float32."""
     if format.quirks.least_scale:
         relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
     stored = encode(relative, FORMATS["fp8_e4m3"])
     if format.quirks.empty_scale is not None:
-        empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
-        stored = jnp.where(empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
+        is_empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
+        stored = jnp.where(is_empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
     return stored, stored.astype(jnp.float32)
 
 
-def _e4m3_cast(value, up, down, format: Format) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Factors or divisor of the cast; a block whose scale rounds to 0 gets codes 0."""
+def _e4m3_cast(scale, up, down, format: Format) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Multipliers or divisor of the cast, from block scales in float32; the codes of a block with scale 0 are 0."""
     if format.rule == "round_divide_multiply":
-        return (), divide(value, up)
+        return (), divide(scale, up)
     if format.quirks.divide:
-        return (), value * down
-    twice = format.rule == "divide_divide"
-    multiplier = divide(divide(ONE, down), value) if twice else divide(ONE, value * divide(ONE, up))
-    return (jnp.where(value == 0, np.float32(0), jnp.minimum(multiplier, bits.FLOAT32_MAX)),), None
+        return (), scale * down
+    divides_twice = format.rule == "divide_divide"
+    multiplier = divide(divide(ONE, down), scale) if divides_twice else divide(ONE, scale * divide(ONE, up))
+    return (jnp.where(scale == 0, np.float32(0), jnp.minimum(multiplier, bits.FLOAT32_MAX)),), None
 
 
 def beside(per_leading: jax.Array, ndim: int) -> jax.Array:
-    """One entry per leading index, shaped to broadcast against an array of `ndim` axes."""
+    """Appends axes of size 1 up to `ndim`, so that one entry per leading index broadcasts over the trailing axes."""
     return per_leading.reshape(per_leading.shape + (1,) * (ndim - per_leading.ndim))

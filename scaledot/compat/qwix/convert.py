@@ -49,7 +49,9 @@ def _check_holds(q: ScaledArray, fold: bool) -> None:
         refuse("it has two levels of scales; pass fold=True to multiply them, which rounds to float32")
     expanded = blocks.expand(q.block, q.ndim)
     short = [
-        size for size, b in zip(q.shape, expanded, strict=True) if b > 1 and not blocks.whole(size, b) and size % b
+        size
+        for size, b in zip(q.shape, expanded, strict=True)
+        if b > 1 and not blocks.covers_axis(size, b) and size % b
     ]
     if short:
         refuse(f"an axis of {short[0]} ends in a short block")
