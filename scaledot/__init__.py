@@ -1,11 +1,11 @@
-"""Low-precision tensors for JAX: one array, `codes x broadcast scale`, for every format.
+"""Low-precision tensors, matmuls and training for JAX: one array type, `codes x broadcast scale`, for every format.
 
 >>> import jax.numpy as jnp, scaledot as sd
 >>> q = sd.quantize(jnp.ones((4, 64)), "mxfp8")
 >>> q.nbytes, sd.dequantize(q).shape
 (264, (4, 64))
 
-Names are loaded when first used, so that `scaledot.formats` needs no jax.
+Names are imported on first use, so that `scaledot.formats` can be used without jax.
 """
 
 import importlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_SUBMODULES = {
     "checkpoint_policies": "checkpoint_policies",
     "collective_matmul": "parallel.collective_matmul",
     "format_variants": "format_variants",
@@ -50,7 +50,7 @@ _ROOMS = {
     "train": "train",
 }
 
-_HOMES = {
+_MODULE_OF = {
     "Cast": "recipes",
     "Delayed": "recipes",
     "FORMATS": "formats",
@@ -122,10 +122,10 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _ROOMS:
-        return importlib.import_module(f"scaledot.{_ROOMS[name]}")
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"scaledot.{_HOMES[name]}"), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"scaledot.{_SUBMODULES[name]}")
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"scaledot.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
     deprecated = importlib.import_module("scaledot.deprecated")
@@ -136,9 +136,9 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
-if sys.modules.get("jax") is not None:  # for jax.export.deserialize in a process that has not used these types yet
-    for _home in ("array", "state"):
-        importlib.import_module(f"scaledot.{_home}")
+if sys.modules.get("jax") is not None:  # registers the pytree types, for jax.export.deserialize
+    for _module in ("array", "state"):
+        importlib.import_module(f"scaledot.{_module}")

@@ -1,7 +1,7 @@
-"""Contractions as three label strings, one label per axis, as in einsum; parsed from what each verb of JAX takes.
+"""Contractions as three label strings with one label per axis, as in einsum: lhs, rhs and result.
 
-The gradients of a contraction are contractions of the same labels: for y = x w, "mk,kn->mn", dgrad is "mn,kn->mk" and
-wgrad "mk,mn->kn".
+The arguments of dot_general, matmul and einsum are parsed to this form. The gradients of a contraction are contractions
+of the same labels: for y = x w, "mk,kn->mn", dgrad is "mn,kn->mk" and wgrad is "mk,mn->kn".
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ _LETTERS = string.ascii_letters
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """Three label strings; a label that both operands have and the result does not is summed over.
+    """Labels of lhs, rhs and result; a label of both operands that the result lacks is a contracting dim.
 
     >>> fwd = Contraction("bmk", "kn", "bmn")
     >>> fwd.contracted, fwd.lhs_free, fwd.dimension_numbers
@@ -48,7 +48,7 @@ class Contraction:
 
     @property
     def natural(self) -> str:
-        """The order in which lax.dot_general leaves its result."""
+        """The labels of lax.dot_general's result, in its order: batch dims, free dims of lhs, free dims of rhs."""
         return self.batch + self.lhs_free + self.rhs_free
 
     @property
@@ -60,22 +60,22 @@ class Contraction:
         return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
 
     def of(self, matmul: str) -> "Contraction":
-        """The contraction of one matmul of a training step: "fwd", "dgrad" or "wgrad"."""
+        """The contraction of one matmul of training: "fwd" (this one), "dgrad" or "wgrad"."""
         return self if matmul == "fwd" else getattr(self, matmul)
 
     @property
     def dgrad(self) -> "Contraction":
-        """The gradient of lhs: result's cotangent times rhs."""
+        """The gradient of lhs: the contraction of the result's cotangent with rhs."""
         return Contraction(self.out, self.rhs, self.lhs)
 
     @property
     def wgrad(self) -> "Contraction":
-        """The gradient of rhs: lhs times the result's cotangent."""
+        """The gradient of rhs: the contraction of lhs with the result's cotangent."""
         return Contraction(self.lhs, self.out, self.rhs)
 
 
 def labels(count: int, used: str = "") -> str:
-    """That many labels that are not in `used`: letters while they last."""
+    """`count` distinct labels that are not in `used`: letters, then other Unicode characters."""
     return "".join(c for c, _ in zip(_unused(used), range(count), strict=False))
 
 
@@ -85,7 +85,7 @@ def _unused(used: str) -> Iterator[str]:
 
 
 def from_dimension_numbers(numbers, lhs_ndim: int, rhs_ndim: int) -> Contraction:
-    """The contraction of lax.dot_general; pairs of axes stay paired as given.
+    """The contraction for the `dimension_numbers` of lax.dot_general.
 
     >>> from_dimension_numbers((((1, 2), (2, 1)), ((0,), (0,))), 4, 3)
     Contraction(lhs='abcd', rhs='acb', out='ad')
@@ -98,11 +98,11 @@ def from_dimension_numbers(numbers, lhs_ndim: int, rhs_ndim: int) -> Contraction
     free = iter(labels(rhs_ndim, lhs))
     rhs = "".join(c or next(free) for c in rhs)
     batch = "".join(lhs[a] for a in lhs_batch)
-    return Contraction(lhs, rhs, batch + _others(lhs, rhs) + _others(rhs, lhs))
+    return Contraction(lhs, rhs, batch + _without(lhs, rhs) + _without(rhs, lhs))
 
 
-def _others(mine: str, theirs: str) -> str:
-    return "".join(c for c in mine if c not in theirs)
+def _without(labels: str, excluded: str) -> str:
+    return "".join(c for c in labels if c not in excluded)
 
 
 def _checked_numbers(numbers, lhs_ndim: int, rhs_ndim: int):
@@ -111,16 +111,16 @@ def _checked_numbers(numbers, lhs_ndim: int, rhs_ndim: int):
         axes = [tuple(int(a) for a in part) for part in (lhs_sum, rhs_sum, lhs_batch, rhs_batch)]
     except (TypeError, ValueError):
         raise TypeError(
-            "`dimension_numbers` must be ((lhs summed, rhs summed), (lhs batch, rhs batch)), "
+            "`dimension_numbers` must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
             f"four sequences of axes, not {numbers!r}"
         ) from None
     lhs_sum, rhs_sum, lhs_batch, rhs_batch = axes
     if len(lhs_sum) != len(rhs_sum) or len(lhs_batch) != len(rhs_batch):
-        raise ValueError(f"`dimension_numbers` {numbers} must pair each axis of lhs with one of rhs")
+        raise ValueError(f"`dimension_numbers` {numbers} must have as many axes of lhs as of rhs in each pair")
     for name, ndim, used in (("lhs", lhs_ndim, lhs_batch + lhs_sum), ("rhs", rhs_ndim, rhs_batch + rhs_sum)):
         if any(not 0 <= a < ndim for a in used):
             raise ValueError(
-                f"`dimension_numbers` name axes {used} of {name}, which has axes 0 to {ndim - 1} (none from the end)"
+                f"`dimension_numbers` name axes {used} of {name}, which has axes 0 to {ndim - 1}; use no negative axes"
             )
         if len(set(used)) != len(used):
             raise ValueError(f"`dimension_numbers` name an axis of {name} twice: {used}")
@@ -128,13 +128,13 @@ def _checked_numbers(numbers, lhs_ndim: int, rhs_ndim: int):
 
 
 def for_matmul(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Contraction:
-    """numpy's matmul: vectors lose their axis, leading axes broadcast (an axis of 1 against more gets no label twice).
+    """The contraction of numpy.matmul: the axis of a vector is dropped, leading axes are batch dims that broadcast.
 
     >>> for_matmul((7, 5, 2, 3), (5, 3, 4))
     Contraction(lhs='abmk', rhs='bkn', out='abmn')
     """
     if not lhs_shape or not rhs_shape:
-        raise ValueError(f"matmul needs at least one axis on each side, not shapes {lhs_shape} and {rhs_shape}")
+        raise ValueError(f"operands of matmul need at least one axis, not shapes {lhs_shape} and {rhs_shape}")
     row = "m" if len(lhs_shape) > 1 else ""
     column = "n" if len(rhs_shape) > 1 else ""
     count = max(len(lhs_shape) - 2, len(rhs_shape) - 2, 0)
@@ -145,7 +145,7 @@ def for_matmul(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Contra
 
 
 def parse_einsum(text: str, ndims: Sequence[int]) -> tuple[list[str], str]:
-    """The labels of each operand and of the result, with `...` spelt out and an implicit result made explicit.
+    """The labels of each operand and of the result of einsum, with `...` expanded and an implicit result made explicit.
 
     >>> parse_einsum("...k,kn->...n", (3, 2))
     (['abk', 'kn'], 'abn')
@@ -153,31 +153,31 @@ def parse_einsum(text: str, ndims: Sequence[int]) -> tuple[list[str], str]:
     (['ij', 'jk'], 'ik')
     """
     if not isinstance(text, str):
-        raise TypeError(f"`subscripts` must be text such as 'bmk,kn->bmn', not {type(text).__name__}")
+        raise TypeError(f"`subscripts` must be a string such as 'bmk,kn->bmn', not {type(text).__name__}")
     left, arrow, right = text.replace(" ", "").partition("->")
     parts = left.split(",")
     if len(parts) != len(ndims):
-        raise ValueError(f"`subscripts` {text!r} has {len(parts)} operands, but {len(ndims)} were given")
-    stray = set(left + right) - set(_LETTERS + ",.")
-    if stray:
-        raise ValueError(f"`subscripts` {text!r} holds {sorted(stray)}; labels are letters")
-    dots = [_dots(text, part, ndim) for part, ndim in zip(parts, ndims, strict=True)]
-    spelt = labels(max(d or 0 for d in dots), left + right)
-    inputs = [part.replace("...", spelt[len(spelt) - (d or 0) :]) for part, d in zip(parts, dots, strict=True)]
+        raise ValueError(f"`subscripts` {text!r} has {len(parts)} operands, but {len(ndims)} were passed")
+    invalid = set(left + right) - set(_LETTERS + ",.")
+    if invalid:
+        raise ValueError(f"`subscripts` {text!r} contains {sorted(invalid)}; labels are letters")
+    counts = [_ellipsis_axes(text, part, ndim) for part, ndim in zip(parts, ndims, strict=True)]
+    ellipsis = labels(max(n or 0 for n in counts), left + right)
+    inputs = [part.replace("...", ellipsis[len(ellipsis) - (n or 0) :]) for part, n in zip(parts, counts, strict=True)]
     if arrow:
-        out = right.replace("...", spelt)
+        out = right.replace("...", ellipsis)
     else:
-        every = "".join(inputs)
-        out = spelt + "".join(sorted(c for c in set(every) - set(spelt) if every.count(c) == 1))
+        joined = "".join(inputs)
+        out = ellipsis + "".join(sorted(c for c in set(joined) - set(ellipsis) if joined.count(c) == 1))
     _check_result(text, "".join(inputs), out)
     return inputs, out
 
 
-def _dots(text: str, part: str, ndim: int) -> int | None:
-    """How many axes the `...` of one operand stands for; None without one."""
+def _ellipsis_axes(text: str, part: str, ndim: int) -> int | None:
+    """The number of axes that the `...` of one operand stands for; None without `...`."""
     named = len(part.replace("...", ""))
     if "." in part.replace("...", "", 1):
-        raise ValueError(f"`subscripts` {text!r}: {part!r} may hold one '...'")
+        raise ValueError(f"`subscripts` {text!r}: {part!r} may contain one '...'")
     if "..." not in part:
         if named != ndim:
             raise ValueError(f"`subscripts` {text!r}: {part!r} names {named} axes of an operand that has {ndim}")

@@ -1,6 +1,6 @@
-"""Names of release 0.1 that were renamed: each still works, with a DeprecationWarning that says the new one.
+"""Old names of renamed public API: each still works, with a DeprecationWarning that contains the new name.
 
-Every renamed public name is a row here, and nowhere else. Rows are dropped one release later.
+All renamed public names are listed here and nowhere else; they are removed one release later.
 
 >>> import warnings
 >>> with warnings.catch_warnings(record=True) as caught:
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Attributes of the package `scaledot`; dotted names are looked up below it.
+# Attributes of the package `scaledot`; dotted names are relative to it.
 ATTRIBUTES = {
     "collective": "collective_matmul",
     "flavours": "format_variants",
@@ -46,7 +46,7 @@ ARGUMENTS = {"factor": "multiplier"}
 
 
 def current(kind: str, name: str, renamed: Mapping[str, str]) -> str:
-    """The current name for `name`, which is returned as it is unless it was renamed."""
+    """The new name of `name`, with a warning, if it was renamed; otherwise `name`."""
     if name not in renamed:
         return name
     warn(f"{kind} {name!r} was renamed to {renamed[name]!r}")
@@ -54,13 +54,13 @@ def current(kind: str, name: str, renamed: Mapping[str, str]) -> str:
 
 
 def warn(sentence: str) -> None:
-    """Warns with the caller of scaledot's own code as the location."""
+    """Issues a DeprecationWarning that points at the caller of scaledot."""
     removal = "the old name will be removed in the next release"
     warnings.warn(f"{sentence}; {removal}", DeprecationWarning, stacklevel=4)
 
 
 def accepts_renamed_arguments(function: Function) -> Function:
-    """The function, which also takes its keyword arguments by their old names."""
+    """Decorator: the function also accepts the old names of its renamed keyword arguments."""
 
     @functools.wraps(function)
     def with_current_names(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that hash once: problems and formats are looked up in every eager call."""
+"""Cached hashes of frozen dataclasses, which are keys of look-ups in every eager call."""
 
 from typing import Any, TypeVar
 
@@ -6,18 +6,18 @@ Class = TypeVar("Class", bound=type)
 
 
 def hash_once(cls: Class) -> Class:
-    """A frozen dataclass whose objects remember their hash. It is not pickled: another process hashes differently."""
+    """Class decorator that caches the hash of frozen dataclass instances; it is not pickled, as processes differ in it."""
     compute: Any = cls.__hash__
 
-    def remembered(self) -> int:
-        known = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = compute(self)
-        return known
+    def cached_hash(self) -> int:
+        cached = self.__dict__.get("_hash")
+        if cached is None:
+            cached = self.__dict__["_hash"] = compute(self)
+        return cached
 
-    def without_hash(self) -> dict[str, Any]:
+    def state_without_hash(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
-    cls.__hash__ = remembered  # pyright: ignore[reportAttributeAccessIssue]
-    cls.__getstate__ = without_hash  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__hash__ = cached_hash  # pyright: ignore[reportAttributeAccessIssue]
+    cls.__getstate__ = state_without_hash  # pyright: ignore[reportAttributeAccessIssue]
     return cls

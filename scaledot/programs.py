@@ -1,4 +1,4 @@
-"""Jitted programs that equal calls share."""
+"""Jitted programs, cached by function and static arguments, so that equal eager calls share one."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ IS_FOR_TYPES = contextvars.ContextVar("IS_FOR_TYPES", default=False)
 
 @contextlib.contextmanager
 def for_types() -> Iterator[None]:
-    """Inside, functions are traced for the types of their results only, so kernels need not be lowered."""
+    """Context in which functions are traced only for the shapes and dtypes of results: kernels are not lowered."""
     token = IS_FOR_TYPES.set(True)
     try:
         yield
@@ -24,10 +24,10 @@ def for_types() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def program(f: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
-    """f with its leading arguments fixed, jitted: one object for equal ones.
+    """jax.jit of f with its leading arguments fixed to `static`; the same object for equal arguments.
 
-    JAX traces, lowers and compiles it once for arrays of equal types, wherever it is called, eagerly or inside another
-    program. A jitted function without static arguments is quicker to call than one with.
+    JAX traces, lowers and compiles it once per shapes and dtypes, whether it is called eagerly or inside another
+    program. Calling a jitted function is faster without static arguments, so they are bound here.
     """
 
     def run(*arrays):
@@ -37,7 +37,7 @@ def program(f: Callable[..., Any], *static: Hashable) -> Callable[..., Any]:
 
 
 def run_as_program(f: Callable[..., Any], *static: Hashable, arrays: tuple[Any, ...]) -> Any:
-    """f(*static, *arrays): eagerly as one program that equal calls share, inside another trace as it is."""
+    """f(*static, *arrays): as a cached jitted program if called eagerly, inlined if an array is traced."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
         return f(*static, *arrays)
     return program(f, *static)(*arrays)

@@ -1,12 +1,13 @@
-"""Registers ScaledArray with what saves pytrees: its static fields become JSON, its arrays are stored by the saver.
+"""Serialisation of ScaledArray by jax.export and Flax: static fields become JSON, arrays are stored as arrays.
 
-* `jax.export` writes the static fields beside an exported function and reads them back, also in another process.
-* Flax's msgpack (`flax.serialization`) saves a dict: the arrays by name, and the JSON under "static" as uint8, so that
-  all leaves of a state dict are arrays. As everywhere in Flax, restoring takes types and static fields from the target;
-  the saved ones are compared with them, because codes decoded with another format or rotation are silently wrong.
+* `jax.export` stores the static fields with an exported function, which another process can load.
+* Flax's msgpack (`flax.serialization`) saves a dict of the arrays by name and the JSON, under "static", as a uint8
+  array, so that all leaves of a state dict are arrays. As everywhere in Flax, types and static fields of the restored
+  object are those of the target. The saved static fields must equal them, because codes decoded with another format or
+  rotation would be silently wrong.
 
-Importing scaledot must not import Flax, and the order of imports must not decide what can be saved: where Flax is not
-imported yet, `when_imported` registers after its import. Orbax needs no registration; see `scaledot.orbax`.
+Importing scaledot must not import Flax, and serialisation must not depend on the order of imports: `when_imported`
+registers with Flax once it is imported. Orbax needs no registration; see `scaledot.orbax`.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ import numpy as np
 from scaledot.formats import Format, Quirks
 from scaledot.numerics.hadamard import Hadamard
 
-VERSION = 1  # of the JSON; fields may be added with a default that means what files without them mean
+VERSION = 1  # of the JSON; adding a field whose default keeps the meaning of older files needs no new version
 Kind = TypeVar("Kind", bound=type)
 Record = dict[str, Any]
 
 
 def register(kind: Kind) -> Kind:
-    """Registers a pytree dataclass with jax.export and Flax; its static fields are those that `_to_json` takes."""
+    """Registers a pytree dataclass, whose static fields are the arguments of `_to_json`, with jax.export and Flax."""
     static = [field.name for field in dataclasses.fields(kind) if field.metadata.get("static")]
     jax.export.register_pytree_node_serialization(
         kind,
@@ -54,7 +55,7 @@ def _to_json(format: Format, block: tuple[int, ...], dtype: Any, rotation: Hadam
         "dtype": np.dtype(dtype).name,
         "rotation": None if rotation is None else dataclasses.asdict(rotation),
     }
-    return json.dumps(record, default=lambda number: number.item()).encode()  # numbers of numpy
+    return json.dumps(record, default=lambda number: number.item()).encode()  # numpy scalars
 
 
 def _from_json(text: bytes) -> Record:
@@ -76,7 +77,7 @@ def _from_json(text: bytes) -> Record:
 def _rebuilt(kind: type, record: Record) -> Any:
     unknown = sorted(record.keys() - {field.name for field in dataclasses.fields(kind)})
     if unknown:
-        raise ValueError(f"a saved {kind.__name__} has {', '.join(unknown)}, which this scaledot does not know")
+        raise ValueError(f"a saved {kind.__name__} has fields that this scaledot does not have: {', '.join(unknown)}")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
 
 
@@ -88,9 +89,9 @@ def _register_with_flax(kind: type) -> None:
         return {**state, "static": np.frombuffer(_to_json(**_static(q)), np.uint8)}
 
     def from_state_dict(target: Any, state: Any) -> Any:
-        wrong = "; ".join(_mismatches(target, state))
-        if wrong:
-            raise ValueError(f"cannot restore {serialization.current_path()!r} as {target!r}: {wrong}")
+        mismatches = "; ".join(_mismatches(target, state))
+        if mismatches:
+            raise ValueError(f"cannot restore {serialization.current_path()!r} as {target!r}: {mismatches}")
         arrays = {n: serialization.from_state_dict(a, state[n], name=n) for n, a in _arrays(target).items()}
         return dataclasses.replace(target, **arrays)
 
@@ -107,9 +108,9 @@ def _arrays(q: Any) -> Record:
 
 
 def _mismatches(target: Any, state: Any) -> Iterator[str]:
-    """Each difference between a saved state dict and the target, in words."""
+    """Yields a description of each difference between a saved state dict and the target."""
     if not isinstance(state, dict) or "static" not in state:
-        yield f"what was saved there is no {type(target).__name__}"
+        yield f"the saved object is not a {type(target).__name__}"
         return
     yield from _differences(_from_json(np.asarray(state["static"]).tobytes()), _static(target))
     saved, expected = state.keys() - {"static"}, _arrays(target).keys()
@@ -118,7 +119,7 @@ def _mismatches(target: Any, state: Any) -> Iterator[str]:
 
 
 def _differences(saved: Any, target: Any, name: str = "") -> Iterator[str]:
-    """Where two values differ, field by field."""
+    """Yields a description of each field, or item, in which two values differ."""
     if dataclasses.is_dataclass(saved) and type(saved) is type(target):
         saved, target = vars(saved), vars(target)
     if isinstance(saved, dict):
@@ -128,19 +129,19 @@ def _differences(saved: Any, target: Any, name: str = "") -> Iterator[str]:
         yield f"`{name}` was {saved!r} when saved and is {target!r} now"
 
 
-def when_imported(name: str, act: Callable[[], None]) -> None:
-    """Calls `act` once the module of that name is imported: at once if it is, else at the end of its import."""
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Calls `callback` now if the module is imported, else at the end of its import."""
     if name in sys.modules:
-        act()
+        callback()
     else:
-        sys.meta_path.insert(0, _Awaited(name, act))
+        sys.meta_path.insert(0, _ImportHook(name, callback))
 
 
-class _Awaited(importlib.abc.MetaPathFinder):
-    """Leaves finding the module to the other finders, and acts after its code has run."""
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Delegates to the other finders, and calls back after the module has been executed."""
 
-    def __init__(self, name: str, act: Callable[[], None]):
-        self.name, self.act, self.searching = name, act, False
+    def __init__(self, name: str, callback: Callable[[], None]):
+        self.name, self.callback, self.searching = name, callback, False
 
     def find_spec(self, fullname: str, path=None, target=None):
         if fullname != self.name or self.searching:
@@ -158,4 +159,4 @@ class _Awaited(importlib.abc.MetaPathFinder):
         exec_module(module)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self.act()
+            self.callback()

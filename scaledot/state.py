@@ -1,25 +1,24 @@
-"""The state of delayed scaling: a history of largest magnitudes and the factor made from it, for each tensor.
+"""The state of delayed scaling: an amax history and a quantisation multiplier for each tensor.
 
-A state is a plain pytree, `{"x": AmaxHistory, "w": AmaxHistory, "g": AmaxHistory}`, that goes through a product like
-this: the product returns it unchanged beside its result, and **the gradient of a state is the next state**. The largest
-magnitude of a gradient is only known in the backward pass, and a gradient is the only thing that comes out of one.
+A state is a pytree `{"x": AmaxHistory, "w": AmaxHistory, "g": AmaxHistory}`. A matmul returns its state unchanged along
+with its result, and **the gradient with respect to a state is the next state**: the amax of a gradient is only known in
+the backward pass, whose only outputs are gradients.
 
-    y, state = train.dense(x, w, recipe=FP8_DELAYED, state=state)      # inside the loss
-    dw, state = jax.grad(loss, argnums=(0, 1))(w, state)               # the step
+    y, state = train.dense(x, w, recipe=FP8_DELAYED, state=state)      # in the loss
+    dw, state = jax.grad(loss, argnums=(0, 1))(w, state)               # the training step
 
-JAX adds up the gradients of a value that is used twice, which would ruin a history. A product therefore hands on the
-state that it was given, and its backward pass merges what comes back from later uses by max: a layer used twice, a
-scan over micro-batches and a rematerialised block give the largest magnitude of all uses, exactly, as long as each
-use takes the state that the last one returned. `merge` does the same for states of separate gradient calls.
+JAX adds the gradients of a value with several uses, which would corrupt a history. Therefore a matmul returns the state
+for the next use, and its backward pass merges the cotangent of that state by max: a layer that is used twice, a scan
+over micro-batches and a rematerialised block all record the exact amax over their uses, if each use takes the state
+that the previous one returned. `merge` does the same for the states of separate gradient computations.
 
-Where a sum slipped through all the same (a state used twice instead of handed on), history and factor no longer fit
-together: no factor of a true state is larger than its own history allows. Then the smaller one is used, which saturates
-nothing that a true state would not, and the history is begun afresh.
+A state that was used twice all the same has a sum of two states as its gradient. This is detected, because the
+multiplier of a valid state is at most the F / amax of its history: the smaller of the two is used, which saturates no
+element that a valid state would not, and the history is cleared.
 
-A state that is not differentiated has no next state: its history stays empty and its multiplier 1, at which small
-gradients underflow to zero. `checked_use` raises where a gradient with respect to w leaves the state out, and warns
-once where a forward pass has an empty state that is not traced. A state that is an argument of a jitted forward pass
-may be that of a trained model or not: nothing can be said there.
+A state that is not differentiated never advances: its history stays empty and its multiplier 1, at which small
+gradients underflow to zero. `checked_use` raises if w is differentiated without the state, and warns once if a forward
+pass uses an empty state that is not traced. For a traced state it cannot tell whether the history is empty.
 """
 
 import contextlib
@@ -44,7 +43,7 @@ from scaledot.recipes import Cast, Recipe, find_recipe
 
 
 class AmaxHistory(NamedTuple):
-    """float32 `history` of amaxes, newest last (slot 0 is for the coming step), and the quantisation `multiplier`."""
+    """The float32 `history` of amaxes, newest last (slot 0 is for the next step), and the quantisation `multiplier`."""
 
     history: Any
     multiplier: Any
@@ -61,12 +60,12 @@ jax.export.register_namedtuple_serialization(AmaxHistory, serialized_name="scale
 
 State = dict[str, AmaxHistory]
 
-# Tensors in the names that TransformerEngine gives to variables: kernel_amax_history, kernel_scale (the factor).
+# Prefixes of TransformerEngine's variable names: kernel_amax_history, kernel_scale (which is the multiplier).
 TENSOR_NAMES = {"x": "x", "w": "kernel", "g": "grad"}
 
 
 def init_state(recipe: str | Recipe) -> State:
-    """The state of one product before its first step; {} for a recipe that keeps none.
+    """The initial state of one matmul; {} for a recipe without delayed scaling.
 
     >>> state = init_state("fp8_delayed")
     >>> sorted(state), state["x"].history.shape, float(state["x"].multiplier)
@@ -81,10 +80,10 @@ def _empty(cast: Cast) -> AmaxHistory:
 
 
 def merge(*states: Any) -> Any:
-    """One state of several that came from the same one, as if their steps had been one step.
+    """Merges the next states of several gradient computations that started from the same state, e.g. of micro-batches.
 
-    Micro-batches whose gradients are taken one by one each give a next state; merged, they are the one that all of them
-    in a single batch would have given. Any pytree of states will do, such as those of a whole model.
+    The result is the next state of a single computation over all of their data. Each argument may be a pytree of
+    states, such as that of a whole model.
 
     >>> from scaledot.recipes import FP8_DELAYED
     >>> start = init_state(FP8_DELAYED)
@@ -97,56 +96,55 @@ def merge(*states: Any) -> Any:
     expected = dict(described_leaves(states[0]))
     for state in states[1:]:
         check_tree(state, expected, "state", "the first one")
-    return jax.tree.map(merged, *states, is_leaf=lambda node: isinstance(node, AmaxHistory))
+    return jax.tree.map(merge_histories, *states, is_leaf=lambda node: isinstance(node, AmaxHistory))
 
 
-def merged(*states: AmaxHistory) -> AmaxHistory:
-    """Histories by max, and the factor of the largest magnitude: the smallest of those that saw any in this step."""
-    lives = [(s.history[..., -1] > 0).reshape(s.multiplier.shape) for s in states]
-    seen = [jnp.where(live, s.multiplier, np.float32(np.inf)) for live, s in zip(lives, states, strict=True)]
-    smallest = functools.reduce(jnp.minimum, seen)
-    multiplier = jnp.where(functools.reduce(jnp.logical_or, lives), smallest, states[0].multiplier)
+def merge_histories(*states: AmaxHistory) -> AmaxHistory:
+    """The elementwise maximum of histories, and the smallest multiplier of those with an amax above 0 in this step."""
+    updated = [(s.history[..., -1] > 0).reshape(s.multiplier.shape) for s in states]
+    observed = [jnp.where(new, s.multiplier, np.float32(np.inf)) for new, s in zip(updated, states, strict=True)]
+    smallest = functools.reduce(jnp.minimum, observed)
+    multiplier = jnp.where(functools.reduce(jnp.logical_or, updated), smallest, states[0].multiplier)
     return AmaxHistory(functools.reduce(jnp.maximum, [s.history for s in states]), multiplier)
 
 
 def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
-    """`merge` for variables that Flax keeps apart: {path: array}, paths end in x_amax_history, x_scale and so on."""
+    """`merge` for the separate variables of Flax: {path: array} with paths that end in x_amax_history, x_scale etc."""
 
-    def paired(variables: Mapping[tuple, Any]) -> dict[tuple, AmaxHistory]:
-        pairs = {}
+    def to_histories(variables: Mapping[tuple, Any]) -> dict[tuple, AmaxHistory]:
+        histories = {}
         for *path, name in variables:
             tensor, _, kind = name.partition("_")
             if kind == "amax_history":
-                pairs[*path, tensor] = AmaxHistory(variables[*path, name], variables[*path, f"{tensor}_scale"])
-        return pairs
+                histories[*path, tensor] = AmaxHistory(variables[*path, name], variables[*path, f"{tensor}_scale"])
+        return histories
 
-    row_alignment = merge(*map(paired, flat))
-    found = {}
-    for (*path, tensor), (history, multiplier) in row_alignment.items():
-        found |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): multiplier}
-    return found
+    variables = {}
+    for (*path, tensor), (history, multiplier) in merge(*map(to_histories, flat)).items():
+        variables |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): multiplier}
+    return variables
 
 
 def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
-    """Raise unless the state is one of this recipe; names the first path that differs."""
+    """Raises unless `state` has the structure of init_state(recipe), with the first path that differs."""
     expected = {path: f"float32[{size}]" for path, size in _leaves(recipe)}
     if not isinstance(state, dict) and expected:
-        raise TypeError(f"`{name}` must be what init_state({recipe.name!r}) gives, not {type(state).__name__}")
+        raise TypeError(f"`{name}` must be a state from init_state({recipe.name!r}), not {type(state).__name__}")
     check_tree(state, expected, name, recipe.name)
     for tensor in recipe.delayed:
         if not isinstance(state[tensor], AmaxHistory):
-            found = type(state[tensor]).__name__
+            kind = type(state[tensor]).__name__
             raise TypeError(
-                f"`{name}` must hold an AmaxHistory at {tensor!r}, not a {found}; make it AmaxHistory(**it)"
+                f"`{name}[{tensor!r}]` must be an AmaxHistory, not a {kind}; write AmaxHistory(**{name}[{tensor!r}])"
             )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _differentiated_with(recipe_name: str, state: State, w: jax.Array) -> State:
-    """The state itself. Differentiating with respect to w and not with respect to any leaf of the state raises.
+    """Returns `state`; its JVP rule raises if w is differentiated and no leaf of the state is.
 
-    w is only looked at. A gradient through x alone is let through: that is what a saliency map of a trained model, or
-    a frozen layer with a trained history, asks for.
+    A gradient with respect to x alone is allowed: for a saliency map of a trained model, or a frozen layer with a
+    trained history.
     """
     return state
 
@@ -157,8 +155,8 @@ def _refuse_constant_state(recipe_name: str, primals: tuple[State, jax.Array], t
     if not is_zero(w) and all(map(is_zero, jax.tree.leaves(state))):
         raise ValueError(
             f"{recipe_name} is differentiated with respect to `w` and not with respect to its `state`. The gradient of "
-            "a state is the next state; without it the amax history stays as it is, empty at first, and small "
-            "gradients underflow. Differentiate with respect to both. "
+            "a state is the next state; without it the amax history is never updated, and small gradients underflow. "
+            "Differentiate with respect to both. "
             "JAX: jax.grad(loss, argnums=(0, 1))(w, state). "
             "Flax linen: jax.grad(loss)(variables), where `variables` has the collections 'params' and "
             "'_overwrite_with_gradient'. "
@@ -168,7 +166,7 @@ def _refuse_constant_state(recipe_name: str, primals: tuple[State, jax.Array], t
 
 
 def is_zero(tangent: Any) -> bool:
-    """Whether a tangent, as a rule with symbolic zeros gets it, is known to be zero without its value."""
+    """Whether a tangent, in a JVP rule with `symbolic_zeros`, is a symbolic zero."""
     return isinstance(tangent, SymbolicZero) or getattr(tangent, "dtype", None) == jax.dtypes.float0
 
 
@@ -177,7 +175,7 @@ _unchecked = contextvars.ContextVar("_unchecked", default=False)
 
 @contextlib.contextmanager
 def unchecked():
-    """Inside, `checked_use` checks nothing: for a pass that initialises a model, and for states that are constants."""
+    """Disables `checked_use`: for passes that initialise a model, and for states that are constants on purpose."""
     token = _unchecked.set(True)
     try:
         yield
@@ -186,18 +184,18 @@ def unchecked():
 
 
 def checked_use(recipe: Recipe, state: State, w: jax.Array) -> State:
-    """The state, for a product by w: raises if w is differentiated without it, warns if it is seen to be empty."""
+    """Returns `state` for a matmul with w; raises if w is differentiated without it, warns if its history is empty."""
     if _unchecked.get():
         return state
     if isinstance(w, Tracer):
         return typing.cast(State, _differentiated_with(recipe.name, state, w))
-    if not _warn_once.cache_info().currsize and _is_seen_to_be_empty(state):
+    if not _warn_once.cache_info().currsize and _is_known_to_be_empty(state):
         _warn_once(recipe.name)
     return state
 
 
-def _is_seen_to_be_empty(state: State) -> bool:
-    """Whether the numbers of a state can be read, being neither traced nor on other hosts, and no history has any."""
+def _is_known_to_be_empty(state: State) -> bool:
+    """Whether all histories are zero; False if a leaf is traced or not fully addressable."""
     leaves = jax.tree.leaves(state)
     if any(isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
         return False
@@ -209,12 +207,13 @@ def _warn_once(recipe_name: str) -> None:
     warnings.warn(
         f"a forward pass under {recipe_name} has an empty amax history and casts with quantisation multiplier 1. "
         "Training steps, which differentiate with respect to the state, fill the history: pass the state they return. "
-        "This warning is given once, and only for a state that is not traced",
+        "This warning is issued once, and only for a state that is not traced",
         stacklevel=2,
     )
 
 
-def _leaves(recipe: Recipe):
+def _leaves(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The path and the shape, as text, of each leaf of init_state(recipe)."""
     for tensor, cast in recipe.delayed.items():
         assert cast.delayed is not None
         yield f"{tensor}/history", str(cast.delayed.length)
@@ -222,23 +221,23 @@ def _leaves(recipe: Recipe):
 
 
 def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
-    """Raise unless the leaves of a tree are those expected, as {path: dtype[shape]}."""
-    found = dict(described_leaves(tree))
-    for path in [*expected, *found]:
-        if found.get(path) != expected.get(path):
-            here, there = found.get(path, "nothing"), expected.get(path, "nothing")
-            raise ValueError(f"`{name}` does not match {owner}: at {path!r} it has {here} and should have {there}")
+    """Raises ValueError unless the leaves of `tree` are `expected`, as {path: dtype[shape]}."""
+    actual = dict(described_leaves(tree))
+    for path in [*expected, *actual]:
+        if actual.get(path) != expected.get(path):
+            has, needs = actual.get(path, "nothing"), expected.get(path, "nothing")
+            raise ValueError(f"`{name}` does not match {owner}: at {path!r} it has {has} and should have {needs}")
 
 
 def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
-    """The path of each leaf and its dtype[shape]; a factor may be written with an axis of 1."""
+    """Yields the path and the dtype[shape] of each leaf; a multiplier of shape (1,) counts as a scalar."""
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         shape = () if path.endswith("multiplier") and jnp.shape(leaf) == (1,) else jnp.shape(leaf)
         yield path, f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
-# Computes float32 scalars from others, by a function of a key and the scalars: as a kernel, if it likes.
+# compute(key, f, *scalars) returns f(*scalars) for float32 scalars, possibly in a kernel that is cached by the key.
 Compute = Callable[..., jax.Array]
 
 
@@ -247,20 +246,19 @@ def _inline(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> 
 
 
 def multiplier_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
-    """The factor to cast with: the stored one, which in a true state is never above what the history allows.
+    """The quantisation multiplier of this step: the stored one, at most the F / amax of the history.
 
-    A state that took no part in a step has zeros for a gradient, and so for its next value: it begins again.
+    The limit only applies to an invalid state, such as a sum of two. A multiplier of 0, the zero gradient of a state
+    that no matmul used in the last step, is replaced by 1.
     """
     assert cast.delayed is not None
-    remembered = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
-    return compute(
-        ("multiplier", cast), functools.partial(_used_multiplier, cast), state.multiplier.reshape(()), remembered
-    )
+    amax = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
+    return compute(("multiplier", cast), functools.partial(_limited, cast), state.multiplier.reshape(()), amax)
 
 
-def _used_multiplier(cast: Cast, multiplier: jax.Array, remembered: jax.Array) -> jax.Array:
+def _limited(cast: Cast, multiplier: jax.Array, amax: jax.Array) -> jax.Array:
     multiplier = jnp.where(multiplier > 0, jnp.minimum(multiplier, LARGEST_MULTIPLIER), np.float32(1))
-    limit = _multiplier(cast, remembered)  # 0 where the history is empty
+    limit = _multiplier(cast, amax)  # 0 if the history is empty
     return jnp.where(limit > 0, jnp.minimum(multiplier, limit), multiplier)
 
 
@@ -270,29 +268,29 @@ def _multiplier(cast: Cast, amax: jax.Array) -> jax.Array:
 
 
 def multiplier_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
-    """(F / amax) / 2^margin, at most 2^126; 0 where amax is 0."""
+    """The quantisation multiplier (F / amax) / 2^margin, at most 2^126; 0 if amax is 0."""
     multiplier = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_MULTIPLIER)
     return jnp.where(amax > 0, multiplier, np.float32(0))
 
 
 def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
-    """The next state, from the largest finite magnitude of each tensor in this step."""
+    """The next state, from the finite amax of each tensor in this step."""
     return {tensor: advance(cast, state[tensor], amax[tensor]) for tensor, cast in recipe.delayed.items()}
 
 
 def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = _inline) -> AmaxHistory:
-    """One step of one history: record, derive the next factor, make room for the next step."""
+    """The next history of one tensor: records `amax`, computes the next multiplier, and clears the slot for it."""
     delayed = cast.delayed
     assert delayed is not None
-    used = multiplier_of(cast, state, compute)
-    intact = used == state.multiplier.reshape(())
-    history = jnp.where(intact, state.history, np.float32(0)).at[0].set(amax)
+    current = multiplier_of(cast, state, compute)
+    is_valid = current == state.multiplier.reshape(())
+    history = jnp.where(is_valid, state.history, np.float32(0)).at[0].set(amax)
     largest = jnp.max(history) if delayed.algorithm == "max" else amax
-    multiplier = compute(("next factor", cast), functools.partial(_next_multiplier, cast), largest, used)
+    multiplier = compute(("next multiplier", cast), functools.partial(_next_multiplier, cast), largest, current)
     if delayed.length > 1:  # a single slot is overwritten by the next step anyway
         history = jnp.roll(history, -1).at[0].set(np.float32(0))
     return AmaxHistory(history, multiplier.reshape(state.multiplier.shape))
 
 
-def _next_multiplier(cast: Cast, largest: jax.Array, used: jax.Array) -> jax.Array:
-    return jnp.where(largest > 0, _multiplier(cast, largest), used)
+def _next_multiplier(cast: Cast, amax: jax.Array, current: jax.Array) -> jax.Array:
+    return jnp.where(amax > 0, _multiplier(cast, amax), current)

@@ -1,4 +1,4 @@
-"""Three label strings, from whatever a person writes."""
+"""Contractions as label strings, parsed from dimension numbers, shapes and einsum subscripts."""
 
 import pytest
 from hypothesis import given
@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 from scaledot.contraction import Contraction, for_matmul, from_dimension_numbers, labels, parse_einsum
 
 
-def test_pairs_of_axes_stay_paired_as_given():
+def test_contracting_axes_keep_their_pairs():
     c = from_dimension_numbers((((1, 2), (2, 1)), ((), ())), 3, 3)
     assert (c.lhs, c.rhs, c.out) == ("abc", "dcb", "ad")
     (lhs, rhs), _ = c.dimension_numbers
     assert dict(zip(lhs, rhs, strict=True)) == {1: 2, 2: 1}
 
 
-def test_batch_axes_come_first_in_the_order_given():
+def test_batch_axes_come_first_in_the_order_of_dimension_numbers():
     c = from_dimension_numbers((((3,), (0,)), ((2, 0), (1, 3))), 4, 4)
     assert c.out[:2] == c.lhs[2] + c.lhs[0] == c.rhs[1] + c.rhs[3]
     assert c.dimension_numbers == (((3,), (0,)), ((2, 0), (1, 3)))
 
 
 @given(st.permutations("bmk"), st.permutations("bkn"), st.permutations("bmn"))
-def test_gradients_are_rotations(lhs, rhs, out):
+def test_gradients_contract_the_same_labels(lhs, rhs, out):
     fwd = Contraction("".join(lhs), "".join(rhs), "".join(out))
     assert (fwd.contracted, fwd.batch, fwd.lhs_free, fwd.rhs_free) == ("k", "b", "m", "n")
     assert (fwd.dgrad.contracted, fwd.dgrad.out) == ("n", fwd.lhs)
@@ -60,23 +60,23 @@ def test_matmul_follows_numpy(shapes, expected):
         ("...,...", (1, 2), (["b", "ab"], "ab")),
     ],
 )
-def test_einsum_text_is_spelt_out(text, ndims, expected):
+def test_einsum_subscripts_are_expanded(text, ndims, expected):
     assert parse_einsum(text, ndims) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "ndims", "message"),
     [
-        ("ij,jk->ik", (2,), "has 2 operands, but 1 were given"),
+        ("ij,jk->ik", (2,), "has 2 operands, but 1 were passed"),
         ("ij->i", (3,), "names 2 axes of an operand that has 3"),
         ("ijk...->i", (2,), "names 3 axes of an operand that has 2"),
         ("ij->ik", (2,), "which no operand has"),
         ("ij->ii", (2,), "names a label twice"),
         ("i1->i", (2,), "labels are letters"),
-        ("i....->i", (3,), "may hold one"),
+        ("i....->i", (3,), "may contain one"),
     ],
 )
-def test_wrong_einsum_text_is_told_what_is_wrong(text, ndims, message):
+def test_invalid_einsum_subscripts_are_refused(text, ndims, message):
     with pytest.raises(ValueError, match=message):
         parse_einsum(text, ndims)
 
@@ -84,12 +84,12 @@ def test_wrong_einsum_text_is_told_what_is_wrong(text, ndims, message):
 @pytest.mark.parametrize(
     ("numbers", "error", "message"),
     [
-        ((((1,), (0, 1)), ((), ())), ValueError, "pair each axis"),
+        ((((1,), (0, 1)), ((), ())), ValueError, "as many axes of lhs as of rhs"),
         ((((5,), (0,)), ((), ())), ValueError, "which has axes 0 to 1"),
         ((((1, 1), (0, 1)), ((), ())), ValueError, "twice"),
         (((1,), (0,)), TypeError, "four sequences of axes"),
     ],
 )
-def test_wrong_dimension_numbers_are_told_what_is_wrong(numbers, error, message):
+def test_invalid_dimension_numbers_are_refused(numbers, error, message):
     with pytest.raises(error, match=message):
         from_dimension_numbers(numbers, 2, 2)

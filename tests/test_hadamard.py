@@ -69,7 +69,7 @@ def test_a_rotated_cast_takes_its_scales_after_the_rotation():
 
 
 @pytest.mark.parametrize(
-    ("size", "mask", "message"), [(12, 0, "power of two"), (1, 0, "power of two"), (2, 9, "does not fit in `size` 2 bits")]
+    ("size", "mask", "message"), [(12, 0, "power of two"), (1, 0, "power of two"), (2, 9, "does not fit in")]
 )
 def test_bad_hadamards_are_refused(size, mask, message):
     with pytest.raises(ValueError, match=message):

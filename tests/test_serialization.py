@@ -1,4 +1,4 @@
-"""A ScaledArray comes back with its bits from jax.export, Flax's msgpack and Orbax."""
+"""jax.export, Flax's msgpack and Orbax restore a ScaledArray bit for bit."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_json_of_another_version_is_refused(tree):
     with pytest.raises(ValueError, match="saved in version 2; this scaledot reads version 1"):
         serialization._from_json(json.dumps({**record, "version": 2}).encode())
     newer = {**record, "format": {**record["format"], "shear": 1}}
-    with pytest.raises(ValueError, match="a saved Format has shear, which this scaledot does not know"):
+    with pytest.raises(ValueError, match="a saved Format has fields that this scaledot does not have: shear"):
         serialization._from_json(json.dumps(newer).encode())
 
 
@@ -89,7 +89,7 @@ def test_an_exported_function_takes_and_returns_scaled_arrays(tree):
     assert_same(restored.call(tree, states), (tree, states))
 
 
-def test_another_process_knows_the_types_of_an_export_by_the_import_alone(tree, tmp_path):
+def test_another_process_loads_an_export_after_importing_scaledot(tree, tmp_path):
     exported = jax.export.export(jax.jit(lambda q, states: q))(tree["nf4"], sd.init_state("fp8_delayed"))
     (tmp_path / "exported").write_bytes(exported.serialize())
     code = """
@@ -109,7 +109,7 @@ def test_flax_restores_the_bits(tree):
     assert_same(flax.serialization.from_bytes(target, flax.serialization.to_bytes(params)), params)
 
 
-def test_a_state_dict_has_arrays_for_leaves(tree):
+def test_leaves_of_a_state_dict_are_arrays(tree):
     flax = pytest.importorskip("flax")
     state = flax.serialization.to_state_dict(tree["nvfp4"])
     assert set(state) == {"data", "scale", "tensor_scale", "static"}
@@ -124,7 +124,7 @@ def test_a_state_dict_has_arrays_for_leaves(tree):
         ("tensor_scale", "the arrays data, scale, tensor_scale were saved, data, scale are expected"),
     ],
 )
-def test_flax_restores_into_nothing_else(tree, target, message):
+def test_flax_refuses_a_target_that_differs(tree, target, message):
     flax = pytest.importorskip("flax")
     saved = flax.serialization.to_bytes({"w": tree["nvfp4"]})
     other = tree["mxfp8"] if target == "mxfp8" else dataclasses.replace(tree["nvfp4"], **{target: None})
@@ -135,7 +135,7 @@ def test_flax_restores_into_nothing_else(tree, target, message):
 def test_flax_does_not_restore_a_plain_kernel_as_a_scaled_array(tree):
     flax = pytest.importorskip("flax")
     saved = flax.serialization.to_bytes({"w": np.ones((4, 64), np.float32)})
-    with pytest.raises(ValueError, match="what was saved there is no ScaledArray"):
+    with pytest.raises(ValueError, match="the saved object is not a ScaledArray"):
         flax.serialization.from_bytes({"w": tree["nvfp4"]}, saved)
 
 

@@ -306,7 +306,7 @@ def test_resuming_from_stored_numbers_is_going_on():
         (sd.init_state(FP8_DELAYED), r"at 'x/history' it has float32\[1024\] and should have float32\[4\]"),
         ({k: v for k, v in sd.init_state(SHORT).items() if k != "g"}, "at 'g/history' it has nothing"),
         (sd.init_state(SHORT) | {"y": jnp.zeros(3)}, r"at 'y' it has float32\[3\] and should have nothing"),
-        ((1, 2), "must be what init_state"),
+        ((1, 2), "must be a state from init_state"),
     ],
 )
 def test_a_state_of_another_model_is_refused_by_path(state, words):

@@ -140,12 +140,12 @@ def test_the_public_names_are_those_that_type_checkers_see():
     tree = ast.parse((ROOT / "__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [(alias.name, node.module) for node in guarded.body for alias in node.names]
-    homes = {name: f"scaledot.{home}".rpartition(".")[0] for name, home in sd._ROOMS.items()}
+    homes = {name: f"scaledot.{home}".rpartition(".")[0] for name, home in sd._SUBMODULES.items()}
     rooms = {name for name, module in imports if homes.get(name) == module}
     seen = {(name, module) for name, module in imports if name not in rooms}
-    assert rooms == set(sd._ROOMS)
-    assert seen == {(name, f"scaledot.{home}") for name, home in sd._HOMES.items()}
-    assert set(sd.__all__) == {*sd._HOMES, *rooms}
+    assert rooms == set(sd._SUBMODULES)
+    assert seen == {(name, f"scaledot.{home}") for name, home in sd._MODULE_OF.items()}
+    assert set(sd.__all__) == {*sd._MODULE_OF, *rooms}
     assert all(getattr(sd, name) is not None for name in sd.__all__)
     with pytest.raises(AttributeError, match="no attribute 'quantise'"):
         sd.quantise  # noqa: B018
