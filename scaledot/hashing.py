@@ -6,7 +6,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def hash_once(cls: Class) -> Class:
-    """Class decorator that caches the hash of frozen dataclass instances; it is not pickled, as processes differ in it."""
+    """Class decorator that caches the hash of frozen dataclass instances; the hash is not pickled."""
     compute: Any = cls.__hash__
 
     def cached_hash(self) -> int:

@@ -1,9 +1,9 @@
-"""Signal to noise of every format on 1024 x 1024 tensors, against figures computed by independent roundings.
+"""Signal-to-noise ratio of every format on 1024 x 1024 tensors, against values of independent implementations.
 
-The figures and tolerances are acceptance values, not runs of this code. Cells are left out where one extreme
-value of the sample decides the figure (integers per tensor or row on heavy tails); those are held to the law
-of uniform rounding noise instead. Rotated rows are 4-bit ones: ours rounds to bfloat16 on both sides of the
-rotation, which their figures do not, and an 8-bit format shows that.
+The SNRs and tolerances are acceptance values, not results of this code. Entries are left out where one extreme element
+of the sample determines the SNR (integers per tensor or row on heavy-tailed data); these formats are tested against the
+variance of uniform rounding noise instead. Rotated formats are 4-bit ones only: scaledot rounds to bfloat16 before and
+after a rotation, which the independent implementations do not, and that is measurable in 8-bit formats.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ import pytest
 
 import scaledot as sd
 
-pytestmark = pytest.mark.optimized  # casts of millions of elements, which unoptimised programs make slow
+pytestmark = pytest.mark.optimized  # casts of millions of elements, which are slow in unoptimised programs
 
 F = sd.FORMATS
 SR = {"rounding": "stochastic", "key": jax.random.key(1)}
@@ -23,7 +23,7 @@ ROTATED = {"rotation": sd.Hadamard()}
 FP8_POW2 = replace(F["fp8_e4m3"], pow2=True)
 FOUR_OVER_SIX = replace(F["nvfp4"], search="four_over_six")
 
-TABLE = [  # what, format, options, then dB on N(0, 1), Laplace, Student-t3
+TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-t3
     ("int8 block128", F["int8"], {"block": 128}, 43.80, 41.01, 37.29),
     ("int8 asym block128", F["int8"], {"block": 128, **MINMAX}, 44.57, 42.26, 40.05),
     ("mxint8", replace(F["int8"], scale="float8_e8m0fnu", rule="floor", block=(32,)), {}, 41.66, 40.05, 38.08),
@@ -64,7 +64,7 @@ TABLE = [  # what, format, options, then dB on N(0, 1), Laplace, Student-t3
     ("int4 block32 rotated", F["int4"], {"block": 32, **ROTATED}, 20.27, 20.38, 20.76),
     ("nf4 rotated", F["nf4"], ROTATED, 20.73, 20.70, 20.51),
 ]
-# Formats whose element type, scale rule, block shape and rounding mode are each covered by another row.
+# Rows whose element type, scale rule, block shape and rounding mode are each covered by another row.
 RELATED = (
     *("fp8 e4m3 pow2", "fp8 e4m3 scale 1", "fp8 e4m3 per row", "fp8 e4m3 1x128 pow2", "fp8 e5m2", "mxfp8 e5m2"),
     *("mxfp6 e3m2", "mxfp4 floor", "mxfp4 ceil", "nvfp4 one level", "nvfp4 four over six 16x16", "nvfp4 stochastic"),
@@ -72,53 +72,53 @@ RELATED = (
     *("fp8 e4m3 128x128", "mxfp6 e2m3", "mxfp4", "mxfp4 ceil stochastic", "nvint4", "int4 block32"),
 )
 TOLERANCE = {"normal": 0.05, "laplace": 0.1, "student": 0.3}
-LOOSE = {"int8 per row", "int4 per row"}  # 0.25 dB: the scale is one extreme value
+LOOSE = {"int8 per row", "int4 per row"}  # 0.25 dB: the scale depends on one extreme element
 
 
 @pytest.fixture(scope="module")
 def tensors():
-    """Three draws of each: the mean of their figures depends less on a sample's extremes."""
+    """Three samples of each distribution: their mean SNR depends less on the extremes of one sample."""
     rng = np.random.default_rng(0)
     shape = (3, 1024, 1024)
     drawn = rng.standard_normal(shape), rng.laplace(size=shape), rng.standard_t(3, size=shape)
     return dict(zip(TOLERANCE, (x.astype(np.float32) for x in drawn), strict=True))
 
 
-def snr_of_one(x, format, options):
+def snr_of(x, format, options):
     values = np.asarray(sd.dequantize(sd.quantize(x, format, **options)), np.float64)
     return 10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum((x - values) ** 2))
 
 
-def snr(draws, format, options):
-    return np.mean([snr_of_one(x, format, options) for x in draws])
+def snr(samples, format, options):
+    return np.mean([snr_of(x, format, options) for x in samples])
 
 
 @pytest.mark.parametrize(
-    ("what", "format", "options", "figures"),
+    ("name", "format", "options", "expected"),
     [
         pytest.param(*row[:3], row[3:], id=row[0], marks=[pytest.mark.exhaustive] if row[0] in RELATED else [])
         for row in TABLE
     ],
 )
-def test_snr_is_what_a_correct_implementation_gives(tensors, what, format, options, figures):
-    for (name, x), figure in zip(tensors.items(), figures, strict=True):
-        if figure is not None:
-            tolerance = 0.25 if what in LOOSE else TOLERANCE[name]
-            assert snr(x, format, options) == pytest.approx(figure, abs=tolerance), name
+def test_snr_equals_that_of_independent_implementations(tensors, name, format, options, expected):
+    for (distribution, x), decibels in zip(tensors.items(), expected, strict=True):
+        if decibels is not None:
+            tolerance = 0.25 if name in LOOSE else TOLERANCE[distribution]
+            assert snr(x, format, options) == pytest.approx(decibels, abs=tolerance), distribution
 
 
 @pytest.mark.parametrize("name", ["normal", "laplace", "student"])
 @pytest.mark.parametrize("bits", [8, 7, 6])
-def test_integers_follow_the_law_of_uniform_noise(tensors, name, bits):
-    """Noise power is step^2 / 12 where the step is fine against the data."""
+def test_integer_formats_have_uniform_rounding_noise(tensors, name, bits):
+    """The noise power is step^2 / 12 if the step is small compared with the data."""
     x = tensors[name][0] if name != "student" else np.clip(tensors[name][0], -8, 8)
     step = np.abs(x).max() / (2 ** (bits - 1) - 1)
     expected = 10 * np.log10(np.mean(x.astype(np.float64) ** 2) / (step**2 / 12))
-    assert snr_of_one(x, F[f"int{bits}"], {"block": (0, 0)}) == pytest.approx(expected, abs=0.25 if bits == 8 else 0.5)
+    assert snr_of(x, F[f"int{bits}"], {"block": (0, 0)}) == pytest.approx(expected, abs=0.25 if bits == 8 else 0.5)
 
 
 @pytest.mark.parametrize(
-    ("format", "options", "figure"),
+    ("format", "options", "expected"),
     [
         ("int8", {"block": 128}, 44.56),
         ("int8", {"block": 128, **MINMAX}, 50.61),
@@ -131,8 +131,8 @@ def test_integers_follow_the_law_of_uniform_noise(tensors, name, bits):
         ("mxfp8", {}, 31.52),
     ],
 )
-def test_zero_points_pay_on_data_of_one_sign(tensors, format, options, figure):
-    assert snr(np.maximum(tensors["normal"], 0), F[format], options) == pytest.approx(figure, abs=0.05)
+def test_snr_of_nonnegative_data_with_and_without_zero_points(tensors, format, options, expected):
+    assert snr(np.maximum(tensors["normal"], 0), F[format], options) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize("sigma", [1e4, 1.0, 1e-3, 1e-8])
@@ -153,8 +153,8 @@ def test_accuracy_does_not_depend_on_magnitude(tensors, format, low, high, sigma
     assert low - tolerance <= got <= high + tolerance
 
 
-def test_two_levels_are_what_saves_small_tensors(tensors):
-    """Without a tensor scale an e4m3 block scale of 1e-4 is already 0."""
+def test_nvfp4_of_small_tensors_needs_the_tensor_scale(tensors):
+    """Without a tensor scale, an E4M3 block scale of 1e-4 underflows to 0."""
     x = tensors["normal"] * np.float32(1e-3)
     assert snr(x, replace(F["nvfp4"], two_level=False), {}) < 1
     assert snr(x, F["nvfp4"], {}) > 20.3

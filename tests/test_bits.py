@@ -1,4 +1,4 @@
-"""float32 arithmetic against numpy's, which is correctly rounded and keeps subnormals."""
+"""float32 arithmetic against numpy, which rounds correctly and keeps subnormals."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scaledot.numerics import bits
 
-pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
 NORMAL = st.floats(width=32, allow_nan=False, allow_infinity=False, allow_subnormal=False)
 
@@ -24,7 +24,7 @@ def numpy_divide(a, b):
 
 
 def random_floats(seed, count):
-    """Uniform in bit patterns, so every exponent occurs; non-finite ones dropped."""
+    """Finite float32 numbers from uniform bit patterns, so that every exponent occurs."""
     pattern = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
     return pattern[(pattern & 0x7F800000) != 0x7F800000].view(np.float32)
 
@@ -40,14 +40,14 @@ def test_divide_is_correctly_rounded(jit):
 
 @pytest.mark.parametrize("divisor", [448.0, 6.0, 7.5, 127.0, 127.5, 2688.0, 3.0])
 def test_divide_by_a_constant_is_correctly_rounded(divisor):
-    """XLA would multiply by the reciprocal."""
+    """XLA's own division would multiply by the reciprocal."""
     a = np.abs(random_floats(2, 200_000))
     got = jax.jit(lambda a: bits.divide(a, np.float32(divisor)))(a)
     np.testing.assert_array_equal(got, numpy_divide(a, np.float32(divisor)))
 
 
 @given(NORMAL, NORMAL)
-def test_divide_agrees_on_numbers_people_write(a, b):
+def test_divide_is_correctly_rounded_for_simple_numbers(a, b):
     a, b = np.float32(a), np.float32(b)
     np.testing.assert_array_equal(bits.divide(a, b), numpy_divide(a, b))
 
@@ -76,7 +76,7 @@ def test_powers_of_two_are_exact():
 
 
 def test_floor_by_log2_follows_float32_log2():
-    """float64 log2 rounded to float32 is the correctly rounded one, up to ties that float64 cannot see."""
+    """The reference is float64 log2 rounded to float32, which is correctly rounded except for near-ties."""
     powers = np.ldexp(np.float64(1), np.arange(-100, 101))
     below = [np.nextafter(powers.astype(np.float32), np.float32(0))]
     for _ in range(90):

@@ -1,4 +1,4 @@
-"""Elements: every code, every tie, every special value."""
+"""Encoding and decoding of every element type: every code, every tie, special values, stochastic rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import scaledot as sd
 from scaledot.numerics import encode as elements
 from scaledot.numerics import rounding
 
-pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
 FLOATS = ["fp8_e4m3", "fp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 EVERY = [*FLOATS, "int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
@@ -42,8 +42,8 @@ def test_every_code_decodes_and_encodes_back(name):
     finite = np.isfinite(values)
     specials = {"fp8_e4m3": 2, "fp8_e5m2": 8}.get(name, 0)  # NaN and infinities
     assert finite.sum() == finite.size - specials
-    again = np.asarray(encode(jnp.asarray(values), format))
-    np.testing.assert_array_equal(again.view(np.uint8)[finite], np.asarray(codes).view(np.uint8)[finite])
+    encoded = np.asarray(encode(jnp.asarray(values), format))
+    np.testing.assert_array_equal(encoded.view(np.uint8)[finite], np.asarray(codes).view(np.uint8)[finite])
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -57,7 +57,7 @@ def test_every_code_decodes_as_ml_dtypes_does(name):
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_every_bfloat16_encodes_to_the_nearest_code(name):
-    """ml_dtypes rounds to nearest even; values beyond the maximum saturate, here and in no bare cast."""
+    """ml_dtypes rounds to nearest even, but overflows where `encode` saturates."""
     format = sd.FORMATS[name]
     x = BF16[~np.isnan(BF16)]
     x = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
@@ -103,7 +103,7 @@ def test_nan_becomes_zero_where_no_nan_exists(name):
     np.testing.assert_array_equal(got, [0, 0, format.max, -format.max])
 
 
-def test_nf4_takes_the_lower_index_at_a_tie():
+def test_nf4_rounds_a_tie_to_the_lower_index():
     entries = np.array(sd.FORMATS["nf4"].codebook, np.float32)
     middle = (entries[1:] + entries[:-1]) / np.float32(2)
     for x, expected in [(middle, np.arange(15)), (np.nextafter(middle, np.float32(2)), np.arange(1, 16))]:
@@ -113,7 +113,7 @@ def test_nf4_takes_the_lower_index_at_a_tie():
 
 @pytest.mark.parametrize("name", EVERY)
 def test_stochastic_rounding_is_unbiased(name):
-    """The mean of n draws of a Bernoulli step s lies within 5 s / (2 sqrt n) of the value."""
+    """The mean of n draws that round by a step s is within 5 standard errors, 5 s / (2 sqrt n), of the input."""
     format = sd.FORMATS[name]
     grid = grid_values(format)
     inner = np.linspace(0.03, 0.97, 13, dtype=np.float32)
@@ -130,14 +130,14 @@ def test_stochastic_rounding_is_unbiased(name):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_stochastic_rounding_leaves_the_grid_alone(name):
+def test_stochastic_rounding_is_exact_on_representable_values(name):
     format = sd.FORMATS[name]
     grid = jnp.asarray(grid_values(format))
-    again = decode(encode(grid, format, uniform_of(jax.random.key(0), grid.shape)), format)
-    np.testing.assert_array_equal(again, grid)
+    decoded = decode(encode(grid, format, uniform_of(jax.random.key(0), grid.shape)), format)
+    np.testing.assert_array_equal(decoded, grid)
 
 
-def test_uniform_numbers_are_uniform_and_fill_24_bits():
+def test_uniform_numbers_are_uniform_in_all_24_bits():
     u = np.asarray(uniform_of(jax.random.key(3), (1024, 1024)), np.float64)
     count = u.size
     assert u.min() >= 0
@@ -166,8 +166,8 @@ def test_uniform_numbers_depend_on_the_flat_index_only():
     np.testing.assert_array_equal(uniform_of(raw, (24,)), flat)
 
 
-def test_random_bits_of_a_key_never_change():
-    """A run that another release resumes goes on with the same codes: the hash, in Python's integers."""
+def test_random_bits_of_a_key_are_stable():
+    """A run resumed with a later release draws the same bits; the reference is the hash in Python integers."""
 
     def mix(h):
         h = (h ^ h >> 16) * 0x7FEB352D % 2**32
@@ -184,5 +184,5 @@ def test_random_bits_of_a_key_never_change():
         h = ((h ^ h >> 16) * 0x7FEB352D + second) % 2**32
         h = (h ^ h >> 15) * 0x846CA68B % 2**32
         expected.append((h >> 8) * 2.0**-24)
-    found = np.asarray(uniform_of(jnp.array([7, 11], jnp.uint32), (4, 6))).ravel()
-    np.testing.assert_array_equal(found, np.float32(expected))
+    actual = np.asarray(uniform_of(jnp.array([7, 11], jnp.uint32), (4, 6))).ravel()
+    np.testing.assert_array_equal(actual, np.float32(expected))

@@ -1,4 +1,4 @@
-"""The table: what rows say, and what is computed from them."""
+"""The table of formats and the properties computed from its rows."""
 
 import dataclasses
 import subprocess
@@ -15,7 +15,7 @@ NAMES = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m
 NAMES += ["int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
 
 
-def test_every_format_has_its_row():
+def test_names_of_the_table():
     assert list(sd.FORMATS) == NAMES
 
 
@@ -33,7 +33,7 @@ def test_every_format_has_its_row():
         ("nf4", 4, 1, 0),
     ],
 )
-def test_bits_and_maximum_follow_from_the_row(name, bits, largest, emax):
+def test_bits_maximum_and_exponent_of_elements(name, bits, largest, emax):
     row = sd.FORMATS[name]
     assert (row.bits, row.max, row.emax) == (bits, largest, emax)
 
@@ -41,11 +41,11 @@ def test_bits_and_maximum_follow_from_the_row(name, bits, largest, emax):
 @pytest.mark.parametrize(
     ("name", "expected"), [("mxfp8", 8.25), ("nvfp4", 4.5), ("nf4", 4.5), ("fp8_e4m3", 8.0), ("mxfp6_e2m3", 6.25)]
 )
-def test_bits_per_element_count_the_scale(name, expected):
+def test_bits_per_element_include_the_scale(name, expected):
     assert sd.FORMATS[name].bits_per_element == expected
 
 
-def test_half_bound_maps_the_maximum_half_a_step_higher():
+def test_half_bound_maps_amax_half_a_step_higher():
     half = dataclasses.replace(sd.FORMATS["int8"], bound="half")
     assert (half.max, half.integer_range) == (127.5, (-128, 127))
     assert sd.FORMATS["int8"].integer_range == (-127, 127)
@@ -58,7 +58,7 @@ def test_a_misspelt_name_lists_the_nearest():
         sd.find_format(8)  # pyright: ignore[reportArgumentType]
 
 
-def test_rows_are_values():
+def test_rows_are_immutable():
     row = sd.FORMATS["mxfp8"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.rule = "floor"  # pyright: ignore[reportAttributeAccessIssue]
@@ -68,32 +68,32 @@ def test_rows_are_values():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_row_uses_a_rule_of_its_scale(name):
+def test_each_row_uses_a_rule_of_its_scale_dtype(name):
     row = sd.FORMATS[name]
     assert row.rule in rules_of(row)
 
 
-def test_each_flavour_uses_a_rule_of_its_scale():
-    tools = [
+def test_each_variant_uses_a_rule_of_its_scale_dtype():
+    libraries = [
         format_variants.torchao,
         format_variants.compressed_tensors,
         format_variants.deepgemm,
         format_variants.modelopt,
         format_variants.te_jax,
     ]
-    rows = [row for tool in tools for row in vars(tool).values()]
+    rows = [row for library in libraries for row in vars(library).values()]
     assert len({row.name for row in rows}) == len(rows)
     assert all(row.rule in rules_of(row) for row in rows)
 
 
 def test_formats_need_no_jax():
     code = "import sys; sys.modules['jax'] = None; import scaledot.formats as f; print(f.FORMATS['nvfp4'].max)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "6.0"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "6.0"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_codes_are_stored_in_a_dtype_that_is_wide_enough(name):
+def test_codes_are_stored_in_a_numpy_dtype_of_one_byte(name):
     row = sd.FORMATS[name]
     assert row.code_dtype.itemsize == 1
     assert isinstance(row.code_dtype, np.dtype)

@@ -1,7 +1,7 @@
-"""Codes, scales and values of other libraries, bit for bit (tests/golden says how each file was made).
+"""Codes, scales and dequantised values of other libraries, bit for bit; tests/golden documents how each file was made.
 
-The rows left out are the ones where we differ on purpose: float32 subnormals count as 0 here on every
-backend, and infinities and NaN never influence a scale.
+Rows of the inputs are left out where scaledot differs on purpose: it flushes float32 subnormals on every backend, and
+ignores infinities and NaN when it computes a scale.
 """
 
 import json
@@ -18,7 +18,7 @@ import scaledot as sd
 from scaledot import format_variants
 from scaledot.numerics import pack
 
-pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
 GOLDEN = Path(__file__).parent / "golden"
 EXCEPTIONS = {"f32_subnormal_only", "f32_tiny_subnormals", "near_min_normal", "f32_max_outliers"}
@@ -26,7 +26,7 @@ RULES = {"floor": "floor", "rceil": "ceil", "even": "even", "ceil": "ceil_log2"}
 
 
 class Golden:
-    """One file: its arrays, and the rows of its edge-case input that count."""
+    """One golden file: its arrays, and a mask of the rows of its edge-case input that are compared."""
 
     def __init__(self, name):
         self.arrays = np.load(GOLDEN / f"{name}.npz")
@@ -35,12 +35,12 @@ class Golden:
     def __getitem__(self, name):
         return self.arrays[name]
 
-    def counted(self, keep=lambda row: True):
-        return np.array([row not in EXCEPTIONS and keep(row) for row in self.rows])
+    def compared_rows(self):
+        return np.array([row not in EXCEPTIONS for row in self.rows])
 
 
 def raw(codes):
-    """Bits as they lie in the golden files: bytes, two 4-bit codes in each."""
+    """Codes as bytes, two 4-bit codes per byte, as in the golden files."""
     codes = jnp.asarray(codes)
     if codes.dtype in (jnp.float4_e2m1fn, jnp.uint4):
         return np.asarray(pack.pack_nibbles(codes))
@@ -62,7 +62,7 @@ def assert_same(q, codes, scale, values, rows=slice(None), dtype=None):
 )
 def test_mx_matches_torchao(file, format, theirs):
     golden = Golden(f"torchaomain_mx_{file}")
-    rows = golden.counted()
+    rows = golden.compared_rows()
     q = sd.quantize(golden["input"], format, rule=RULES[theirs])
     assert_same(q, golden[f"{theirs}__codes"], golden[f"{theirs}__scales_e8m0"], golden[f"{theirs}__dequant"], rows)
     q = sd.quantize(golden["input"].astype(ml_dtypes.bfloat16), format, rule=RULES[theirs])
@@ -75,13 +75,13 @@ def test_two_level_nvfp4_matches_torchao(case):
     x = golden["input_" + case.split("_")[-1]]
     if case == "bf16_normal":
         x = x.astype(ml_dtypes.bfloat16)
-    given = {"tensor_scale": np.float32(8) / np.float32(2688)} if "static" in case else {}
-    q = sd.quantize(x, format_variants.torchao.nvfp4, dtype=jnp.float32, **given)
+    options = {"tensor_scale": np.float32(8) / np.float32(2688)} if "static" in case else {}
+    q = sd.quantize(x, format_variants.torchao.nvfp4, dtype=jnp.float32, **options)
     name = f"two_level_{case}"
-    keep = slice(None)
-    if case == "moderate":  # the same rows as the full input, without the two that overflow
-        keep = np.delete(golden.counted(), [golden.rows.index(r) for r in ("huge_x1e37", "f32_max_outliers")])
-    assert_same(q, golden[f"{name}__codes"], golden[f"{name}__scales_e4m3"], golden[f"{name}__dequant"], keep)
+    rows = slice(None)
+    if case == "moderate":  # the rows of the full input without the two that overflow
+        rows = np.delete(golden.compared_rows(), [golden.rows.index(r) for r in ("huge_x1e37", "f32_max_outliers")])
+    assert_same(q, golden[f"{name}__codes"], golden[f"{name}__scales_e4m3"], golden[f"{name}__dequant"], rows)
     np.testing.assert_array_equal(q.tensor_scale, golden[f"{name}__per_tensor_scale"])
 
 
@@ -90,17 +90,17 @@ def test_nvfp4_per_expert_matches_torchao():
     q = jax.vmap(lambda x: sd.quantize(x, format_variants.torchao.nvfp4))(golden["input_experts"])
     assert_same(q, golden["per_expert__codes"], golden["per_expert__scales_e4m3"], golden["per_expert__dequant"])
     np.testing.assert_array_equal(q.tensor_scale, golden["per_expert__per_tensor_scale"].ravel())
-    given = sd.quantize(
+    q = sd.quantize(
         golden["input_experts"], format_variants.torchao.nvfp4, tensor_scale=golden["per_expert__per_tensor_scale"]
     )
-    assert_same(given, golden["per_expert__codes"], golden["per_expert__scales_e4m3"], golden["per_expert__dequant"])
+    assert_same(q, golden["per_expert__codes"], golden["per_expert__scales_e4m3"], golden["per_expert__dequant"])
 
 
 @pytest.mark.parametrize("case", ["", "_normal"])
 def test_single_level_nvfp4_matches_torchao(case):
     golden = Golden("torchao018_nvfp4")
     name = f"single_level{case}"
-    rows = slice(None) if case else golden.counted()
+    rows = slice(None) if case else golden.compared_rows()
     q = sd.quantize(golden[f"input{case}"], format_variants.torchao.nvfp4_single_level)
     assert_same(q, golden[f"{name}__codes"], golden[f"{name}__scales_e4m3"], golden[f"{name}__dequant"], rows)
 
@@ -128,19 +128,19 @@ def test_fp8_matches_torchao_inference(case, block):
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("data", ["edge", "normal"])
 def test_fp8_matches_torchao_training(data, element, axis, block, pow2):
-    """Their dequantisation divides by the factor; ours multiplies by its reciprocal, so factors are compared."""
+    """Compares multipliers: torchao stores and divides by the multiplier, scaledot multiplies by its reciprocal."""
     golden = Golden("torchao018_float8_training")
     x = golden["input" if data == "edge" else "input_normal"]
     name = f"{data}_{element}_{axis}wise{'_pow2' if pow2 else ''}"
-    flavour = format_variants.torchao.fp8_training if element == "e4m3" else format_variants.torchao.fp8_training_e5m2
-    format = replace(flavour, pow2=pow2)
+    variant = format_variants.torchao.fp8_training if element == "e4m3" else format_variants.torchao.fp8_training_e5m2
+    format = replace(variant, pow2=pow2)
     q = sd.quantize(x, format, block=block, axis=0 if axis == "col" else -1)
-    factor = golden[f"{name}__scale"].reshape(q.scale.shape)
-    rows = golden.counted() if data == "edge" else np.ones(len(x), bool)
-    counted = np.broadcast_to(rows[:, None], x.shape)
-    np.testing.assert_array_equal(raw(q.data)[counted], golden[f"{name}__codes"][counted])
-    scales = np.broadcast_to(np.asarray(q.scale), x.shape)[counted]
-    np.testing.assert_array_equal(scales, np.broadcast_to(np.float32(1) / factor, x.shape)[counted])
+    multiplier = golden[f"{name}__scale"].reshape(q.scale.shape)
+    rows = golden.compared_rows() if data == "edge" else np.ones(len(x), bool)
+    mask = np.broadcast_to(rows[:, None], x.shape)
+    np.testing.assert_array_equal(raw(q.data)[mask], golden[f"{name}__codes"][mask])
+    scales = np.broadcast_to(np.asarray(q.scale), x.shape)[mask]
+    np.testing.assert_array_equal(scales, np.broadcast_to(np.float32(1) / multiplier, x.shape)[mask])
 
 
 @pytest.mark.parametrize("ue8m0", [False, True])
@@ -152,7 +152,7 @@ def test_fp8_matches_deepgemm(name, block, ue8m0):
     golden = Golden("deepgemm_casts")
     case = f"{name}_{'128x128' if len(block) == 2 else '1x128'}{'_ue8m0' if ue8m0 else ''}"
     format = format_variants.deepgemm.fp8_ue8m0 if ue8m0 else format_variants.deepgemm.fp8
-    rows = golden.counted() if name == "input" else slice(None)
+    rows = golden.compared_rows() if name == "input" else slice(None)
     q = sd.quantize(golden[name], format, block=block, pad=True)
     if name == "input_weight":
         np.testing.assert_array_equal(q.scale, golden[f"{case}__scale"])
@@ -231,7 +231,7 @@ def test_fp8_matches_compressed_tensors(preset, data, block, dtype):
 
 @pytest.mark.parametrize("case", ["NVFP4A16_f32", "NVFP4A16_bf16", "NVFP4_bf16"])
 def test_nvfp4_matches_compressed_tensors(case):
-    """They store 2688 / amax, which divides; ours multiplies. Their values are always bfloat16."""
+    """compressed-tensors stores the multiplier 2688 / amax instead of the scale, and always dequantises to bfloat16."""
     golden = Golden("compressed_tensors")
     q = sd.quantize(ct_input(golden, "input_32x128", case.split("_")[1]), CT.nvfp4)
     np.testing.assert_array_equal(q.tensor_scale, np.float32(1) / golden[f"{case}__weight_global_scale"][0])
@@ -270,7 +270,7 @@ def test_nibbles_match_compressed_tensors():
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 8), (200, 10), (1, 1), (130, 3)])
-def test_tiled_scales_match_torchao(shape):
+def test_swizzled_scales_match_torchao(shape):
     golden = Golden("torchao018_scale_swizzle")
     name = "{}x{}".format(*shape)
     tiled = pack.tile_scales(jnp.asarray(golden[f"scales_{name}"]))

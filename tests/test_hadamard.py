@@ -10,7 +10,7 @@ import scaledot as sd
 from scaledot.numerics import hadamard
 from scaledot.numerics.hadamard import Hadamard
 
-pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
 rotate = jax.jit(hadamard.rotate, static_argnums=1)
 unrotate = jax.jit(hadamard.unrotate, static_argnums=1)
@@ -27,7 +27,7 @@ def test_default_signs():
     np.testing.assert_array_equal(Hadamard().signs, [1 if s == "+" else -1 for s in signs])
 
 
-def test_worked_by_hand():
+def test_examples_computed_by_hand():
     unit = np.zeros(16, np.float32)
     unit[3] = 1
     np.testing.assert_array_equal(rotate(jnp.asarray(unit), Hadamard()) * 4, [-1, 1, 1, -1] * 4)
@@ -36,7 +36,7 @@ def test_worked_by_hand():
 
 
 @pytest.mark.parametrize("rotation", [Hadamard(), Hadamard(2, 0b01), Hadamard(64, 0xDEADBEEF12345678)])
-def test_rotation_is_multiplication_by_h_between_bfloat16s(rotation):
+def test_rotation_is_a_matmul_with_h_rounded_to_bfloat16(rotation):
     x = np.random.default_rng(0).standard_normal((5, 128)).astype(np.float32)
     h = matrix(rotation)
     np.testing.assert_allclose(h @ h.T, np.eye(rotation.size), atol=1e-12)
@@ -53,14 +53,14 @@ def test_unrotate_undoes_rotate(axis):
     np.testing.assert_allclose(unrotate(rotate(jnp.asarray(x), rotation), rotation), x, atol=0.05)
 
 
-def test_both_operands_rotated_give_the_same_product():
+def test_rotating_both_operands_leaves_the_matmul_unchanged():
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((4, 64)).astype(np.float32), rng.standard_normal((64, 4)).astype(np.float32)
     rotated = np.asarray(rotate(jnp.asarray(x), Hadamard())) @ np.asarray(rotate(jnp.asarray(w), Hadamard(axis=0)))
     np.testing.assert_allclose(rotated, x @ w, atol=0.15)
 
 
-def test_a_rotated_cast_takes_its_scales_after_the_rotation():
+def test_scales_of_a_rotated_cast_are_computed_after_the_rotation():
     x = np.zeros((1, 64), np.float32)
     x[0, 5] = 16.0
     q = sd.quantize(x, "nvfp4", rotation=Hadamard())
@@ -71,6 +71,6 @@ def test_a_rotated_cast_takes_its_scales_after_the_rotation():
 @pytest.mark.parametrize(
     ("size", "mask", "message"), [(12, 0, "power of two"), (1, 0, "power of two"), (2, 9, "does not fit in")]
 )
-def test_bad_hadamards_are_refused(size, mask, message):
+def test_invalid_hadamards_are_refused(size, mask, message):
     with pytest.raises(ValueError, match=message):
         Hadamard(size, mask)

@@ -1,4 +1,4 @@
-"""The public verbs: properties that hold for every format, calibrations, groups, and bad input."""
+"""quantize and dequantize: properties of every format, block shapes, calibrations, groups, and invalid input."""
 
 import functools
 from dataclasses import replace
@@ -23,7 +23,7 @@ every_format = pytest.mark.parametrize(
 
 
 def draw_array(data, shape=(3, 64)):
-    """Magnitudes from tiny to huge, and zeros; one shape a test, because each costs a compilation."""
+    """Random magnitudes over many binades, and zeros. Each test uses one shape, because each shape is compiled."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     x = rng.standard_normal(shape) * 2.0 ** data.draw(st.integers(-60, 60))
     x = x * np.exp2(rng.integers(-12, 12, (*shape[:-1], 1)))
@@ -43,8 +43,8 @@ def same_tree(a, b):
 
 @every_format
 @given(st.data())
-def test_requantizing_changes_nothing(format, data):
-    """q(dq(q(x))) = q(x), given the scales: they are the ones that x asked for."""
+def test_requantizing_with_the_same_scales_is_the_identity(format, data):
+    """q(dq(q(x))) = q(x) if the scales of the first cast are passed to the second."""
     q = sd.quantize(draw_array(data), format)
     again = sd.quantize(sd.dequantize(q), format, scale=q.scale, tensor_scale=q.tensor_scale)
     np.testing.assert_array_equal(sd.dequantize(again), sd.dequantize(q))
@@ -53,8 +53,8 @@ def test_requantizing_changes_nothing(format, data):
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "int8", "nf4", "fp8_e4m3"])
 @given(st.data())
-def test_requantizing_finds_the_same_values(name, data):
-    """Also when scales are computed again: the block maximum stays where it was."""
+def test_requantizing_gives_the_same_dequantised_values(name, data):
+    """Also with recomputed scales, because the block amax is unchanged."""
     values = sd.dequantize(sd.quantize(draw_array(data), name))
     again = sd.dequantize(sd.quantize(values, name))
     np.testing.assert_allclose(again, values, rtol=2.0**-22)
@@ -62,14 +62,14 @@ def test_requantizing_finds_the_same_values(name, data):
 
 @every_format
 @given(st.data())
-def test_larger_elements_never_get_smaller_values(format, data):
+def test_quantisation_is_monotonic(format, data):
     x = np.sort(draw_array(data, (64,)))
     assert np.all(np.diff(np.asarray(sd.dequantize(sd.quantize(x, format, block=(0,))))) >= 0)
 
 
 @every_format
 @given(st.data())
-def test_signs_mirror(format, data):
+def test_quantisation_is_odd(format, data):
     x = draw_array(data)
     if format.codebook is not None:  # nf4 is not symmetric
         return
@@ -81,7 +81,7 @@ def test_signs_mirror(format, data):
 @pytest.mark.optimized
 @every_format
 @given(st.data())
-def test_jit_gives_the_same_bits(format, data):
+def test_jit_is_bit_identical_to_eager(format, data):
     x = draw_array(data)
     same_tree(JITTED[format.name](x), sd.quantize(x, format))
 
@@ -90,7 +90,7 @@ def test_jit_gives_the_same_bits(format, data):
 @pytest.mark.parametrize(
     "format", table_of(FORMATS, {f.name for f in FORMATS} - {"fp8_e4m3", "int8"}, lambda f: f.name)
 )
-def test_without_any_jit_the_bits_are_the_same(format):
+def test_disable_jit_is_bit_identical(format):
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     key = jax.random.key(0)
     compiled = sd.quantize(x, format, rounding="stochastic", key=key)
@@ -102,7 +102,7 @@ def test_without_any_jit_the_bits_are_the_same(format):
 
 @every_format
 @given(st.data())
-def test_vmap_is_a_loop(format, data):
+def test_vmap_equals_a_loop(format, data):
     x = draw_array(data, (3, 2, 64))
     mapped = jax.vmap(lambda x: sd.quantize(x, format))(x)
     for i in range(3):
@@ -111,7 +111,7 @@ def test_vmap_is_a_loop(format, data):
 
 @every_format
 @given(st.data())
-def test_transposing_first_is_transposing_last(format, data):
+def test_quantisation_commutes_with_transpose(format, data):
     x = draw_array(data, (64, 64))
     same_tree(sd.quantize(x, format, axis=0).T, sd.quantize(x.T, format, axis=-1))
 
@@ -120,16 +120,16 @@ def test_transposing_first_is_transposing_last(format, data):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_narrow_inputs_quantise_as_their_float32_values(format, dtype):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), dtype)
-    q, wide = sd.quantize(x, format), sd.quantize(x.astype(jnp.float32), format)
+    q, from_float32 = sd.quantize(x, format), sd.quantize(x.astype(jnp.float32), format)
     assert q.dtype == dtype
     assert sd.dequantize(q).dtype == dtype
-    np.testing.assert_array_equal(np.asarray(q.data).view(np.uint8), np.asarray(wide.data).view(np.uint8))
-    np.testing.assert_array_equal(sd.dequantize(q), sd.dequantize(wide).astype(dtype))
+    np.testing.assert_array_equal(np.asarray(q.data).view(np.uint8), np.asarray(from_float32.data).view(np.uint8))
+    np.testing.assert_array_equal(sd.dequantize(q), sd.dequantize(from_float32).astype(dtype))
     assert sd.quantize(x, format, dtype=jnp.float16).dtype == jnp.float16
 
 
 @every_format
-def test_the_same_key_gives_the_same_codes_and_another_does_not(format):
+def test_stochastic_codes_depend_on_the_key(format):
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     one, two, other = (sd.quantize(x, format, rounding="stochastic", key=jax.random.key(k)) for k in (0, 0, 1))
     same_tree(one, two)
@@ -137,7 +137,10 @@ def test_the_same_key_gives_the_same_codes_and_another_does_not(format):
 
 
 def relative_bias(format, options, draws):
-    """Of the mean of many draws, and the gate for an unbiased cast: 1.2 x the error of one draw / sqrt(draws)."""
+    """The relative error of the mean of many draws, and its limit for an unbiased cast.
+
+    The limit is 1.2 times the error of one draw / sqrt(draws).
+    """
     x = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
 
     def cast(key):
@@ -157,18 +160,18 @@ GUARDED = replace(sd.FORMATS["nvfp4"], guard=True)
     ids=str,
 )
 def test_the_mean_of_many_stochastic_casts_is_the_input(format, options):
-    bias, gate = relative_bias(format, options, draws=400)
-    assert bias < gate
+    bias, limit = relative_bias(format, options, draws=400)
+    assert bias < limit
 
 
 @pytest.mark.parametrize(("format", "options"), [("nvfp4", {}), ("mxfp4", {"rule": "floor"})])
-def test_casts_that_clip_are_biased_and_the_gate_sees_it(format, options):
-    bias, gate = relative_bias(format, options, draws=1000)
-    assert bias > gate
+def test_stochastic_casts_that_clip_are_biased(format, options):
+    bias, limit = relative_bias(format, options, draws=1000)
+    assert bias > limit
 
 
 @every_format
-def test_one_bad_element_spoils_neither_scale_nor_neighbours(format):
+def test_nonfinite_elements_change_neither_scales_nor_other_elements(format):
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     x[0, :3] = 0.0
     clean = sd.quantize(x, format)
@@ -182,7 +185,7 @@ def test_one_bad_element_spoils_neither_scale_nor_neighbours(format):
 
 
 @every_format
-def test_zeros_and_their_signs_survive(format):
+def test_zeros_keep_their_signs(format):
     x = np.zeros((2, 64), np.float32)
     x[1] = -0.0
     got = np.asarray(sd.dequantize(sd.quantize(x, format)))
@@ -192,7 +195,7 @@ def test_zeros_and_their_signs_survive(format):
 
 
 @every_format
-def test_subnormal_numbers_count_as_zero(format):
+def test_subnormals_are_flushed_to_zero(format):
     x = np.full((2, 64), 1e-40, np.float32)
     q = sd.quantize(x, format)
     np.testing.assert_array_equal(sd.dequantize(q), 0)
@@ -202,7 +205,7 @@ def test_subnormal_numbers_count_as_zero(format):
 @every_format
 @pytest.mark.parametrize("largest", [1e38, 1e-30, 1e-35])
 def test_extreme_magnitudes_keep_their_accuracy(format, largest):
-    """Scales and factors are capped, so that none is subnormal; that may cost a factor, never the number."""
+    """Scales and multipliers are clamped to normal numbers, which may increase the error by a constant factor only."""
     x = np.linspace(0.1, 1, 64, dtype=np.float32)
     plain, extreme = (
         np.asarray(sd.dequantize(sd.quantize(x * np.float32(s), format)), np.float64) for s in (1, largest)
@@ -246,7 +249,7 @@ def test_a_0d_array_has_no_axis_to_block():
         (1, -1, (), (4, 6, 8)),
     ],
 )
-def test_blocks_are_laid_on_the_axes_that_end_at_axis(block, axis, stored, grid):
+def test_block_entries_apply_to_the_axes_that_end_at_axis(block, axis, stored, grid):
     x = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
     q = sd.quantize(x, "fp8_e4m3", block=block, axis=axis)
     assert (q.block, q.scale.shape) == (stored, grid)
@@ -257,7 +260,7 @@ def test_blocks_are_laid_on_the_axes_that_end_at_axis(block, axis, stored, grid)
         assert q.scale[index] == expected
 
 
-def test_padding_is_only_in_the_grid():
+def test_padding_changes_the_shape_of_scales_only():
     x = np.random.default_rng(0).standard_normal((5, 100)).astype(np.float32)
     q = sd.quantize(x, "mxfp8", pad=True)
     assert (q.shape, q.scale.shape) == ((5, 100), (5, 4))
@@ -278,7 +281,7 @@ def test_stochastic_bits_do_not_depend_on_padding():
     np.testing.assert_array_equal(short.data, exact.data)
 
 
-def test_given_scales_are_used_as_they_are():
+def test_scales_that_are_passed_are_used_unchanged():
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     q = sd.quantize(x, "fp8_e4m3", scale=0.5)
     np.testing.assert_array_equal(q.scale, [[0.5]])
@@ -290,7 +293,7 @@ def test_given_scales_are_used_as_they_are():
     assert float(two.tensor_scale) == 1
 
 
-def test_the_largest_power_of_two_scale_is_applied_without_a_subnormal():
+def test_the_largest_e8m0_scale_is_applied_without_a_subnormal():
     """The reciprocal of code 254 is 2^-127."""
     x = np.linspace(0.25, 1, 32, dtype=np.float32) * np.float32(2.0**127)
     scale = jnp.asarray(np.full((1,), 254, np.uint8)).view(jnp.float8_e8m0fnu)
@@ -301,7 +304,7 @@ def test_the_largest_power_of_two_scale_is_applied_without_a_subnormal():
 
 
 @pytest.mark.parametrize(
-    ("calibration", "covered"),
+    ("calibration", "expected"),
     [
         ("absmax", lambda a: a.max(1)),
         ("absmax,0.5", lambda a: a.max(1) * 0.5),
@@ -310,17 +313,17 @@ def test_the_largest_power_of_two_scale_is_applied_without_a_subnormal():
         ("percentile,100", lambda a: a.max(1)),
     ],
 )
-def test_calibrations_cover_what_they_say(calibration, covered):
+def test_calibrations_map_the_expected_magnitude_to_the_largest_code(calibration, expected):
     x = np.random.default_rng(0).standard_normal((6, 4, 32)).astype(np.float32).reshape(24, 32)
     q = sd.quantize(x, "int8", block=32, calibration=calibration)
-    np.testing.assert_allclose(np.asarray(q.scale)[:, 0] * 127, covered(np.abs(x.astype(np.float64))), rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(q.scale)[:, 0] * 127, expected(np.abs(x.astype(np.float64))), rtol=1e-6)
 
 
 @pytest.mark.parametrize("calibration", ["rms,2", "percentile,90"])
-def test_calibrations_count_neither_padding_nor_infinities(calibration):
+def test_calibrations_ignore_padding_and_infinities(calibration):
     x = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
-    dirty = np.insert(x, 5, np.inf, axis=1)
-    q = sd.quantize(dirty, "int8", block=64, calibration=calibration, pad=True)
+    with_infinities = np.insert(x, 5, np.inf, axis=1)
+    q = sd.quantize(with_infinities, "int8", block=64, calibration=calibration, pad=True)
     clean = sd.quantize(x, "int8", block=(0,), calibration=calibration)
     np.testing.assert_allclose(q.scale, clean.scale, rtol=1e-6)
 
@@ -342,7 +345,7 @@ def test_mse_is_never_worse_than_absmax(format):
     assert np.sum((searched - x) ** 2) <= np.sum((plain - x) ** 2) * (1 + 1e-6)
 
 
-def test_four_over_six_keeps_the_better_of_the_two():
+def test_four_over_six_keeps_the_smaller_error():
     x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     both = replace(sd.FORMATS["nvfp4"], search="four_over_six")
     amax = np.asarray(sd.amax(x, block=16))
@@ -357,34 +360,34 @@ def test_four_over_six_keeps_the_better_of_the_two():
     np.testing.assert_allclose(got, np.minimum(error(6), error(4)), rtol=1e-5)
 
 
-def test_four_over_six_maps_to_six_where_both_are_as_good():
-    """6 is a code under a scale of 1 and of 1.5; published implementations keep the first."""
+def test_four_over_six_maps_amax_to_6_at_a_tie():
+    """6 is representable with scale 1 and with scale 1.5; published implementations keep the first."""
     format = replace(sd.FORMATS["nvfp4"], search="four_over_six")
     q = sd.quantize(jnp.zeros(16).at[0].set(6.0), format, tensor_scale=1.0)
     np.testing.assert_array_equal(q.scale.astype(jnp.float32), [1.0])
 
 
-def test_a_scale_per_element_serves_both_orientations():
+def test_quantize_both_with_a_scale_per_element():
     rows, columns = sd.quantize_both(jnp.arange(1.0, 7.0).reshape(2, 3), "int8", block=(1, 1))
     assert rows.scale.shape == columns.scale.shape == (2, 3)
     np.testing.assert_array_equal(rows.data, np.full((2, 3), 127))
 
 
-def test_two_tensor_scales_are_one_for_each_leading_index():
+def test_tensor_scales_per_leading_index():
     q = sd.quantize(jnp.ones((2, 16)), "nvfp4", tensor_scale=jnp.array([1.0, 0.5]))
     np.testing.assert_array_equal(q.tensor_scale, [1.0, 0.5])
     np.testing.assert_allclose(sd.dequantize(q), np.ones((2, 16)), rtol=0.05)
 
 
 @every_format
-def test_both_orientations_are_two_casts_of_x(format):
+def test_quantize_both_equals_two_casts(format):
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     rows, columns = sd.quantize_both(x, format)
     same_tree(rows, sd.quantize(x, format))
     same_tree(columns, sd.quantize(x, format, axis=0))
 
 
-def test_both_orientations_share_one_cast_where_codes_are_equal():
+def test_quantize_both_returns_one_array_if_codes_are_equal():
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for format, block in [("fp8_e4m3", None), ("nvfp4", (16, 16)), ("fp8_e4m3", (64, 64))]:
         rows, columns = sd.quantize_both(x, format, block=block)
@@ -393,13 +396,13 @@ def test_both_orientations_share_one_cast_where_codes_are_equal():
     assert (rows.block, columns.block) == ((64,), (64, 1))
 
 
-def test_both_orientations_round_by_independent_bits_and_rotate_along_their_axis():
+def test_quantize_both_uses_independent_random_bits_and_rotates_along_each_axis():
     x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     key = jax.random.key(0)
     rows, columns = sd.quantize_both(x, "nvfp4", rounding="stochastic", key=key, rotation=(None, sd.Hadamard()))
     same_tree(rows, sd.quantize(x, "nvfp4", rounding="stochastic", key=key))
-    fresh = jax.random.fold_in(key, 1)
-    same_tree(columns, sd.quantize(x, "nvfp4", axis=0, rounding="stochastic", key=fresh, rotation=sd.Hadamard()))
+    key = jax.random.fold_in(key, 1)
+    same_tree(columns, sd.quantize(x, "nvfp4", axis=0, rounding="stochastic", key=key, rotation=sd.Hadamard()))
     assert columns.rotation.axis == -2
 
 
@@ -425,7 +428,7 @@ GROUPS = [[10, 0, 33, 21], [64], [7, 50, 0]]
 @pytest.mark.parametrize("format", table_of(["fp8_e4m3", "mxfp8", "nvfp4", "int8", "nf4"], ["fp8_e4m3", "int8", "nf4"]))
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("sizes", GROUPS, ids=str)
-def test_each_group_is_quantised_as_if_alone(format, axis, sizes):
+def test_each_group_is_quantised_like_a_separate_array(format, axis, sizes):
     x = np.random.default_rng(0).standard_normal((64, 64)) * np.exp(np.arange(64)[:, None] / 8)
     x = x.astype(np.float32)
     q = jax.jit(lambda x, s: sd.quantize_grouped(x, s, format, axis=axis))(x, jnp.array(sizes))
@@ -446,7 +449,7 @@ def test_narrow_group_sizes_do_not_wrap(dtype):
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "int4"])
-def test_an_infinity_does_not_sway_a_search(format):
+def test_mse_calibration_ignores_infinities(format):
     options = {"calibration": "mse"}
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     x[:, 0] = 0
@@ -455,7 +458,7 @@ def test_an_infinity_does_not_sway_a_search(format):
     np.testing.assert_array_equal(raw(sd.quantize(x, format, **options).scale), raw(clean.scale))
 
 
-def test_zero_points_round_product_and_difference_apart():
+def test_zero_points_round_the_product_and_the_difference_separately():
     x = np.array([[-5.625, 0.625]], np.float32)
     assert int(sd.quantize(x, "int8", calibration="minmax").zero[0, 0]) == 102
 
@@ -466,14 +469,14 @@ def test_code_255_of_an_e8m0_scale_is_nan():
     assert np.all(np.isnan(sd.dequantize(replace(q, scale=bad))))
 
 
-def test_float16_scales_reach_into_its_subnormals():
+def test_float16_scales_may_be_subnormal():
     x = (np.random.default_rng(0).standard_normal((4, 64)) * 1e-3).astype(np.float16)
     q = sd.quantize(x, format_variants.compressed_tensors.int8)
     expected = (np.abs(x.astype(np.float32)).max(1) / np.float32(127.5)).astype(np.float16)
     np.testing.assert_array_equal(np.asarray(q.scale)[:, 0], expected)
 
 
-def test_square_blocks_start_afresh_in_each_group():
+def test_square_blocks_start_anew_in_each_group():
     x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
     q = sd.quantize_grouped(x, np.array([20, 44]), "nvfp4", block=(16, 16))
     for rows in (slice(0, 20), slice(20, 64)):
@@ -481,7 +484,7 @@ def test_square_blocks_start_afresh_in_each_group():
         np.testing.assert_array_equal(np.asarray(sd.dequantize(q))[rows], sd.dequantize(alone))
 
 
-def test_amax_ignores_what_is_not_finite():
+def test_amax_ignores_nonfinite_elements():
     x = np.array([[1, -3, np.nan], [np.inf, 2, 1e-40]], np.float32)
     assert float(sd.amax(x)) == 3
     assert sd.amax(x).shape == ()
@@ -494,8 +497,8 @@ def test_amax_ignores_what_is_not_finite():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [PartitionSpec("a", "b"), PartitionSpec(None, "b")], ids=str)
 @pytest.mark.parametrize("format", table_of(["fp8_e4m3", "mxfp8", "nvfp4", "int4", "nf4"], ["int4", "nf4"]))
-def test_sharded_arrays_give_the_same_bits(format, spec, axis_type):
-    """Whole blocks on each device; stochastic bits belong to the element, not to the shard."""
+def test_sharded_quantisation_is_bit_identical_to_single_device(format, spec, axis_type):
+    """No shard cuts a block, and random bits are hashed from the global index of an element."""
     x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     options = {"rounding": "stochastic", "key": jax.random.key(0)}
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type, axis_type))
@@ -578,18 +581,18 @@ BAD = [
 
 
 @pytest.mark.parametrize(("format", "x", "options", "error", "message"), BAD, ids=[b[4][:40] for b in BAD])
-def test_bad_input_is_told_what_is_wrong(format, x, options, error, message):
-    sd.quantize(X, "mxfp8", axis=1, block=25)  # what is remembered of this call does not answer for a similar one
+def test_invalid_arguments_are_refused(format, x, options, error, message):
+    sd.quantize(X, "mxfp8", axis=1, block=25)  # the cached checks of this call must not apply to a similar one
     with pytest.raises(error, match=message):
         sd.quantize(x, format, **options)
 
 
-def test_nan_cannot_be_refused_inside_jit():
+def test_nan_raise_needs_a_concrete_array():
     with pytest.raises(ValueError, match="needs a concrete array"):
         jax.jit(lambda x: sd.quantize(x, "fp8_e4m3", nan="raise"))(X)
 
 
-def test_a_quantised_array_is_not_quantised_again_by_mistake():
+def test_quantize_refuses_a_quantised_array():
     with pytest.raises(TypeError, match=r"already quantised .* use requantize"):
         sd.quantize(sd.quantize(X, "fp8_e4m3"), "int8")
 
@@ -607,12 +610,12 @@ def test_a_quantised_array_is_not_quantised_again_by_mistake():
         (X[:, :96], [4], {"block": 4, "axis": 0, "rotation": sd.Hadamard(4, 1)}, ValueError, "would mix groups"),
     ],
 )
-def test_bad_groups_are_told_what_is_wrong(x, sizes, options, error, message):
+def test_invalid_groups_are_refused(x, sizes, options, error, message):
     with pytest.raises(error, match=message):
         sd.quantize_grouped(x, np.asarray(sizes), "fp8_e4m3", **options)
 
 
-def test_both_orientations_need_two_axes():
+def test_quantize_both_needs_two_axes_and_quantize_dbias_one():
     with pytest.raises(ValueError, match="must have at least 2 axes"):
         sd.quantize_both(X[0], "fp8_e4m3")
     with pytest.raises(TypeError, match="takes no `axis`"):

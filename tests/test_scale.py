@@ -1,4 +1,4 @@
-"""Scale rules against a literal reading of their definitions in numpy, over every finite bfloat16 amax."""
+"""Scale rules against their definitions in numpy, over every finite bfloat16 amax."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ import pytest
 import scaledot as sd
 from scaledot.numerics.scale import e8m0_code, scales_of
 
-pytestmark = pytest.mark.optimized  # bits and compiled programs are what is tested here
+pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
 MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 BF16 = np.arange(2**15, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
@@ -21,18 +21,18 @@ AMAX = BF16[np.isfinite(BF16) & ((np.finfo(np.float32).tiny <= BF16) | (BF16 == 
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _levels(amax, format, tensor_amax=None):
+def _scales(amax, format, tensor_amax=None):
     return scales_of(amax, format, np.dtype("float32"), None, tensor_amax)
 
 
 def ceil_by_definition(amax, format):
-    """On the float32 product, which numpy keeps when it is subnormal."""
+    """From the bits of the float32 product amax * (1 / F), which numpy does not flush when it is subnormal."""
     with np.errstate(under="ignore"):
         product = amax * np.float32(1 / format.max)
     pattern = product.view(np.uint32)
     field, mantissa = (pattern >> 23).astype(int), (pattern & 0x7FFFFF).astype(int)
-    bumped = np.where((mantissa != 0) & (field < 254), field + 1, field)
-    return np.where(field == 0, (mantissa > 0x400000).astype(int), bumped)
+    rounded_up = np.where((mantissa != 0) & (field < 254), field + 1, field)
+    return np.where(field == 0, (mantissa > 0x400000).astype(int), rounded_up)
 
 
 def by_exponent(amax, format, exponent_of):
@@ -44,12 +44,13 @@ def floor_log2(a):
     return math.frexp(a)[1] - 1
 
 
-def even(kept):
-    """floor(log2) of the value rounded half up at `kept` mantissa bits."""
+def even(mantissa_bits):
+    """floor(log2) of a value rounded half up to `mantissa_bits`."""
 
     def exponent(a):
         fraction, e = math.frexp(a)  # fraction in [0.5, 1)
-        return e - 1 if math.floor(fraction * 2 ** (kept + 1) + 0.5) < 2 ** (kept + 1) else e
+        steps = 2 ** (mantissa_bits + 1)
+        return e - 1 if math.floor(fraction * steps + 0.5) < steps else e
 
     return exponent
 
@@ -89,19 +90,19 @@ def test_e8m0_rules_over_every_bfloat16(name, rule):
         ("mxfp8_e5m2", 57345, 128),
     ],
 )
-def test_ceil_as_worked_by_hand(name, amax, code):
+def test_ceil_rule_on_examples_computed_by_hand(name, amax, code):
     q = sd.quantize(np.array([amax] + [0] * 31, np.float32), name)
     assert int(np.asarray(q.scale).view(np.uint8)[0]) == code
 
 
 @pytest.mark.parametrize("name", MX)
-def test_ceil_never_saturates_the_maximum(name):
+def test_ceil_rule_never_saturates_the_amax(name):
     format = replace(sd.FORMATS[name], rule="ceil")
     code = np.asarray(e8m0_code(jnp.asarray(AMAX), format)).astype(int)
     assert np.all(AMAX.astype(np.float64) * 2.0 ** (127 - code) <= format.max * (1 + 2.0**-23))
 
 
-def test_e4m3_per_tensor_as_worked_by_hand():
+def test_fp8_per_tensor_on_an_example_computed_by_hand():
     x = np.array([-3, 0.1, 0.7, 2.5], np.float32)
     q = sd.quantize(x, "fp8_e4m3")
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), [-448, 15, 104, 384])
@@ -111,7 +112,7 @@ def test_e4m3_per_tensor_as_worked_by_hand():
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), [-57344, 1792, 14336, 49152])
 
 
-def test_nvfp4_as_worked_by_hand():
+def test_nvfp4_on_an_example_computed_by_hand():
     sign = np.tile([1, -1], 8)
     x = (sign * np.arange(1, 17) / 10).astype(ml_dtypes.bfloat16)
     q = sd.quantize(x, "nvfp4", tensor_scale=np.float32(12) / np.float32(2688))
@@ -121,60 +122,63 @@ def test_nvfp4_as_worked_by_hand():
 
 
 def nvfp4_by_definition(x, amax):
-    """Section by section in numpy float32: tensor scale, block scale, factor, code."""
+    """Codes, block scales, tensor scale and dequantised values in numpy float32."""
     f32 = np.float32
-    largest = np.abs(x).max()
-    up, down = f32(2688) / largest, largest / f32(2688)
-    d8 = np.minimum(amax * (up * f32(1 / 6)), f32(448)).astype(ml_dtypes.float8_e4m3fn)
+    tensor_amax = np.abs(x).max()
+    tensor_multiplier, tensor_scale = f32(2688) / tensor_amax, tensor_amax / f32(2688)
+    scale = np.minimum(amax * (tensor_multiplier * f32(1 / 6)), f32(448)).astype(ml_dtypes.float8_e4m3fn)
     with np.errstate(divide="ignore"):
-        multiplier = np.minimum(f32(1) / (d8.astype(f32) * (f32(1) / up)), np.finfo(f32).max)
-    multiplier = np.where(d8.astype(f32) == 0, f32(0), multiplier)
+        multiplier = np.minimum(f32(1) / (scale.astype(f32) * (f32(1) / tensor_multiplier)), np.finfo(f32).max)
+    multiplier = np.where(scale.astype(f32) == 0, f32(0), multiplier)
     codes = np.clip(x * np.repeat(multiplier, 16, 1), -6, 6).astype(ml_dtypes.float4_e2m1fn)
-    value = codes.astype(f32) * np.repeat(d8.astype(f32), 16, 1) * down
-    return codes, d8, down, value
+    values = codes.astype(f32) * np.repeat(scale.astype(f32), 16, 1) * tensor_scale
+    return codes, scale, tensor_scale, values
 
 
-@pytest.mark.parametrize("spread", [0.0, 2.0, 6.0])
-def test_nvfp4_follows_its_definition(spread):
+@pytest.mark.parametrize("log_std", [0.0, 2.0, 6.0])
+def test_nvfp4_follows_its_definition(log_std):
+    """Blocks have log-normal magnitudes, so that some block scales are 0 for the largest `log_std`."""
     rng = np.random.default_rng(5)
-    x = rng.standard_normal((64, 256)) * np.exp(spread * rng.standard_normal((64, 16)).repeat(16, 1))
+    x = rng.standard_normal((64, 256)) * np.exp(log_std * rng.standard_normal((64, 16)).repeat(16, 1))
     x = x.astype(np.float32)
-    codes, d8, down, value = nvfp4_by_definition(x, np.abs(x).reshape(64, 16, 16).max(-1))
+    codes, scale, tensor_scale, values = nvfp4_by_definition(x, np.abs(x).reshape(64, 16, 16).max(-1))
     q = sd.quantize(x, "nvfp4")
-    np.testing.assert_array_equal(np.asarray(q.scale).view(np.uint8), d8.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(q.scale).view(np.uint8), scale.view(np.uint8))
     np.testing.assert_array_equal(np.asarray(q.data).view(np.uint8), codes.view(np.uint8))
-    assert float(q.tensor_scale) == down
-    np.testing.assert_array_equal(sd.dequantize(q), value)
+    assert float(q.tensor_scale) == tensor_scale
+    np.testing.assert_array_equal(sd.dequantize(q), values)
 
 
 @pytest.mark.parametrize("largest", [12.0, 3.0, 5.25])
-def test_the_two_orders_of_nvfp4_scales_follow_their_definitions(largest):
+def test_two_orders_of_nvfp4_scale_arithmetic_follow_their_definitions(largest):
     amax = AMAX[largest >= AMAX]
-    up = np.float32(2688) / np.float32(largest)
-    orders = {"multiply": amax * (up * np.float32(1 / 6)), "divide_multiply": (amax / np.float32(6)) * up}
+    multiplier = np.float32(2688) / np.float32(largest)
+    orders = {
+        "multiply": amax * (multiplier * np.float32(1 / 6)),
+        "divide_multiply": (amax / np.float32(6)) * multiplier,
+    }
     for rule, relative in orders.items():
         format = replace(sd.FORMATS["nvfp4"], rule=rule)
-        levels = _levels(jnp.asarray(amax), format, jnp.float32(largest))
+        scales = _scales(jnp.asarray(amax), format, jnp.float32(largest))
         expected = np.minimum(relative, np.float32(448)).astype(ml_dtypes.float8_e4m3fn)
-        np.testing.assert_array_equal(np.asarray(levels.scale).view(np.uint8), expected.view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(scales.scale).view(np.uint8), expected.view(np.uint8))
     differ = np.mean(orders["multiply"] != orders["divide_multiply"])
-    assert differ > 0.01  # as float32; after rounding to e4m3 few remain
+    assert differ > 0.01  # in float32; few differences remain after rounding to E4M3
 
 
-def test_square_nvfp4_blocks_give_transposed_codes_for_the_transpose():
+def test_16x16_nvfp4_codes_of_the_transpose_are_transposed():
     x = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
     q, t = sd.quantize(x, "nvfp4", block=(16, 16)), sd.quantize(x.T, "nvfp4", block=(16, 16))
     np.testing.assert_array_equal(np.asarray(q.T.data).view(np.uint8), np.asarray(t.data).view(np.uint8))
 
 
-def test_guard_lets_no_element_clip():
-    """Without it an e4m3 scale that rounds down pushes the block maximum past 6."""
+def test_with_guard_no_element_saturates():
+    """Without it, an E4M3 scale that is rounded down maps the block amax above 6."""
     x = np.random.default_rng(0).standard_normal((256, 512)).astype(np.float32)
     amax = jnp.asarray(np.abs(x).reshape(256, 32, 16).max(-1))
-    top = jnp.max(amax)
     for guard, clips in [(False, True), (True, False)]:
-        levels = _levels(amax, replace(sd.FORMATS["nvfp4"], guard=guard), top)
-        largest = np.asarray(amax * levels.multipliers[0])
+        scales = _scales(amax, replace(sd.FORMATS["nvfp4"], guard=guard), jnp.max(amax))
+        largest = np.asarray(amax * scales.multipliers[0])
         assert (largest.max() > 6 * (1 + 1e-6)) == clips
 
 
@@ -182,24 +186,24 @@ def test_guard_lets_no_element_clip():
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_scales_over_every_bfloat16(name, pow2):
     format = replace(sd.FORMATS[name], pow2=pow2)
-    levels = _levels(AMAX, format)
+    scales = _scales(AMAX, format)
     with np.errstate(divide="ignore", over="ignore"):
         multiplier = np.minimum(np.float32(format.max) / AMAX, np.float32(2.0**126))
     multiplier = np.where(AMAX == 0, np.float32(1), multiplier)
     if pow2:
         multiplier = np.ldexp(np.float32(1), np.frexp(multiplier)[1] - 1)
-    np.testing.assert_array_equal(levels.multipliers[0], multiplier)
-    np.testing.assert_array_equal(levels.scale, np.float32(1) / multiplier)
+    np.testing.assert_array_equal(scales.multipliers[0], multiplier)
+    np.testing.assert_array_equal(scales.scale, np.float32(1) / multiplier)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
 def test_integer_and_codebook_scales_over_every_bfloat16(name):
     format = sd.FORMATS[name]
-    levels = _levels(AMAX, format)
+    scales = _scales(AMAX, format)
     scale = AMAX / np.float32(format.max)
     scale = np.where(AMAX == 0, np.float32(1), np.maximum(scale, np.float32(2.0**-126)))
-    np.testing.assert_array_equal(levels.scale, scale)
-    exact = [np.asarray(f, np.float64) for f in levels.multipliers]  # powers of two apart, so the product is exact
+    np.testing.assert_array_equal(scales.scale, scale)
+    exact = [np.asarray(m, np.float64) for m in scales.multipliers]  # one is a power of two, so the product is exact
     with np.errstate(over="ignore", under="ignore"):
         reciprocal = (1 / scale.astype(np.float64)).astype(np.float32)
     normal = reciprocal >= np.finfo(np.float32).tiny

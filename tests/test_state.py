@@ -1,4 +1,4 @@
-"""Delayed scaling: the stream of factors, and everything that could corrupt it."""
+"""Delayed scaling: multipliers over steps, merging of states, and misuse that would corrupt a history."""
 
 import dataclasses
 import warnings
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.jax_versions
 TINY = np.float32(2.0**-10)
 
 
-def references(**how):
-    how.setdefault("length", 4)
-    return {t: Reference(largest=largest, **how) for t, largest in (("x", 448), ("w", 448), ("g", 57344))}
+def references(**options):
+    options.setdefault("length", 4)
+    return {t: Reference(largest=largest, **options) for t, largest in (("x", 448), ("w", 448), ("g", 57344))}
 
 
 def with_amax(amax, shape=(4, 8)):
-    """An array with that largest magnitude."""
+    """An array of the given amax."""
     return jnp.full(shape, amax * TINY).at[0, 0].set(amax)
 
 
 def next_state(recipe, state, x, w, g):
-    """One step of y = x w whose gradient is g."""
+    """The next state after a step of y = x w with cotangent g."""
 
     def loss(w, state):
         y, state = train.dense(x, w, recipe=recipe, state=state)
@@ -49,52 +49,54 @@ def assert_state(state, reference):
         np.testing.assert_array_equal(state[tensor].multiplier, expected.multiplier, tensor)
 
 
-STREAM = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]
+AMAXES = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]
 
 
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [{"length": 4}, {"length": 4, "margin": 2}, {"length": 4, "algorithm": "most_recent"}, {"length": 2}],
     ids=str,
 )
-def test_the_stream_of_factors(how):
-    recipe = delayed(**how)
+def test_multipliers_over_several_steps(options):
+    recipe = delayed(**options)
     expected = references(
-        length=how["length"], margin=how.get("margin", 0), most_recent=how.get("algorithm") == "most_recent"
+        length=options["length"],
+        margin=options.get("margin", 0),
+        most_recent=options.get("algorithm") == "most_recent",
     )
     state = sd.init_state(recipe)
     run = jax.jit(lambda state, x, w, g: next_state(recipe, state, x, w, g))
     used = []
-    for amax in STREAM:
+    for amax in AMAXES:
         used.append(float(state["x"].multiplier))
         state = run(state, with_amax(amax), with_amax(2 * amax, (8, 2)), with_amax(3 * amax, (4, 2)))
-        for tensor, multiplier in zip("xwg", (1, 2, 3), strict=True):
-            expected[tensor].step(np.float32(multiplier * amax))
+        for tensor, ratio in zip("xwg", (1, 2, 3), strict=True):
+            expected[tensor].step(np.float32(ratio * amax))
         assert_state(state, expected)
-    if how == {"length": 4}:
+    if options == {"length": 4}:
         assert used[:7] == [1, 224, 56, 56, 56, 56, 448]
 
 
-def test_a_history_of_one_step_is_the_most_recent_one():
+def test_a_history_of_length_1_uses_the_last_step():
     recipe, state = delayed(length=1), sd.init_state(delayed(length=1))
     for amax, multiplier in ((2.0, 224.0), (8.0, 56.0), (0.0, 56.0), (1.0, 448.0)):
         state = next_state(recipe, state, with_amax(amax), with_amax(1.0, (8, 2)), with_amax(1.0, (4, 2)))
         assert float(state["x"].multiplier) == multiplier
 
 
-def test_casts_use_the_factor_that_came_in():
+def test_casts_use_the_multiplier_of_their_state():
     state = {t: AmaxHistory(jnp.array([0, 0, 0, 4.0]), jnp.float32(100.0)) for t in "xwg"}
     x, w = jnp.array([[1.0, -4.7]]), jnp.eye(2)
     y, _ = train.dense(x, w, recipe=SHORT, state=state)
     codes = np.float32([[96, -448]])  # 100 is half way between 96 and 104; 470 saturates
-    np.testing.assert_allclose(y, codes / 100 * 0.96, rtol=2.0**-20)  # and the ones of w are 96 / 100
+    np.testing.assert_allclose(y, codes / 100 * 0.96, rtol=2.0**-20)  # and the ones of w are dequantised to 96 / 100
     q = sd.quantize(x, "fp8_e4m3", multiplier=jnp.float32(100.0))
     np.testing.assert_array_equal(q.data.astype(jnp.float32), codes)
     assert q.scale.item() == np.float32(1) / np.float32(100)
 
 
 def chained(recipe, xs, ws, gs):
-    """A loss in which one state serves several products, handed on from each to the next."""
+    """A loss of several matmuls, each of which takes the state that the previous one returned."""
 
     def loss(state):
         total = 0.0
@@ -120,16 +122,16 @@ def largest_of_uses():
     return expected
 
 
-def test_a_layer_used_thrice_in_one_step_has_seen_the_largest():
+def test_a_layer_used_three_times_records_the_largest_amax():
     assert_state(jax.jit(jax.grad(chained(SHORT, XS, WS, GS)))(sd.init_state(SHORT)), largest_of_uses())
 
 
-def test_rematerialised_uses_too():
+def test_rematerialised_uses_record_the_largest_amax():
     loss = jax.checkpoint(chained(SHORT, XS, WS, GS))
     assert_state(jax.jit(jax.grad(loss))(sd.init_state(SHORT)), largest_of_uses())
 
 
-def test_a_scan_over_micro_batches_hands_the_state_on():
+def test_a_scan_over_micro_batches_records_the_largest_amax():
     def loss(state):
         def body(carry, batch):
             total, state = carry
@@ -143,13 +145,13 @@ def test_a_scan_over_micro_batches_hands_the_state_on():
     assert_state(jax.jit(jax.grad(loss))(sd.init_state(SHORT)), largest_of_uses())
 
 
-def test_a_scan_over_layers_keeps_their_states_apart():
+def test_a_scan_over_layers_has_a_state_per_layer():
     w = jnp.stack([with_amax(a, (8, 8)) for a in (1.0, 2.0, 4.0)])
     states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), sd.init_state(SHORT))
 
     def loss(states):
-        def layer(x, part):
-            y, _ = train.dense(x, part[0], recipe=SHORT, state=part[1])
+        def layer(x, w_and_state):
+            y, _ = train.dense(x, w_and_state[0], recipe=SHORT, state=w_and_state[1])
             return y, None
 
         return jax.lax.scan(layer, with_amax(1.0), (w, states))[0].sum()
@@ -158,54 +160,52 @@ def test_a_scan_over_layers_keeps_their_states_apart():
     np.testing.assert_array_equal(stepped["w"].multiplier, np.float32(448) / np.float32([1, 2, 4]))
 
 
-def test_micro_batches_merged_are_one_large_batch():
+def test_merged_states_of_micro_batches_equal_that_of_one_large_batch():
     start = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
-    each = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
-    whole = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
-    row_alignment = merge(*each)
-    for a, b in zip(jax.tree.leaves(row_alignment), jax.tree.leaves(whole), strict=True):
+    micro_batches = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
+    large_batch = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
+    for a, b in zip(jax.tree.leaves(merge(*micro_batches)), jax.tree.leaves(large_batch), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_states_of_whole_models_are_merged_and_others_refused():
+def test_states_of_models_are_merged_if_their_structures_match():
     start = sd.init_state(SHORT)
     models = [{"a": next_state(SHORT, start, x, WS[0], GS[0]), "b": start} for x in XS]
-    row_alignment = merge(*models)
-    assert float(row_alignment["a"]["x"].multiplier) == 448 / 8
+    assert float(merge(*models)["a"]["x"].multiplier) == 448 / 8
     with pytest.raises(ValueError, match="at 'b/g/history' it has nothing"):
         merge(models[0], {"a": models[1]["a"]})
 
 
-def test_merging_with_a_step_that_saw_nothing_keeps_the_factor_of_the_other():
-    """A step of zeros keeps the old factor, which may be the smaller one and says nothing about magnitudes."""
+def test_merging_with_a_step_of_zeros_keeps_the_multiplier_of_the_other():
+    """A step of zeros keeps the previous multiplier, which may be smaller although no amax requires it."""
     start = sd.init_state(SHORT)
-    nothing = next_state(SHORT, start, 0 * XS[0], 0 * WS[0], 0 * GS[0])
-    something = next_state(SHORT, start, XS[0], WS[0], GS[0])
-    for order in ((nothing, something), (something, nothing)):
+    zeros = next_state(SHORT, start, 0 * XS[0], 0 * WS[0], 0 * GS[0])
+    other = next_state(SHORT, start, XS[0], WS[0], GS[0])
+    for order in ((zeros, other), (other, zeros)):
         assert float(merge(*order)["x"].multiplier) == 224
-    assert float(merge(nothing, nothing)["x"].multiplier) == 1
+    assert float(merge(zeros, zeros)["x"].multiplier) == 1
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
-def test_a_step_with_non_finite_numbers_poisons_nothing(bad):
+def test_nonfinite_elements_do_not_enter_the_history(bad):
     state = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
-    hurt = next_state(SHORT, state, XS[1].at[1, 1].set(bad), WS[1], jnp.full_like(GS[1], bad))
+    state = next_state(SHORT, state, XS[1].at[1, 1].set(bad), WS[1], jnp.full_like(GS[1], bad))
     expected = references()
     for tensor, amaxes in (("x", (2.0, 8.0)), ("w", (1.0, 3.0)), ("g", (5.0, 0.0))):
         for amax in amaxes:
             expected[tensor].step(np.float32(amax))
-    assert_state(hurt, expected)
+    assert_state(state, expected)
 
 
-def test_evaluation_leaves_the_state_alone():
+def test_a_forward_pass_returns_its_state_unchanged():
     state = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
     _, after = jax.jit(lambda state: train.dense(XS[1], WS[1], recipe=SHORT, state=state))(state)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_states_added_by_mistake_saturate_nothing_and_do_not_grow():
-    """Two uses of one state that is not handed on give a sum; factors stay at most what the magnitudes allow."""
+def test_states_added_by_mistake_do_not_cause_saturation():
+    """Two uses of the same state give the sum of two next states; multipliers still do not exceed F / amax."""
     state = sd.init_state(SHORT)
     for _ in range(12):
         a, b = (next_state(SHORT, state, x, w, g) for x, w, g in zip(XS[:2], WS, GS, strict=False))
@@ -218,8 +218,8 @@ def test_states_added_by_mistake_saturate_nothing_and_do_not_grow():
         assert np.all(state[tensor].history <= 2 * amax * 1.01)
 
 
-def test_a_state_that_took_no_part_in_a_step_begins_again():
-    """JAX gives what is not used a gradient of zeros; a factor of zero would turn the next step to NaN."""
+def test_a_state_that_a_step_did_not_use_is_reset():
+    """The gradient of an unused state is zero; casts with a multiplier of zero would give NaN in the next step."""
 
     @jax.jit
     def step(state, use):
@@ -237,7 +237,7 @@ def test_a_state_that_took_no_part_in_a_step_begins_again():
     assert_state(step(unused, True), {"x": expected})
 
 
-def test_straight_through_gradients_stop_where_a_stale_scale_clips():
+def test_straight_through_gradients_are_zero_where_a_delayed_scale_clips():
     recipe = Recipe("x", Gemm(SHORT.fwd.lhs, None))
     x = XS[0].at[0, 0].set(1000.0)
     dx = jax.grad(lambda x: train.dense(x, jnp.eye(8), recipe=recipe, state=sd.init_state(recipe))[0].sum())(x)
@@ -251,7 +251,7 @@ def test_straight_through_gradients_stop_where_a_stale_scale_clips():
     np.testing.assert_array_equal(grouped, dx)
 
 
-def test_rows_in_groups_round_by_chance_with_delayed_scaling_too():
+def test_ragged_dot_uses_stochastic_rounding_with_delayed_scaling():
     cast = dataclasses.replace(SHORT.fwd.lhs, rounding="stochastic")
     recipe = Recipe("x", Gemm(cast, None), Gemm(), Gemm())
     x, state = jnp.linspace(-1.0, 1.0, 64).reshape(8, 8), sd.init_state(recipe)
@@ -262,7 +262,7 @@ def test_rows_in_groups_round_by_chance_with_delayed_scaling_too():
     assert np.any(one != other)
 
 
-def test_data_parallel_shards_share_the_largest_magnitude():
+def test_data_parallel_shards_all_reduce_their_amax():
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3], axis_types=(AxisType.Auto,))
 
     def step(x, w, g, state):
@@ -278,7 +278,7 @@ def test_data_parallel_shards_share_the_largest_magnitude():
     assert_state(got, largest_of_uses())
 
 
-def test_rows_of_no_group_and_every_group_count_once():
+def test_amaxes_of_ragged_dot_ignore_rows_of_no_group():
     x, w, sizes = jnp.concatenate(XS), jnp.stack(WS[:2]), jnp.array([4, 4])
 
     def loss(state):
@@ -289,19 +289,19 @@ def test_rows_of_no_group_and_every_group_count_once():
     assert float(state["w"].multiplier) == np.float32(448) / np.float32(3)
 
 
-def test_resuming_from_stored_numbers_is_going_on():
+def test_training_resumes_from_a_saved_state():
     state = sd.init_state(SHORT)
     for x, w, g in zip(XS, WS, GS, strict=True):
         state = next_state(SHORT, state, x, w, g)
-    stored = jax.tree.map(np.asarray, state)
-    on = next_state(SHORT, state, XS[0], WS[0], GS[0])
-    resumed = next_state(SHORT, jax.tree.map(jnp.asarray, stored), XS[0], WS[0], GS[0])
-    for a, b in zip(jax.tree.leaves(on), jax.tree.leaves(resumed), strict=True):
+    saved = jax.tree.map(np.asarray, state)
+    continued = next_state(SHORT, state, XS[0], WS[0], GS[0])
+    resumed = next_state(SHORT, jax.tree.map(jnp.asarray, saved), XS[0], WS[0], GS[0])
+    for a, b in zip(jax.tree.leaves(continued), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         (sd.init_state(FP8_DELAYED), r"at 'x/history' it has float32\[1024\] and should have float32\[4\]"),
         ({k: v for k, v in sd.init_state(SHORT).items() if k != "g"}, "at 'g/history' it has nothing"),
@@ -309,13 +309,13 @@ def test_resuming_from_stored_numbers_is_going_on():
         ((1, 2), "must be a state from init_state"),
     ],
 )
-def test_a_state_of_another_model_is_refused_by_path(state, words):
-    with pytest.raises((ValueError, TypeError), match=words):
+def test_a_state_of_another_recipe_is_refused(state, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         train.dense(XS[0], WS[0], recipe=SHORT, state=state)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("build", "message"),
     [
         (lambda: Delayed(length=0), "at least 1"),
         (lambda: Delayed(algorithm="mean"), "'max' or 'most_recent'"),
@@ -329,9 +329,9 @@ def test_a_state_of_another_model_is_refused_by_path(state, words):
         ),
     ],
 )
-def test_impossible_histories_are_explained(make, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        make()
+def test_invalid_delayed_casts_are_refused(build, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        build()
 
 
 def _loss(w, state):
@@ -352,12 +352,12 @@ def _stacked(w, state):
     return jax.vmap(_loss)(ws, states).sum()
 
 
-THROUGH = {"plain": _loss, "jit": jax.jit(_loss), "remat": jax.checkpoint(_loss), "scan": _scanned, "vmap": _stacked}
+LOSSES = {"plain": _loss, "jit": jax.jit(_loss), "remat": jax.checkpoint(_loss), "scan": _scanned, "vmap": _stacked}
 
 
-@pytest.mark.parametrize("loss", THROUGH.values(), ids=THROUGH)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_weight_differentiated_without_its_state_is_refused(loss):
-    """The history would stay empty and the multiplier 1, at which a gradient of 1e-9 is zero in e5m2."""
+    """The history would stay empty and the multiplier 1, at which a gradient of 1e-9 underflows in e5m2."""
     state = sd.init_state(SHORT)
     with pytest.raises(ValueError, match=r"not with respect to its `state`.*argnums=\(0, 1\)"):
         jax.eval_shape(jax.grad(loss), WS[0], state)
@@ -371,7 +371,7 @@ def test_a_gradient_through_a_frozen_layer_needs_no_state():
     jax.eval_shape(jax.grad(loss), XS[0], WS[0], sd.init_state(SHORT))
 
 
-def test_the_state_of_grouped_and_convolved_weights_is_differentiated_too():
+def test_ragged_dot_and_convolution_refuse_gradients_without_the_state():
     sizes, state = jnp.array([4]), sd.init_state(SHORT)
 
     def grouped(w):
@@ -385,11 +385,11 @@ def test_the_state_of_grouped_and_convolved_weights_is_differentiated_too():
             jax.eval_shape(jax.grad(loss), jnp.ones(shape))
 
 
-def test_an_empty_history_outside_jit_is_warned_of_once():
+def test_an_empty_history_outside_jit_warns_once():
     state_module._warn_once.cache_clear()
     empty, full = sd.init_state(SHORT), {t: AmaxHistory(jnp.ones(4), jnp.float32(448)) for t in "xwg"}
 
-    def forward(state):  # w and state have values, which is what is looked at; x need not be computed with
+    def forward(state):  # only w and state must be concrete for the check; x is traced
         jax.eval_shape(lambda x: train.dense(x, WS[0], recipe=SHORT, state=state), XS[0])
 
     with warnings.catch_warnings():
