@@ -25,18 +25,18 @@ class PathPatterns:
     def __init__(self, value: Any, name: str):
         self.by_path = value if isinstance(value, Mapping) else {} if value is None else {"*": value}
         self.name = name
-        self.looked_up: set[str] = set()
+        self.asked: set[str] = set()
 
     def value_for(self, path: str) -> Any:
         """The value of the first pattern that matches `path`; None without a match."""
-        self.looked_up.add(path)
+        self.asked.add(path)
         return next((value for pattern, value in self.by_path.items() if fnmatch.fnmatchcase(path, pattern)), None)
 
     def check_all_matched(self) -> None:
         """Raises ValueError for a pattern that none of the paths looked up so far matches."""
         for pattern in self.by_path:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.looked_up):
-                paths = sorted(self.looked_up)
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.asked):
+                paths = sorted(self.asked)
                 nearest = ", ".join(difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or paths[:8])
                 raise ValueError(
                     f"{pattern!r} of `{self.name}` matches no layer that takes a recipe; "

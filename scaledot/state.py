@@ -96,10 +96,10 @@ def merge(*states: Any) -> Any:
     expected = dict(described_leaves(states[0]))
     for state in states[1:]:
         check_tree(state, expected, "state", "the first one")
-    return jax.tree.map(merge_histories, *states, is_leaf=lambda node: isinstance(node, AmaxHistory))
+    return jax.tree.map(merged, *states, is_leaf=lambda node: isinstance(node, AmaxHistory))
 
 
-def merge_histories(*states: AmaxHistory) -> AmaxHistory:
+def merged(*states: AmaxHistory) -> AmaxHistory:
     """The elementwise maximum of histories, and the smallest multiplier of those with an amax above 0 in this step."""
     updated = [(s.history[..., -1] > 0).reshape(s.multiplier.shape) for s in states]
     observed = [jnp.where(new, s.multiplier, np.float32(np.inf)) for new, s in zip(updated, states, strict=True)]

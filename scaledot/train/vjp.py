@@ -121,7 +121,7 @@ def _next_state(step: Step, state: State, amaxes: dict[str, jax.Array], later: S
     for tensor, cast in step.options.recipe.delayed.items():
         amax = _largest_anywhere(amaxes[tensor], state[tensor])
         mine = states.advance(cast, state[tensor], amax, table.scalar_program(step.kind.partitioning))
-        advanced[tensor] = states.merge_histories(mine, later[tensor])
+        advanced[tensor] = states.merged(mine, later[tensor])
     return advanced
 
 

@@ -129,7 +129,7 @@ def cast_weights(
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; give its leaves by `select`, of {_some(leaves)}")
     for patterns in by_layer:
-        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
     for patterns in (*by_layer, chosen):
         patterns.check_all_matched()
     return CastWeights({path: made for path, made in codes.items() if made is not None})
