@@ -227,7 +227,7 @@ def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
 @needs_mosaic
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def gradients(x, w, sizes):
