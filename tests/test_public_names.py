@@ -1,7 +1,7 @@
 """The public interface against a snapshot: names of every public module, and the parameters of public functions.
 
-`python tests/test_public_names.py` writes the snapshot after a deliberate change, which CHANGELOG.md notes; a renamed name
-also gets a row in scaledot/deprecated.py.
+`python tests/test_public_names.py` writes the snapshot after a deliberate change, which CHANGELOG.md notes. A renamed
+name also gets a row in scaledot/deprecated.py.
 """
 
 import importlib
