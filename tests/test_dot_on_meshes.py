@@ -93,7 +93,7 @@ def cast_for(kind, tensor: str, product: str, laid, x, key):
 
 
 def casts_of(recipe, kind):
-    return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
+    return {(p, t): kind.resolve_cast(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
 @pytest.mark.optimized
