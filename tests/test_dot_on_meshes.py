@@ -121,7 +121,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
-                cast_for(kind, t, p, part, local[t], key if part.laid.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, part, local[t], key if part.resolved.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
             for (p, t), part in casts_of(recipe, kind).items()
