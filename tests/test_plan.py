@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import record, scaling
-from scaledot.__main__ import main
+from scaledot.cli import main
 from scaledot.plan import programs, report
 from scaledot.plan.cost import cost, of_operands
 from scaledot.plan.hlo import Collective, collectives
@@ -372,8 +372,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_planned_is_said(words, capsys):
-    assert main(["plan", *words.split()]) == 1
+    assert main(["plan", *words.split()]) == 2
     said = capsys.readouterr()
+    assert said.err.startswith("scaledot: error: ")
     assert REFUSED[words] in said.err
     assert not said.out
 
