@@ -58,7 +58,8 @@ scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp
   not, and a latency for each collective. *In turns* adds everything up. *At once* is perfect overlap, the longest of
   computing, NVLink and network. The truth lies between.
 * **Memory.** float32 weights, gradients and two moments, split over fsdp and tp; what the backward pass needs, from
-  the types of what `train` keeps (codes under a recipe); one layer's gathered weights.
+  the types of what `train` keeps (codes under a recipe); one layer's gathered weights. Where a step does not fit,
+  the nearest mesh of as many devices that does is proposed, or the fewest devices.
 
 ## Plans
 

@@ -87,6 +87,7 @@ def _step(options: argparse.Namespace) -> list[tuple[str, Any]]:
     import jax
 
     from scaledot import train
+    from scaledot.kernels.spec import Problem
     from scaledot.ops.explain import problems
     from scaledot.recipes import find_recipe
     from scaledot.state import init_state
@@ -98,9 +99,10 @@ def _step(options: argparse.Namespace) -> list[tuple[str, Any]]:
     w = jax.ShapeDtypeStruct(options.w, options.weight_dtype)
     state = {"state": jax.eval_shape(lambda: init_state(recipe))} if recipe.delayed else {}
     found = problems(train.dense, x, w, recipe=recipe, **state)
-    fwd = next(problem.contraction for problem in found if problem.op != "cast")
+    matmuls = [problem for problem in found if isinstance(problem, Problem)]
+    fwd = matmuls[0].contraction
     roles = {fwd.wgrad: "wgrad", fwd.dgrad: "dgrad", fwd: "fwd"}
-    return [("cast" if problem.op == "cast" else roles[problem.contraction], problem) for problem in found]
+    return [(roles[one.contraction] if isinstance(one, Problem) else "cast", one) for one in found]
 
 
 def _matmul(options: argparse.Namespace) -> list[tuple[str, Any]]:

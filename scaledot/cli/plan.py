@@ -75,6 +75,7 @@ def _has_devices(proposal: "Plan | None", plan: "Plan") -> bool:
 
 
 def _plan(options: argparse.Namespace, recipes: "list[Recipe]") -> "Plan":
+    from scaledot.plan import fit
     from scaledot.plan.make import make
     from scaledot.plan.models import find_model
     from scaledot.plan.rates import find_rates
@@ -83,6 +84,9 @@ def _plan(options: argparse.Namespace, recipes: "list[Recipe]") -> "Plan":
     model, rates = find_model(options.model), find_rates(options.device)
     mesh, why = _mesh(options, model, rates)
     setup = Setup(model, mesh, options.batch, options.sequence or model.sequence, options.sequence_parallel)
+    if options.mesh is None and any(map(setup.reason, recipes)):  # chosen by size alone, it cuts blocks of a recipe
+        setup = next(iter(fit.nearest(setup, recipes, rates)), setup)
+        why = f"the mesh nearest to {mesh}, which cuts blocks of a recipe"
     return make(setup, rates, recipes, why)
 
 

@@ -21,7 +21,7 @@ from scaledot.recipes import Cast, Recipe
 def nearest(setup: Setup, recipes: Sequence[Recipe], rates: Rates) -> list[Setup]:
     """Setups of as many devices on which every recipe is estimated to fit, those nearest to the mesh of `setup` first.
 
-    Nearest is the same tp, within NVLink, then the smallest fsdp: it gathers weights among the fewest devices.
+    Nearest is tp within NVLink, then the ratio of tp to that of `setup`, then the ratio of fsdp.
     """
     fitting = _fitting(setup, _meshes(setup.mesh.devices), recipes, rates)
     return sorted(fitting, key=lambda found: _distance(found.mesh, setup.mesh, rates))
@@ -38,7 +38,7 @@ def fewest(setup: Setup, recipes: Sequence[Recipe], rates: Rates) -> list[Setup]
 
 def estimate(setup: Setup, recipe: Recipe) -> float:
     """Bytes of memory on a device in a step."""
-    return sum(memory(setup, recipe, _layer(setup, recipe), _head(setup)).values())
+    return sum(memory(setup, recipe, layer(setup, recipe), head(setup)).values())
 
 
 def _fitting(setup: Setup, meshes: Iterable[Mesh], recipes: Sequence[Recipe], rates: Rates) -> list[Setup]:
@@ -50,9 +50,9 @@ def _has_room(setup: Setup, recipe: Recipe, rates: Rates) -> bool:
     return setup.reason(recipe) is None and estimate(setup, recipe) <= rates.memory.bytes
 
 
-def _distance(mesh: Mesh, wanted: Mesh, rates: Rates) -> tuple[bool, float, int]:
-    fsdp, tp = mesh.sizes["fsdp"], mesh.sizes["tp"]
-    return tp > rates.nvlink.devices, abs(math.log(tp / wanted.sizes["tp"])), fsdp
+def _distance(mesh: Mesh, wanted: Mesh, rates: Rates) -> tuple[bool, float, float]:
+    fsdp, tp = (abs(math.log(mesh.sizes[axis] / wanted.sizes[axis])) for axis in ("fsdp", "tp"))
+    return mesh.sizes["tp"] > rates.nvlink.devices, tp, fsdp
 
 
 def _meshes(devices: int) -> Iterator[Mesh]:
@@ -69,14 +69,18 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if not number % n]
 
 
-def _layer(setup: Setup, recipe: Recipe) -> Compiled:
-    """Beside operands, the layer saves the inputs of two norms, of attention and of the activation."""
+def layer(setup: Setup, recipe: Recipe) -> Compiled:
+    """What `programs.compiled` finds of a layer, in closed form.
+
+    Beside operands, it saves the inputs of two norms, of attention and of the activation.
+    """
     qkv, _, up, _ = setup.model.linears
     split = setup.tokens * (qkv.outputs + up.outputs) / setup.mesh.sizes["tp"]
     return _estimated(setup, recipe, setup.model.linears, 2 * _stream(setup) + split)
 
 
-def _head(setup: Setup) -> Compiled:
+def head(setup: Setup) -> Compiled:
+    """What `programs.compiled` finds of the head, in closed form."""
     return _estimated(setup, BASELINE, (setup.model.head,), _stream(setup))
 
 
