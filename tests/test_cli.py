@@ -117,6 +117,7 @@ WRONG_USAGE = {
     "plan --model llama3-8 --devices 8": "`model` 'llama3-8' is not in the table of models; did you mean 'llama3-8b'",
     "plan --model llama3-8b --devices many": "must be a whole number of at least 1, not 'many'",
     "tune --kind unheard": "invalid choice: 'unheard'",
+    "tune --layer 8 0 8": "must be a whole number of at least 1, not '0'",
 }
 
 
@@ -323,6 +324,14 @@ def test_a_mesh_that_fits_is_proposed(words, code, mesh, proposed, capsys):
     asked = words[words.index("--recipes") + 1 :]
     assert any(sum(fields["recipes"][name]["memory_bytes"].values()) > room for name in asked)
     assert all(sum(proposal["recipes"][name]["memory_bytes"].values()) <= room for name in asked)
+
+
+@pytest.mark.usefixtures("_estimated")
+@pytest.mark.parametrize(("devices", "hint"), [(64, ", but dp=1,fsdp=16,tp=4 would with --sequence-parallel"), (8, "")])
+def test_a_proposal_of_more_devices_says_whether_parallel_sequences_would_do(devices, hint, capsys):
+    words = ["plan", "--model", "llama3-70b", "--devices", str(devices), "--device", "h100", "--recipes", "bf16"]
+    why = record(capsys, *words, code=1)["proposal"]["why"]
+    assert why == f"the fewest devices that fit; no mesh of {devices} does{hint}"
 
 
 @pytest.mark.usefixtures("_estimated")

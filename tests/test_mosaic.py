@@ -568,11 +568,6 @@ def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
         main(["tune", "--kind", "unheard"])
 
 
-def test_there_is_nothing_to_tune_without_a_gpu(capsys):
-    assert main(["tune"]) == 1
-    assert "there is nothing to tune here: needs" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch, kind):
     """Types name the mesh of an array inside jit, with and without a mesh in the context."""

@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from scaledot.cli.output import add_json, show
+from scaledot.cli.arguments import add_json, sizes
+from scaledot.cli.output import show
 
 EXAMPLES = (
     "scaledot explain 8192x4096 4096x14336 --recipe fp8_current",
@@ -19,8 +20,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("x", type=_sizes, metavar="X", help="shape of x, (..., k), such as 8192x4096")
-    parser.add_argument("w", type=_sizes, metavar="W", help="shape of w, (k, n), such as 4096x14336")
+    parser.add_argument("x", type=sizes, metavar="X", help="shape of x, (..., k), such as 8192x4096")
+    parser.add_argument("w", type=sizes, metavar="W", help="shape of w, (k, n), such as 4096x14336")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--recipe", help="explain a training step: fwd, dgrad, wgrad and their casts")
     how.add_argument(
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block",
         nargs="+",
-        type=_sizes,
+        type=sizes,
         metavar="BLOCK",
         help="with --formats: elements that share a scale, along k (128) or n and k (128x128); one for both operands, "
         "or one each (default: the formats' own)",
@@ -147,10 +148,3 @@ def _blocks(given: Sequence[tuple[int, ...]] | None) -> Sequence[tuple[int, ...]
     if len(given) > 2:
         raise ValueError(f"`--block` takes one block for both operands or one each, not {len(given)}")
     return (given[0], given[-1])
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = text.split("x")
-    if not all(size.isdecimal() and int(size) for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} must be sizes of at least 1, such as 8192x4096")
-    return tuple(map(int, sizes))

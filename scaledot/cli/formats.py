@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from scaledot.cli.output import add_json, aligned, show
+from scaledot.cli.arguments import add_json
+from scaledot.cli.output import aligned, show
 from scaledot.formats import FORMATS, Format, find_format, rules_of
 
 EXAMPLES = (

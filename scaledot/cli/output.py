@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def show(options: argparse.Namespace, text: str, record: Mapping[str, Any]) -> None:
     """Prints the text, or the record where `--json` asks for it."""
     print(as_json(record) if options.json else text)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from scaledot.cli.arguments import count
 from scaledot.cli.output import as_json
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fewest devices that fit. The exit code is 1 where --mesh does not fit, or no mesh of --devices does."
     )
     parser.add_argument("--model", required=True, help="a name such as llama3-70b, or a .json file of its sizes")
-    parser.add_argument("--devices", type=_count, help="number of devices; without --mesh, a mesh is chosen")
+    parser.add_argument("--devices", type=count, help="number of devices; without --mesh, a mesh is chosen")
     parser.add_argument(
         "--mesh", help="axes and their sizes, neighbouring devices along the last one: dp=4,fsdp=8,tp=8"
     )
@@ -44,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help=f"to compare with bf16, and which must fit (default: {' '.join(RECIPES)})",
     )
-    parser.add_argument("--batch", type=_count, default=1, help="sequences per index along dp and fsdp (default 1)")
-    parser.add_argument("--sequence", type=_count, help="tokens of a sequence (default: the model's)")
+    parser.add_argument("--batch", type=count, default=1, help="sequences per index along dp and fsdp (default 1)")
+    parser.add_argument("--sequence", type=count, help="tokens of a sequence (default: the model's)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split tokens over tp between the matmuls")
     parser.add_argument(
         "--json", nargs="?", const=True, metavar="PATH", help="print JSON; with PATH, print text and write JSON there"
@@ -104,9 +105,3 @@ def _mesh(options: argparse.Namespace, model: "Model", rates: "Rates") -> "tuple
             f"the mesh {options.mesh} has {mesh.devices} devices, not the {options.devices} of `--devices`"
         )
     return mesh, ""
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)

@@ -2,7 +2,8 @@
 
 import argparse
 
-from scaledot.cli.output import add_json, aligned, show
+from scaledot.cli.arguments import add_json
+from scaledot.cli.output import aligned, show
 
 EXAMPLES = (
     "scaledot recipes",

@@ -4,7 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from scaledot.cli.output import add_json, show
+from scaledot.cli.arguments import add_json, count
+from scaledot.cli.output import show
 
 EXAMPLES = (
     "scaledot tune",
@@ -31,13 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layer",
         nargs=3,
-        type=int,
+        type=count,
         action="append",
         default=[],
         metavar=("TOKENS", "INPUTS", "OUTPUTS"),
         help="a layer whose fwd, dgrad and wgrad are measured; may be repeated (default: those of the benchmarks)",
     )
-    parser.add_argument("--groups", type=int, default=8, help="of tokens in a layer (default %(default)s)")
+    parser.add_argument("--groups", type=count, default=8, help="of tokens in a layer (default %(default)s)")
     parser.add_argument("--output", type=Path, help="file of the table (default: the one that kernels read)")
     add_json(parser)
 

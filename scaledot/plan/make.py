@@ -1,5 +1,6 @@
 """A plan from a setup: programs compiled, costs counted; and another one where it does not fit the memory."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import islice
 
@@ -33,8 +34,13 @@ def propose(plan: Plan, recipes: Sequence[Recipe]) -> Plan | None:
     proposal = _first_fitting(fit.nearest(setup, recipes, rates), rates, recipes, why)
     if proposal is not None:
         return proposal
+    return _first_fitting(fit.fewest(setup, recipes, rates), rates, recipes, _why_fewest(setup, rates, recipes))
+
+
+def _why_fewest(setup: Setup, rates: Rates, recipes: Sequence[Recipe]) -> str:
     why = f"the fewest devices that fit; no mesh of {setup.mesh.devices} does"
-    return _first_fitting(fit.fewest(setup, recipes, rates), rates, recipes, why)
+    parallel = fit.nearest(dataclasses.replace(setup, sequence_parallel=True), recipes, rates)
+    return f"{why}, but {parallel[0].mesh} would with --sequence-parallel" if parallel else why
 
 
 def _first_fitting(setups: Sequence[Setup], rates: Rates, recipes: Sequence[Recipe], why: str) -> Plan | None:
