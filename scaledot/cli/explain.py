@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=sizes,
         metavar="BLOCK",
-        help="with --formats: elements that share a scale, along k (128) or n and k (128x128); one for both operands, "
+        help="with --formats: elements that share a scale, along k (128), or along the free dim and k (128x128); one for both operands, "
         "or one each (default: the formats' own)",
     )
     parser.add_argument(
@@ -50,9 +50,10 @@ def run(options: argparse.Namespace) -> int:
 
     found = _step(options) if options.recipe else _matmul(options)
     rows = [(role, str(problem), table.verdicts(problem)) for role, problem in found]
-    named = (f"{role}: " if role in PRODUCTS else "" for role, _ in found)
-    text = "\n\n".join(role + table.explain(problem) for role, (_, problem) in zip(named, found, strict=True))
-    show(options, f"{_heading(options)}\n\n{text}", _record(options, rows))
+    parts = (
+        f"{role}: {table.explain(problem)}" if role in PRODUCTS else table.explain(problem) for role, problem in found
+    )
+    show(options, "\n\n".join([_heading(options), *parts]), _record(options, rows))
     return 0
 
 

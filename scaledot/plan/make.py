@@ -30,8 +30,8 @@ def make(setup: Setup, rates: Rates, recipes: Sequence[Recipe], why: str = "") -
 def propose(plan: Plan, recipes: Sequence[Recipe]) -> Plan | None:
     """A plan that fits: on another mesh of as many devices, else on the fewest devices; None where there is none."""
     setup, rates = plan.setup, plan.rates
-    why = f"the fitting mesh nearest to {setup.mesh}"
-    proposal = _first_fitting(fit.nearest(setup, recipes, rates), rates, recipes, why)
+    others = [one for one in fit.nearest(setup, recipes, rates) if one.mesh.sizes != setup.mesh.sizes]
+    proposal = _first_fitting(others, rates, recipes, f"the fitting mesh nearest to {setup.mesh}")
     if proposal is not None:
         return proposal
     return _first_fitting(fit.fewest(setup, recipes, rates), rates, recipes, _why_fewest(setup, rates, recipes))
