@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=sizes,
         metavar="BLOCK",
-        help="with --formats: elements that share a scale, along k (128), or along the free dim and k (128x128); one for both operands, "
-        "or one each (default: the formats' own)",
+        help="with --formats: elements that share a scale, along k (128), or along the free dim and k (128x128); one "
+        "for both operands, or one each (default: the formats' own)",
     )
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="of x before its cast, and of the result (default bfloat16)"
