@@ -1,6 +1,6 @@
 """`python -m benchmarks.scaling`: plans of large models on many devices, and the page of docs about them.
 
-Plans are those of `python -m scaledot plan`: layers are compiled and counted, nothing is run. `--page` makes the page
+Plans are those of `scaledot plan`: layers are compiled and counted, nothing is run. `--page` makes the page
 again from the results that are there. Everything that is a number comes from the file; the words around it are below.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from scaledot.__main__ import main as scaledot
+from scaledot.cli import main as scaledot
 from scaledot.plan.cost import of_operands
 
 CASES = (
@@ -36,8 +36,8 @@ from a table of rates, some measured and some assumed. Made with jax {jax}, {dat
 [{results}](../../benchmarks/results/{results}).
 
 ```
-python -m scaledot plan --model llama3-405b --devices 10240 --sequence-parallel
-python -m scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp4 --json plan.json
+scaledot plan --model llama3-405b --devices 10240 --sequence-parallel
+scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp4 --json plan.json
 ```
 
 ## How
@@ -58,7 +58,8 @@ python -m scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_
   not, and a latency for each collective. *In turns* adds everything up. *At once* is perfect overlap, the longest of
   computing, NVLink and network. The truth lies between.
 * **Memory.** float32 weights, gradients and two moments, split over fsdp and tp; what the backward pass needs, from
-  the types of what `train` keeps (codes under a recipe); one layer's gathered weights.
+  the types of what `train` keeps (codes under a recipe); one layer's gathered weights. Where a step does not fit,
+  the nearest mesh of as many devices that does is proposed, or the fewest devices.
 
 ## Plans
 

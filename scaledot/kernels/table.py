@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,18 +104,34 @@ def _place_reasons(rows: tuple[Kernel, ...]) -> tuple[Callable[[Partitioning | N
     return tuple(dict.fromkeys(row.place_reason for row in rows if row.place_reason is not None))
 
 
+class Verdict(NamedTuple):
+    """verdict: "taken", "could" (it supports the problem too) or "no". reason: how it solves it, or why not."""
+
+    kernel: str
+    verdict: str
+    reason: str
+
+
+def verdicts(problem: Problem | CastProblem) -> list[Verdict]:
+    """Every kernel of the problem's table, in order, and why it was taken or passed over."""
+    chosen = choose(problem)
+    return [_verdict(row, problem, row is chosen) for row in kernels_for(problem)]
+
+
+def _verdict(row: Kernel, problem: Problem | CastProblem, is_taken: bool) -> Verdict:
+    reason = row.supports(problem)
+    if reason:
+        return Verdict(row.name, "no", reason)
+    return Verdict(row.name, "taken" if is_taken else "could", f"{row.how(problem)}{_on_shards(row, problem)}")
+
+
 def explain(problem: Problem | CastProblem) -> str:
-    """Every kernel and why it was taken or passed over."""
-    chosen = choose(problem).name
-    rows = kernels_for(problem)
-    width = max(len(row.name) for row in rows)
-    lines = [str(problem)]
-    for row in rows:
-        reason = row.supports(problem)
-        taken = "TAKEN" if row.name == chosen else "could"
-        verdict = f"no: {reason}" if reason else f"{taken}: {row.how(problem)}{_on_shards(row, problem)}"
-        lines.append(f"  {row.name:<{width}}  {verdict}")
-    return "\n".join(lines)
+    """The verdicts as text."""
+    rows = verdicts(problem)
+    width = max(len(row.kernel) for row in rows)
+    words = {"taken": "TAKEN", "could": "could", "no": "no"}
+    lines = [f"  {row.kernel:<{width}}  {words[row.verdict]}: {row.reason}" for row in rows]
+    return "\n".join([str(problem), *lines])
 
 
 def _on_shards(row: Kernel, problem: Problem | CastProblem) -> str:

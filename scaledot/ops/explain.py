@@ -23,6 +23,11 @@ def explain(verb: Callable[..., Any], *args, **kwargs) -> str:
     >>> print(sd.explain(sd.quantize, jnp.ones((256, 64)), "int8").splitlines()[0])
     cast float32[256,64] -> int8 in blocks of (0,)
     """
+    return "\n".join(map(table.explain, problems(verb, *args, **kwargs))) or "nothing is multiplied or cast"
+
+
+def problems(verb: Callable[..., Any], *args, **kwargs) -> list[Problem | CastProblem]:
+    """The casts and matmuls of `verb(*args, **kwargs)`, in the order in which it asks for kernels."""
     parameters = inspect.signature(verb).parameters if callable(verb) else {}
     has_keywords = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if "kernel" not in parameters and not has_keywords:
@@ -33,10 +38,10 @@ def explain(verb: Callable[..., Any], *args, **kwargs) -> str:
     kwargs.pop("kernel", None)
     leaves, tree = jax.tree.flatten((args, kwargs))
     at = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    problems: list[Problem | CastProblem] = []
+    found: list[Problem | CastProblem] = []
 
     def record(problem: Problem | CastProblem) -> None:
-        problems.append(problem)
+        found.append(problem)
 
     def call(arrays: list[Any]) -> Any:
         given = dict(zip(at, arrays, strict=True))
@@ -44,7 +49,7 @@ def explain(verb: Callable[..., Any], *args, **kwargs) -> str:
         return verb(*args, kernel=record, **kwargs)
 
     jax.eval_shape(_differentiated(call) if trains else call, [leaves[i] for i in at])
-    return "\n".join(table.explain(problem) for problem in problems) or "nothing is multiplied or cast"
+    return found
 
 
 def _differentiated(f: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -91,8 +91,8 @@ def contract_groups(
 ) -> jax.Array:
     """ragged_dot_general whose problem says more: `group_multiple` is what group sizes are multiples of.
 
-    factors: what results that have one slice (m, n) per group are multiplied by before their rounding, (groups, 1) or
-    (groups, m) and (groups, n).
+    multipliers: for results (groups, m, n), which are multiplied by them before they are rounded: (groups, 1) or
+    (groups, m), and (groups, 1) or (groups, n).
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     numbers = ragged_dot_dimension_numbers

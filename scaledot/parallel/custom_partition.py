@@ -170,7 +170,7 @@ def propagation_rule(operands: Sequence[Leaf], results: Sequence[Leaf], contract
     Codes of 512 rows and scales of 4 blocks of them share the sharding of those 4; 128 is a factor of its own:
 
     >>> propagation_rule([Leaf((512,), ("m",))], [Leaf((512,), ("m",)), Leaf((4,), ("m",))])
-    Rule(text='(l0_0 l0_1) -> (l0_0 l0_1), l0_0', reduced=(), sizes={'l0_1': 128})
+    PropagationRule(text='(l0_0 l0_1) -> (l0_0 l0_1), l0_0', reduced=(), sizes={'l0_1': 128})
     """
     leaves = *operands, *results
     factors = _factors(leaves)

@@ -1,4 +1,4 @@
-"""What a training step of a large model takes on many devices, before anybody has them: `python -m scaledot plan`.
+"""What a training step of a large model takes on many devices, before anybody has them: `scaledot plan`.
 
 XLA compiles one decoder layer for the mesh, with shapes instead of arrays, on CPU devices (`programs`, in a `child`
 process that has as many). What devices send each other is read from the compiled program (`hlo`); what they compute

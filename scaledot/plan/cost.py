@@ -45,6 +45,10 @@ class Cost(NamedTuple):
     memory: dict[str, float]
 
     @property
+    def memory_bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
     def computing(self) -> float:
         return sum(self.work.values())
 
@@ -82,7 +86,7 @@ def cost(setup: Setup, rates: Rates, recipe: Recipe, layer: Compiled, head: Comp
     layers = setup.model.layers
     every = [(one, layers) for one in (*layer.forward, *layer.backward)]
     every += [(one, 1) for one in (*head.forward, *head.backward)]
-    return Cost(_work(setup, rates, recipe), _traffic(setup, rates, every), _memory(setup, recipe, layer, head))
+    return Cost(_work(setup, rates, recipe), _traffic(setup, rates, every), memory(setup, recipe, layer, head))
 
 
 def _work(setup: Setup, rates: Rates, recipe: Recipe) -> dict[str, float]:
@@ -138,7 +142,8 @@ def _check_repeats(setup: Setup, one: Collective) -> None:
         raise ValueError(f"{one.kind} along {shorter[0]} is not the same for another number of devices")
 
 
-def _memory(setup: Setup, recipe: Recipe, layer: Compiled, head: Compiled) -> dict[str, float]:
+def memory(setup: Setup, recipe: Recipe, layer: Compiled, head: Compiled) -> dict[str, float]:
+    """Bytes on a device in a step, by what they hold."""
     model, parameters = setup.model, _parameters(setup)
     gathered = max(
         sum(one.bytes * one.count for one in each if one.kind == "all-gather" and "fsdp" in one.axes)

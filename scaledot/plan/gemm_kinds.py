@@ -54,7 +54,7 @@ def cast_bytes(recipe: Recipe, parts: Mapping[str, float]) -> float:
     """
     total = 0.0
     for tensor, elements in parts.items():
-        written = [_bits(cast) for _, of, cast in recipe.casts() if of == tensor]
+        written = [bits_of(cast) for _, of, cast in recipe.casts() if of == tensor]
         if tensor == "w" and (recipe.fwd.rhs is None or recipe.dgrad == Gemm()):
             written.append(16)
         if written:
@@ -62,7 +62,7 @@ def cast_bytes(recipe: Recipe, parts: Mapping[str, float]) -> float:
     return total
 
 
-def _bits(cast: Cast) -> float:
+def bits_of(cast: Cast) -> float:
     """Of an element's code, and its share of a block's scale."""
     scale = 32 if cast.format.scale == "float32" else 8
     return cast.format.bits + (scale / math.prod(cast.tile) if all(cast.tile) else 0)

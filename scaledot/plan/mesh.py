@@ -38,17 +38,24 @@ class Mesh:
         names = list(self.sizes)
         return self.along(names[min(map(names.index, axes), default=len(names)) :])
 
+    @property
+    def is_compilable(self) -> bool:
+        """Whether `compiled` finds a mesh that XLA compiles for."""
+        return self.devices <= MOST_COMPILED or self._with_short_dp().devices <= MOST_COMPILED
+
+    def _with_short_dp(self) -> "Mesh":
+        return Mesh(tuple((axis, min(size, 2) if axis == "dp" else size) for axis, size in self.axes))
+
     def compiled(self) -> "Mesh":
         """This mesh, or one with two devices along dp, which only repeats, where that would be too many."""
         if self.devices <= MOST_COMPILED:
             return self
-        smaller = Mesh(tuple((axis, min(size, 2) if axis == "dp" else size) for axis, size in self.axes))
-        if smaller.devices > MOST_COMPILED:
+        if not self.is_compilable:
             raise ValueError(
                 f"the mesh {self} has {self.along(('fsdp', 'tp'))} devices along fsdp and tp; at most "
                 f"{MOST_COMPILED // 2} can be compiled for, put the rest along dp"
             )
-        return smaller
+        return self._with_short_dp()
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes)

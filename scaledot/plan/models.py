@@ -93,7 +93,11 @@ def find_model(given: str) -> Model:
         return row_of("model", given, Model, MODELS, "the table of models")
     if not path.exists():
         raise ValueError(f"`model` {given!r} is not there")
-    return _model(path.stem, json.loads(path.read_text()), str(path))
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`model` {given!r} is not JSON: {error}") from None
+    return _model(path.stem, fields, str(path))
 
 
 def _model(name: str, fields: Mapping[str, Any], where: str) -> Model:

@@ -44,6 +44,10 @@ class Rate:
 class Memory(Rate):
     gb: float
 
+    @property
+    def bytes(self) -> float:
+        return 1e9 * self.gb
+
 
 @dataclasses.dataclass(frozen=True)
 class Link(Rate):

@@ -16,15 +16,44 @@ from scaledot.plan.setup import Setup
 
 
 class Plan(NamedTuple):
-    """why: a mesh was chosen; empty where it was given."""
+    """why: a mesh was chosen; empty where it was given. asked: recipes that must fit; without any, all of them."""
 
     setup: Setup
     rates: Rates
     why: str
     costs: Mapping[str, Cost]
+    asked: tuple[str, ...] = ()
+
+    @property
+    def too_large(self) -> dict[str, float]:
+        """Bytes of memory under the recipes that do not fit a device."""
+        needed = {name: self.costs[name].memory_bytes for name in self.asked or self.costs}
+        return {name: size for name, size in needed.items() if size > self.rates.memory.bytes}
+
+    @property
+    def fits(self) -> bool:
+        return not self.too_large
 
 
-def text(plan: Plan) -> str:
+def text(plan: Plan, proposal: Plan | None = None) -> str:
+    """Returns the tables of a plan; where it does not fit, also what is proposed in its place."""
+    if plan.fits:
+        return _tables(plan)
+    return "\n".join([_tables(plan), _misfit(plan, proposal), *([] if proposal is None else ["", _tables(proposal)])])
+
+
+def _misfit(plan: Plan, proposal: Plan | None) -> str:
+    needed = ", ".join(f"{name} {_gb(size)} GB" for name, size in plan.too_large.items())
+    words = f"{plan.setup.mesh} does not fit {plan.rates.memory.gb:g} GB: {needed}"
+    if proposal is not None:
+        return f"{words}\nproposed: {proposal.setup.mesh}"
+    options = ("`--batch`", "`--sequence`") if plan.setup.sequence_parallel else ("`--sequence-parallel`", "`--batch`")
+    tokens = f"{plan.setup.batch} × {plan.setup.sequence} tokens on a device"
+    fewer = f"with fewer of them ({', '.join(options)}) less is saved for the backward pass"
+    return f"{words}\nno mesh fits {tokens}; {fewer}\n"
+
+
+def _tables(plan: Plan) -> str:
     parts = [_heading(plan), *(_recipe(plan, name, cost) for name, cost in plan.costs.items()), _comparison(plan)]
     return "\n\n".join(parts) + "\n"
 
@@ -47,6 +76,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "sequence": setup.sequence,
         "sequence_parallel": setup.sequence_parallel,
         "tokens_per_step": setup.all_tokens,
+        "fits": plan.fits,
         "rates": dataclasses.asdict(plan.rates),
         "recipes": {name: _cost(cost) for name, cost in plan.costs.items()},
     }
@@ -95,9 +125,9 @@ def _recipe(plan: Plan, name: str, cost: Cost) -> str:
         )
         for row in cost.traffic
     ]
-    total, padded_capacity = sum(cost.memory.values()), 1e9 * plan.rates.memory.gb
+    total, capacity = cost.memory_bytes, plan.rates.memory.bytes
     memory = ", ".join(f"{of} {_gb(size)}" for of, size in cost.memory.items())
-    fits = "" if total <= padded_capacity else ": does not fit"
+    fits = "" if total <= capacity else ": does not fit"
     return "\n".join(
         [
             f"{name}, on a device in a step",

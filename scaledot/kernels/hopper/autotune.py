@@ -9,7 +9,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,25 +89,27 @@ def _shapes(products: Products, layer: Layer, groups: int) -> list[Shape]:
     ]
 
 
-def tune(shapes: Sequence[Shape], path: Path) -> None:
-    """Measure products and write the device's table to a file, after each one.
+def tune(shapes: Sequence[Shape], path: Path, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+    """Measure GEMMs, write the device's table to a file after each one, and return what was measured.
 
-    What the file has of other products stays.
+    What the file has of other GEMMs stays. say: called with a line after each one.
     """
     reason = support.device_reason()
     if reason is not None:
         raise NotImplementedError(f"there is nothing to tune here: {reason}")
     known = json.loads(path.read_text())["matmul"] if path.exists() else []
     rows = {Shape(**row["shape"]): row for row in known}
+    measured = []
     for number, shape in enumerate(shapes, 1):
         config, gain = best(shape)
-        print(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than by the count)", flush=True)
+        say(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than by the count)")
         rows[shape] = {"shape": dataclasses.asdict(shape), "config": dataclasses.asdict(config)}
+        measured.append(rows[shape] | {"gain": gain})
         device = jax.devices()[0].device_kind
         table = {"device": device, "jax": jax.__version__, "matmul": list(rows.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"wrote {path}")
+    return measured
 
 
 def best(shape: Shape) -> tuple[Any, float]:

@@ -1,6 +1,6 @@
 """Which tiles a product is cut into: measured ones where a device's table has them, a count of work elsewhere.
 
-The tables are `tuned/<device>.json`, written by `python -m scaledot tune`.
+The tables are `tuned/<device>.json`, written by `scaledot tune`.
 """
 
 import contextlib
