@@ -39,10 +39,10 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
     "changed",
     [
         {},
-        {"pair": "rows"},
-        {"pair": "columns"},
+        {"cluster_dimension": "rows"},
+        {"cluster_dimension": "columns"},
         {"columns": 128, "stages": 6, "parts": 1},
-        {"columns": 128, "parts": 1, "groups": 3, "epilogue_columns": 32},
+        {"columns": 128, "parts": 1, "consumers": 3, "epilogue_columns": 32},
     ],
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
@@ -53,7 +53,7 @@ def test_products_spill_nothing(listed, dtypes, out, changed, promote):
     config = dataclasses.replace(Config(), **changed)
 
     def product(a, b, rows, columns):
-        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, programs=132)
+        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, ctas=132)
 
     one = ((1,), jnp.float32)
     gpu_compile.compiled_for("H200", product, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
@@ -66,11 +66,11 @@ def test_products_of_blocks_spill_nothing(listed, out, columns):
     """With scales for squares of the second operand, and for its lines."""
     from scaledot.kernels.hopper.matmul import matmul
 
-    sums = tile_configs.sums_of(promote=True, in_steps=True, squares=columns < 2048)
+    sums = tile_configs.accumulation_mode(promote=True, blockwise=True, square_blocks=columns < 2048)
     config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, sums))
 
     def product(a, b, rows, columns):
-        how = {"out_dtype": out, "config": config, "promote": True, "in_steps": True, "programs": 132}
+        how = {"out_dtype": out, "config": config, "promote": True, "blockwise": True, "ctas": 132}
         return matmul(a, b, rows, columns, None, **how)
 
     codes, multipliers = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
@@ -78,43 +78,43 @@ def test_products_of_blocks_spill_nothing(listed, out, columns):
     assert gpu_compile.spills(listed) == [0]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-def test_products_of_integers_spill_nothing(listed, in_steps):
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_products_of_integers_spill_nothing(listed, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
 
-    sums = tile_configs.sums_of(in_steps, in_steps, squares=in_steps)
+    sums = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=blockwise)
     config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "int8", 2, sums))
 
     def product(a, b, rows, columns):
-        how = {"out_dtype": BF16, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        how = {"out_dtype": BF16, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
         return matmul(a, b, rows, columns, None, **how)
 
-    multipliers = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if in_steps else [((1,), jnp.float32)] * 2
+    multipliers = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if blockwise else [((1,), jnp.float32)] * 2
     gpu_compile.compiled_for("H200", product, *shapes(*[((2048, 2048), jnp.int8)] * 2, *multipliers))
     assert gpu_compile.spills(listed) == [0]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("sum", jnp.float32)])
-def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("k", jnp.float32)])
+def test_products_of_groups_spill_nothing(listed, axis, out, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
-    from scaledot.kernels.hopper.tiles import groups_of_rows, groups_of_sum
+    from scaledot.kernels.hopper.tiles import groups_of_k, groups_of_rows
 
     size, count = 2048, 8
     rows = axis == "rows"
-    sums = tile_configs.sums_of(in_steps, in_steps, squares=rows)
-    parts = {"row_groups" if rows else "sum_groups": count}
+    sums = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=rows)
+    parts = {"row_groups" if rows else "k_groups": count}
     config = tile_configs.heuristic(
         tile_configs.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, sums, **parts)
     )
 
     def product(a, b, rows_of, columns, sizes):
-        groups = groups_of_rows(sizes, size, config) if rows else groups_of_sum(sizes)
-        how = {"out_dtype": out, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
+        groups = groups_of_rows(sizes, size, config) if rows else groups_of_k(sizes)
+        how = {"out_dtype": out, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
         return matmul(a, b, rows_of, columns, None, **how, groups=groups)
 
-    steps, filled = size // 128, -(-size // config.program_rows) * config.program_rows + config.program_rows
-    if in_steps:
+    steps, filled = size // 128, -(-size // config.cta_rows) * config.cta_rows + config.cta_rows
+    if blockwise:
         multipliers = [(steps, filled), (count, steps, steps) if rows else (steps, size)]
     else:
         multipliers = [(filled,), (count, 1)] if rows else [(count, 1)] * 2
@@ -134,8 +134,8 @@ def test_tiles_that_are_measured_spill_nothing(listed, shape):
     """Beside those of dense products, which are above."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: autotune.operands(shape)))
     for config in (tile_configs.heuristic(shape), *autotune.variants(shape)):
-        with tile_configs.trying(shape, config):
-            gpu_compile.compiled_for("H200", lambda *given: autotune.product(shape, *tree.unflatten(given)), *leaves)
+        with tile_configs.config_override(shape, config):
+            gpu_compile.compiled_for("H200", lambda *given: autotune.run(shape, *tree.unflatten(given)), *leaves)
     found = gpu_compile.spills(listed)
     assert found, "the assembler left no listing"
     assert not any(found)

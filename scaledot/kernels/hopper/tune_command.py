@@ -1,4 +1,4 @@
-"""`python -m scaledot tune`: its arguments, and what it does with them."""
+"""The command `python -m scaledot tune`: autotunes matmul kernels on the GPU of this machine."""
 
 import argparse
 import sys
@@ -13,8 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=autotune.KINDS,
         default=list(autotune.KINDS),
-        help="of products: with one scale or none (dense), sums that are precise, scales of 128 terms (blocks), "
-        "integers, groups of tokens with a kernel each (default: all)",
+        help="kinds of matmuls: float8 and bfloat16 with at most one scale per operand (dense), float8 under "
+        'precision="highest" (precise), scales in blocks of 128 (blocks), int8 (integers), grouped (groups); '
+        "default: all",
     )
     parser.add_argument(
         "--layer",
@@ -23,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar=("TOKENS", "INPUTS", "OUTPUTS"),
-        help="a layer whose products are measured; may be given several times (default: those of the benchmarks)",
+        help="a layer whose fwd, dgrad and wgrad matmuls are tuned; repeatable (default: the layers of the benchmarks)",
     )
     parser.add_argument(
-        "--groups", type=int, default=autotune.GROUPS, help="of tokens in a layer (default %(default)s)"
+        "--groups", type=int, default=autotune.GROUPS, help="token groups of a grouped layer (default %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help="the table's file (default: the one that kernels read)")
+    parser.add_argument("--output", type=Path, help="the file to write (default: the table that the kernels read)")
 
 
 def run(options: argparse.Namespace) -> int:
