@@ -91,17 +91,17 @@ def test_every_entry_of_a_codebook_is_looked_up(hopper, format, out):
 
 
 def test_entries_are_summed_of_more_parts_for_more_precise_results():
-    from scaledot.kernels.hopper.codebook import parts_of
+    from scaledot.kernels.hopper.codebook import slices_of
 
-    assert len(parts_of((-1.0, 0.0, 1.0), 4)) == 1  # which leaves nothing
+    assert len(slices_of((-1.0, 0.0, 1.0), 4)) == 1  # which leaves nothing
     x, w = normal(0, (4, 64), BF16), quantize(normal(1, (64, 64)), "nf4", axis=0)
     problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
     for wanted, count in [
         *(({"preferred": np.dtype(out)}, count) for out, count in PARTS.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 numbers" in weight_only.how(dataclasses.replace(problem, **wanted))
-        assert len(parts_of(NF4.codebook, count)) == count
+        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **wanted))
+        assert len(slices_of(NF4.codebook, count)) == count
 
 
 def test_entries_have_scales_of_two_levels(hopper):
@@ -186,21 +186,25 @@ def test_programs_share_a_sum_and_some_have_nothing_to_do(hopper):
         weight_only_matmul.Config(3, 1, 4, 3),
         weight_only_matmul.Config(2, 1, 2, 2),
     ):
-        sums = weight_only_matmul.decode(x, words, w.scale, codes=unpack.INT4, group=64, config=config)
+        sums = weight_only_matmul.decode(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
         found = sums.sum(0)[0, :3]
         assert relative(found, expected) < 320 * 2.0**-24
 
 
 REFUSED = [  # why, rows of x and its dtype, format and options of the weights (256, 64)
-    ("lhs has 65 rows; it is made for at most 64", (65, BF16), ("int4", {})),
+    ("lhs has 65 rows; at most 64 are supported", (65, BF16), ("int4", {})),
     ("lhs is float32[4,256]", (4, jnp.float32), ("int4", {})),
     ("rhs has zero points", (4, BF16), ("int4", {"calibration": "minmax"})),
-    ("scales of rhs change every 32 terms", (4, BF16), ("int4", {"block": 32})),
-    ("scales of rhs change every 32 terms", (4, BF16), ("nf4", {"block": 32})),
-    ("codes of rhs have 8 bits", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], element="uint8"), {})),
-    ("the codebook of rhs reaches 4.0", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], codebook=(0.0, 4.0)), {})),
+    ("rhs has groups of 32 along K; they must be multiples of 64", (4, BF16), ("int4", {"block": 32})),
+    ("rhs has groups of 32 along K; they must be multiples of 64", (4, BF16), ("nf4", {"block": 32})),
+    ("rhs has 8-bit codes of a codebook", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], element="uint8"), {})),
+    (
+        "rhs has a codebook with entries up to 4.0",
+        (4, BF16),
+        (dataclasses.replace(sd.FORMATS["nf4"], codebook=(0.0, 4.0)), {}),
+    ),
     ("rhs is mxfp8[256,64]", (4, BF16), ("mxfp8", {})),
-    ("float8_e8m0fnu scales are folded for 32 terms of one column", (4, BF16), ("mxfp4", {"block": 64})),
+    ("float8_e8m0fnu scales must be in blocks of 32 along K", (4, BF16), ("mxfp4", {"block": 64})),
 ]
 
 
@@ -220,7 +224,7 @@ def test_what_it_cannot_do_it_says(hopper, why, rows, weights):
 def test_weights_must_be_stored_with_the_summed_axis_first(hopper):
     x, w = normal(0, (4, 256), BF16), quantize(normal(1, (64, 256)), "int4", axis=1, block=128)
     dimensions = (((1,), (1,)), ((), ()))
-    assert "must lie first" in refusal(sd.dot_general, x, w, dimensions)
+    assert "must have its contracting dim 'b' first" in refusal(sd.dot_general, x, w, dimensions)
     assert relative(sd.matmul(x, w.T, kernel=KERNEL), np.asarray(x, np.float64) @ values(w).T) < 256 * 2.0**-24
 
 

@@ -234,7 +234,6 @@ def _operand_stages(stages: int, rows: int, dtype, k_first: bool) -> Any:
 
 def _empty_barriers(config: Config) -> Any:
     """One barrier for each stage, which all consumers of the cluster arrive at: multicast writes to both CTAs' SMEM."""
-    arrivals = {"num_arrivals": config.consumers, "num_barriers": config.stages}
     if config.cluster_dimension is None:
-        return plgpu.Barrier(**arrivals)
-    return plgpu.ClusterBarrier(collective_axes=("cta",), **arrivals)
+        return plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
+    return plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=config.consumers, num_barriers=config.stages)
