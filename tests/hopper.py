@@ -31,7 +31,7 @@ def interpreted(monkeypatch, sm_count: int = 2):
 @contextlib.contextmanager
 def lowered_for_hopper(monkeypatch):
     """A process in which the kernels are lowered as for an H200; the programs cannot be run."""
-    with _taken(monkeypatch, support.MULTIPROCESSORS) as patched:
+    with _taken(monkeypatch, support.DEFAULT_SM_COUNT) as patched:
         patched.setattr(support, "machine_reason", lambda: None)
         patched.setattr(support, "is_interpreted", lambda: False)
         yield

@@ -378,7 +378,7 @@ def test_kinds_and_defaults_are_those_of_the_tuner():
 def test_without_a_gpu_there_is_nothing_to_tune(capsys):
     code, line = refused(capsys, "tune")
     assert code == 1
-    assert "there is nothing to tune here: needs" in line
+    assert "cannot tune matmuls here: needs" in line
 
 
 def test_what_was_measured_is_printed(capsys, monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
-"""What the compiler makes of our kernels for an H200, without one: `make test-gpu-compile`.
+"""Compiles the kernels for an H200 on a machine without a GPU: `make test-gpu-compile`.
 
-No kernel may spill registers, and Mosaic itself refuses more shared memory than the chip has. The casts, which need no
-instruction of Hopper's alone, are compiled for a B200 in a process of its own: Mosaic keeps the first chip it sees.
+No kernel may spill registers; Mosaic itself rejects kernels that need more SMEM than the chip has. The casts, which use
+no Hopper-only instructions, are also compiled for a B200, in a process of its own because Mosaic caches the target chip
+(test_compile_blackwell).
 """
 
 import dataclasses
@@ -36,91 +37,93 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("promote", [False, True])
 @pytest.mark.parametrize(
-    "changed",
+    "changes",
     [
         {},
-        {"pair": "rows"},
-        {"pair": "columns"},
+        {"cluster_dimension": "rows"},
+        {"cluster_dimension": "columns"},
         {"columns": 128, "stages": 6, "parts": 1},
-        {"columns": 128, "parts": 1, "groups": 3, "epilogue_columns": 32},
+        {"columns": 128, "parts": 1, "consumers": 3, "epilogue_columns": 32},
     ],
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
-def test_products_spill_nothing(listed, dtypes, out, changed, promote):
+def test_matmuls_do_not_spill(listed, dtypes, out, changes, promote):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import Config
 
-    config = dataclasses.replace(Config(), **changed)
+    config = dataclasses.replace(Config(), **changes)
 
-    def product(a, b, rows, columns):
-        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, programs=132)
+    def run(a, b, rows, columns):
+        return matmul(a, b, rows, columns, None, out_dtype=out, config=config, promote=promote, ctas=132)
 
     one = ((1,), jnp.float32)
-    gpu_compile.compiled_for("H200", product, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
+    gpu_compile.compiled_for("H200", run, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
     assert gpu_compile.spills(listed) == [0]
 
 
 @pytest.mark.parametrize("columns", [16, 2048])
 @pytest.mark.parametrize("out", [BF16, jnp.float32])
-def test_products_of_blocks_spill_nothing(listed, out, columns):
-    """With scales for squares of the second operand, and for its lines."""
+def test_blockwise_matmuls_do_not_spill(listed, out, columns):
+    """With scales for 128×128 blocks of b, and for its 1×128 blocks."""
     from scaledot.kernels.hopper.matmul import matmul
 
-    sums = tile_configs.sums_of(promote=True, in_steps=True, squares=columns < 2048)
-    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, sums))
+    accumulation = tile_configs.accumulation_mode(promote=True, blockwise=True, square_blocks=columns < 2048)
+    config = tile_configs.heuristic(
+        tile_configs.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, accumulation)
+    )
 
-    def product(a, b, rows, columns):
-        how = {"out_dtype": out, "config": config, "promote": True, "in_steps": True, "programs": 132}
-        return matmul(a, b, rows, columns, None, **how)
+    def run(a, b, rows, columns):
+        options = {"out_dtype": out, "config": config, "promote": True, "blockwise": True, "ctas": 132}
+        return matmul(a, b, rows, columns, None, **options)
 
-    codes, multipliers = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
-    gpu_compile.compiled_for("H200", product, *shapes(codes, codes, *multipliers))
+    codes, scales = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
+    gpu_compile.compiled_for("H200", run, *shapes(codes, codes, *scales))
     assert gpu_compile.spills(listed) == [0]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-def test_products_of_integers_spill_nothing(listed, in_steps):
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_int8_matmuls_do_not_spill(listed, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
 
-    sums = tile_configs.sums_of(in_steps, in_steps, squares=in_steps)
-    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "int8", 2, sums))
+    accumulation = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=blockwise)
+    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "int8", 2, accumulation))
 
-    def product(a, b, rows, columns):
-        how = {"out_dtype": BF16, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
-        return matmul(a, b, rows, columns, None, **how)
+    def run(a, b, rows, columns):
+        options = {"out_dtype": BF16, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
+        return matmul(a, b, rows, columns, None, **options)
 
-    multipliers = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if in_steps else [((1,), jnp.float32)] * 2
-    gpu_compile.compiled_for("H200", product, *shapes(*[((2048, 2048), jnp.int8)] * 2, *multipliers))
+    scales = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if blockwise else [((1,), jnp.float32)] * 2
+    gpu_compile.compiled_for("H200", run, *shapes(*[((2048, 2048), jnp.int8)] * 2, *scales))
     assert gpu_compile.spills(listed) == [0]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("sum", jnp.float32)])
-def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
+@pytest.mark.parametrize("blockwise", [False, True])
+@pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("k", jnp.float32)])
+def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
-    from scaledot.kernels.hopper.tiles import groups_of_rows, groups_of_sum
+    from scaledot.kernels.hopper.tiles import groups_of_k, groups_of_rows
 
     size, count = 2048, 8
     rows = axis == "rows"
-    sums = tile_configs.sums_of(in_steps, in_steps, squares=rows)
-    parts = {"row_groups" if rows else "sum_groups": count}
+    accumulation = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=rows)
+    groups = {"row_groups" if rows else "k_groups": count}
     config = tile_configs.heuristic(
-        tile_configs.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, sums, **parts)
+        tile_configs.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, accumulation, **groups)
     )
 
-    def product(a, b, rows_of, columns, sizes):
-        groups = groups_of_rows(sizes, size, config) if rows else groups_of_sum(sizes)
-        how = {"out_dtype": out, "config": config, "promote": in_steps, "in_steps": in_steps, "programs": 132}
-        return matmul(a, b, rows_of, columns, None, **how, groups=groups)
+    def run(a, b, rows_of, columns, sizes):
+        groups = groups_of_rows(sizes, size, config) if rows else groups_of_k(sizes)
+        options = {"out_dtype": out, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
+        return matmul(a, b, rows_of, columns, None, **options, groups=groups)
 
-    steps, filled = size // 128, -(-size // config.program_rows) * config.program_rows + config.program_rows
-    if in_steps:
-        multipliers = [(steps, filled), (count, steps, steps) if rows else (steps, size)]
+    steps, padded = size // 128, -(-size // config.cta_rows) * config.cta_rows + config.cta_rows
+    if blockwise:
+        scales = [(steps, padded), (count, steps, steps) if rows else (steps, size)]
     else:
-        multipliers = [(filled,), (count, 1)] if rows else [(count, 1)] * 2
+        scales = [(padded,), (count, 1)] if rows else [(count, 1)] * 2
     operands = ((size, size), E4M3), ((count, size, size) if rows else (size, size), E4M3)
     gpu_compile.compiled_for(
-        "H200", product, *shapes(*operands, *((shape, jnp.float32) for shape in multipliers), ((count,), jnp.int32))
+        "H200", run, *shapes(*operands, *((shape, jnp.float32) for shape in scales), ((count,), jnp.int32))
     )
     assert gpu_compile.spills(listed) == [0]
 
@@ -130,23 +133,23 @@ def test_products_of_groups_spill_nothing(listed, axis, out, in_steps):
     autotune.shapes_of([kind for kind in autotune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
     ids=lambda shape: "-".join(map(str, dataclasses.astuple(shape)[3:])),
 )
-def test_tiles_that_are_measured_spill_nothing(listed, shape):
-    """Beside those of dense products, which are above."""
+def test_autotuned_configs_do_not_spill(listed, shape):
+    """All kinds but dense matmuls, whose configs `test_matmuls_do_not_spill` compiles."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: autotune.operands(shape)))
     for config in (tile_configs.heuristic(shape), *autotune.variants(shape)):
-        with tile_configs.trying(shape, config):
-            gpu_compile.compiled_for("H200", lambda *given: autotune.product(shape, *tree.unflatten(given)), *leaves)
-    found = gpu_compile.spills(listed)
-    assert found, "the assembler left no listing"
-    assert not any(found)
+        with tile_configs.config_override(shape, config):
+            gpu_compile.compiled_for("H200", lambda *leaves: autotune.run(shape, *tree.unflatten(leaves)), *leaves)
+    spills = gpu_compile.spills(listed)
+    assert spills, "ptxas wrote no listing"
+    assert not any(spills)
 
 
 @pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)
-def test_casts_spill_nothing(listed, case):
+def test_casts_do_not_spill(listed, case):
     assert not any(gpu_compile.spills_of_cast("H200", case, listed))
 
 
-def test_sums_of_columns_spill_nothing(listed):
+def test_casts_with_column_sums_do_not_spill(listed):
     case = cast.Case("", BF16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True)
 
     def run(x):
@@ -158,8 +161,8 @@ def test_sums_of_columns_spill_nothing(listed):
     assert gpu_compile.spills(listed) == [0]
 
 
-def test_a_step_of_fp8_training_is_nine_kernels(listed, monkeypatch):
-    """Largest magnitude and cast of three tensors, and three products: no transposition, copy or pass of XLA's."""
+def test_an_fp8_training_step_is_nine_kernels(listed, monkeypatch):
+    """The amax and cast of three tensors, and three matmuls: no transpose, copy or fusion of XLA."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 

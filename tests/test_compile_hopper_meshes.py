@@ -1,4 +1,4 @@
-"""What the compiler makes of layers on eight H200s, without one: `make test-gpu-compile`."""
+"""Compiles layers for a mesh of eight H200s on a machine without a GPU: `make test-gpu-compile`."""
 
 import re
 
@@ -25,7 +25,7 @@ ROW = train.Specs(P(None, "tp"), P("tp"), P("tp"))
 
 @pytest.fixture
 def mesh(monkeypatch, tmp_path):
-    """With our kernels, as on a machine that has these devices."""
+    """A mesh of eight H200s; the Hopper kernels are enabled, as on a machine that has these devices."""
     gpu_compile.listings(monkeypatch, tmp_path)
     for reason in ("device_reason", "machine_reason"):
         monkeypatch.setattr(support, reason, lambda: None)
@@ -34,8 +34,11 @@ def mesh(monkeypatch, tmp_path):
 
 
 def schedule(mesh, recipe: str, specs: train.Specs, overlap: str | tuple[str, ...]) -> str:
-    """The order of a layer's forward program: ( and ) where a transfer to a neighbour starts and is done, k for a
-    product of ours, g for anything gathered or scattered by itself."""
+    """The order of operations in a layer's forward program.
+
+    "(" and ")" are the start and end of a collective-permute, "k" is a Hopper matmul kernel, and "g" an all-gather or
+    reduce-scatter.
+    """
     shapes = ((ROWS, INPUTS), specs.x), ((INPUTS, OUTPUTS), specs.w)
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for s, spec in shapes)
     with jax.set_mesh(mesh):
@@ -54,23 +57,23 @@ def schedule(mesh, recipe: str, specs: train.Specs, overlap: str | tuple[str, ..
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
 @pytest.mark.parametrize("specs", [COLUMN, ROW], ids=["column", "row"])
-def test_products_are_computed_between_the_start_of_a_transfer_and_its_end(mesh, recipe, specs):
-    found = schedule(mesh, recipe, specs, "tp")
-    assert found.count("k") == DEVICES
-    assert "g" not in found
-    assert len(re.findall(r"\([^)]*k[^)]*\)", found)) >= DEVICES // 2, found
+def test_matmuls_overlap_collective_permutes(mesh, recipe, specs):
+    order = schedule(mesh, recipe, specs, "tp")
+    assert order.count("k") == DEVICES
+    assert "g" not in order
+    assert len(re.findall(r"\([^)]*k[^)]*\)", order)) >= DEVICES // 2, order
 
 
 @pytest.mark.parametrize(("recipe", "kernels"), [("fp8_current", 9), ("fp8_block", 6), ("nvfp4", 9)])
-def test_casts_of_parts_are_kernels_that_share_a_scale(mesh, recipe, kernels):
-    """As on one device: for fp8 with one scale, largest magnitudes, casts and products of three tensors each."""
+def test_casts_of_shards_are_kernels_that_share_a_scale(mesh, recipe, kernels):
+    """As many kernels as on one device: for fp8_current, an amax, a cast and a matmul for each of three tensors."""
     shapes = ((ROWS, INPUTS), P("tp"), jnp.bfloat16), ((INPUTS, OUTPUTS), P(), jnp.float32)
     x, w = (jax.ShapeDtypeStruct(s, dtype, sharding=NamedSharding(mesh, spec)) for s, spec, dtype in shapes)
     specs = train.Specs(P("tp"), P(), P("tp"))
 
     def step(x, w):
-        y, pull = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, specs=specs, key=jax.random.key(0)), x, w)
-        return pull(y)
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, specs=specs, key=jax.random.key(0)), x, w)
+        return vjp(y)
 
     with jax.set_mesh(mesh):
         text = jax.jit(step).lower(x, w).compile().as_text()
@@ -78,5 +81,5 @@ def test_casts_of_parts_are_kernels_that_share_a_scale(mesh, recipe, kernels):
 
 
 @pytest.mark.parametrize("specs", [COLUMN, ROW], ids=["column", "row"])
-def test_kernels_run_on_parts(mesh, specs):
+def test_kernels_run_on_shards(mesh, specs):
     assert sorted(schedule(mesh, "fp8_current", specs, ())) == ["g", "k"]

@@ -1,7 +1,7 @@
-"""What the compiler makes of a Llama-like stack on H200s, without one: `make test-gpu-compile`.
+"""Compiles a Llama-like stack for H200s on a machine without a GPU: `make test-gpu-compile`.
 
-A block has seven matmuls, and four different inputs of them: q, k and v read one tensor, gate and up another. Under
-fp8_current a tensor takes two kernels, for its amax and its casts, and a layer three matmuls.
+A transformer block has seven matmuls, which have four different inputs: q, k and v read one tensor, gate and up
+another. Under fp8_current a tensor needs two kernels, for its amax and its casts, and a layer three matmuls.
 """
 
 import math
@@ -29,7 +29,7 @@ pytestmark = [needs_mosaic, pytest.mark.usefixtures("standard_promotion")]
 RECIPE = "fp8_current"
 LAYERS, INPUTS = 7, 4
 WEIGHT_CASTS, MATMULS = 2 * LAYERS, 3 * LAYERS
-KERNELS = 2 * INPUTS + WEIGHT_CASTS + 2 * LAYERS + MATMULS  # of a block: inputs, weights and gradients are cast
+KERNELS = 2 * INPUTS + WEIGHT_CASTS + 2 * LAYERS + MATMULS  # of a transformer block
 BATCH, TOKENS = 8, 1024
 
 
@@ -45,7 +45,7 @@ def stack(**shape) -> llama.Stack:
 
 
 def lowered(model: llama.Stack, mesh, spec=lambda leaf: P()):
-    """The training step, with leaves of the state sharded as `spec` says and examples over all of "fsdp"."""
+    """Lowers the training step, with leaves of the state sharded by spec(leaf) and the batch over "fsdp"."""
     init, step, data = llama.training(model, BATCH, TOKENS)
     state = jax.eval_shape(init, jax.random.key(0))
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -59,7 +59,7 @@ def lowered(model: llama.Stack, mesh, spec=lambda leaf: P()):
 
 
 def computations(text: str) -> dict[str, str]:
-    """The computations of a program, by name."""
+    """The computations of an HLO module, by name."""
     parts = re.split(r"\n(?=(?:ENTRY )?%\S+ \()", text)
     return {part.split(" (")[0]: part for part in parts}
 
@@ -105,18 +105,18 @@ def test_weights_are_cast_before_the_loop_over_micro_batches(hopper):
 
 
 def test_each_of_eight_devices_runs_kernels_on_its_shards_and_gathers_codes(hopper):
-    """FSDP and tensor parallelism along automatic mesh axes, as an ordinary program says it: by shardings of arrays."""
+    """FSDP and tensor parallelism over automatic mesh axes, requested by the shardings of the arguments alone."""
     mesh = topologies.make_mesh(gpu_compile.devices_of("H200", 8), (4, 2), ("fsdp", "tp"))
 
     def spec(leaf) -> P:
         return P("fsdp", "tp") if leaf.ndim == 2 else P()
 
     text = lowered(stack(blocks=1), mesh, spec).compile().as_text()
-    # XLA merges no all-reduces: layers that read one tensor share the search for its amax, but not the cast after it.
+    # XLA does not merge all-reduces: layers that read one tensor share the amax of a shard, but not the cast after it.
     assert kernels(text) == KERNELS + LAYERS - INPUTS
     gathered = re.findall(r"(\w+)\[([\d,]*)\]\S*\)? all-gather(?:-start)?\(", text)
     codes = [math.prod(map(int, shape.split(","))) for dtype, shape in gathered if dtype.startswith("f8")]
     weights = 2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 2048
-    assert sum(codes) >= weights // 2  # of its own half of the features, the weights of all fsdp devices
+    assert sum(codes) >= weights // 2  # each device gathers, over fsdp, its tp half of the weights as codes
     assert len([dtype for dtype, _ in gathered if dtype == "bf16"]) <= 2, gathered  # embedding and head
     assert not [shape for dtype, shape in gathered if dtype not in ("bf16", "f8e4m3fn", "f8e5m2")], gathered

@@ -1,4 +1,4 @@
-"""What the compiler makes of products with packed weights for an H200, without one: `make test-gpu-compile`."""
+"""Compiles weight-only matmuls for an H200 on a machine without a GPU: `make test-gpu-compile`."""
 
 import re
 
@@ -16,7 +16,7 @@ if not gpu_compile.is_possible():
 
 pytestmark = needs_mosaic
 BF16 = jnp.bfloat16
-WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  # blocks along the sum
+WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  # block sizes along K
 
 
 @pytest.fixture
@@ -26,42 +26,42 @@ def listed(monkeypatch, tmp_path):
     return gpu_compile.listings(monkeypatch, tmp_path)
 
 
-def compiled(format: str, rows: int, terms: int, columns: int, count: int = 1, out=BF16) -> str:
-    """x times `count` weights, as HLO."""
+def compiled(format: str, rows: int, k: int, columns: int, count: int = 1, out=BF16) -> str:
+    """The optimised HLO of x (rows, k) @ w (k, columns), for `count` weights."""
     block = WEIGHTS[format]
     weights = jax.eval_shape(
-        lambda: [sd.quantize(jnp.zeros((terms, columns)), format, axis=0, block=block, pad=True) for _ in range(count)]
+        lambda: [sd.quantize(jnp.zeros((k, columns)), format, axis=0, block=block, pad=True) for _ in range(count)]
     )
-    leaves, kind = jax.tree.flatten(weights)
-    x = jax.ShapeDtypeStruct((rows, terms), BF16)
+    leaves, tree = jax.tree.flatten(weights)
+    x = jax.ShapeDtypeStruct((rows, k), BF16)
 
-    def products(x, *leaves):
+    def matmuls(x, *leaves):
         return [
             sd.matmul(x, w, preferred_element_type=out, kernel="hopper_weight_only")
-            for w in jax.tree.unflatten(kind, leaves)
+            for w in jax.tree.unflatten(tree, leaves)
         ]
 
-    return gpu_compile.compiled_for("H200", products, x, *leaves)
+    return gpu_compile.compiled_for("H200", matmuls, x, *leaves)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_products_with_packed_weights_spill_nothing(listed, format, rows):
+def test_weight_only_matmuls_do_not_spill(listed, format, rows):
     compiled(format, rows, 4096, 14336)
     assert gpu_compile.spills(listed) == [0]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("out", ["float16", "float32"])
-def test_entries_of_more_parts_spill_nothing(listed, out, rows):
+def test_codebooks_with_more_slices_do_not_spill(listed, out, rows):
     compiled("nf4", rows, 4096, 14336, out=out)
     assert gpu_compile.spills(listed) == [0]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_weights_reach_the_kernel_as_they_are_stored(listed, format, rows):
-    """A product is the kernel and one pass over its sums."""
+def test_packed_weights_reach_the_kernel_without_a_copy(listed, format, rows):
+    """A matmul is the kernel and one fusion, which adds its split-K results."""
     text = compiled(format, rows, 4096, 14336, count=2)
     entry = text[text.index("ENTRY") :]
     assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 2
@@ -69,7 +69,7 @@ def test_weights_reach_the_kernel_as_they_are_stored(listed, format, rows):
     assert not re.search(r" (transpose|copy|convert)\(", entry)
 
 
-def test_sizes_that_suit_no_tile_are_filled_up(listed):
+def test_sizes_that_are_no_multiple_of_a_tile_are_padded(listed):
     compiled("int4", 17, 4136, 1000)
     compiled("nvfp4", 3, 2064, 520)
     assert gpu_compile.spills(listed) == [0, 0]

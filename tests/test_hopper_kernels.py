@@ -40,12 +40,12 @@ MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis f
     ((128, 256, 512), (E4M3, E4M3), {}, False, (False, False)),
     ((384, 256, 640), (E4M3, E5M2), {}, False, (False, False)),
     ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
-    ((384, 512, 256), (E4M3, E4M3), {"pair": "rows"}, False, (False, False)),
-    ((128, 512, 384), (E4M3, E4M3), {"pair": "columns"}, True, (False, False)),
+    ((384, 512, 256), (E4M3, E4M3), {"cluster_dimension": "rows"}, False, (False, False)),
+    ((128, 512, 384), (E4M3, E4M3), {"cluster_dimension": "columns"}, True, (False, False)),
     ((256, 256, 256), (E4M3, E4M3), {"columns": 128, "stages": 6, "parts": 1}, True, (False, False)),
-    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "split": "columns"}, False, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "wg_dimension": "columns"}, False, (False, False)),
     ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
-    ((192, 256, 192), (BF16, BF16), {"pair": "rows"}, False, (False, True)),
+    ((192, 256, 192), (BF16, BF16), {"cluster_dimension": "rows"}, False, (False, True)),
     ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
 ]
 
@@ -67,7 +67,7 @@ def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, 
         out_dtype=jnp.float32,
         config=dataclasses.replace(Config(), **changed),
         promote=promote,
-        programs=4,
+        ctas=4,
         k_first=turned,
     )
     expected = 0.75 * np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
@@ -83,7 +83,7 @@ def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
 
     a, b = normal(0, (128, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
     rows, columns, bias = (jnp.exp(normal(i, (size,))) for i, size in ((2, 128), (3, 256), (4, 256)))
-    found = matmul(a, b, rows, columns, bias, out_dtype=out, config=Config(), promote=False, programs=2)
+    found = matmul(a, b, rows, columns, bias, out_dtype=out, config=Config(), promote=False, ctas=2)
     expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
     expected = expected * np.asarray(rows)[:, None] * np.asarray(columns)[None] + np.asarray(bias)[None]
     assert relative(found, expected) < {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6}[out]
@@ -114,7 +114,7 @@ def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, fo
     w = quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
     row = taken(sd.explain(sd.matmul, x, w))
     assert row.startswith(kernel)
-    assert "the sums of every 128 terms" in row
+    assert "float32 partial accumulators every 128 elements of K" in row
     assert relative(sd.matmul(x, w), exact(x, w)) < 1e-6
 
 
@@ -365,7 +365,7 @@ def test_a_kernel_that_this_process_cannot_use_says_why():
     ("x", "w", "wanted", "reason"),
     [
         (("int8", None), ("fp8_e4m3", None), {}, "both sides must be 8-bit floats"),
-        (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the sum"),
+        (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the contracting dim"),
         (("fp8_e4m3", None), ("fp8_e4m3", None), {"preferred_element_type": jnp.float64}, "not float64"),
     ],
 )
@@ -425,18 +425,18 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
 @needs_mosaic
 def test_tiles_are_chosen_by_the_work_that_they_leave():
     wide = tile_configs.heuristic(tile_configs.Shape(16384, 32768, 8192, "float8", 2))
-    assert (wide.columns, wide.pair) == (256, "rows")
+    assert (wide.columns, wide.cluster_dimension) == (256, "rows")
     assert (
-        tile_configs.heuristic(tile_configs.Shape(128, 16384, 4096, "float8", 2)).pair is None
+        tile_configs.heuristic(tile_configs.Shape(128, 16384, 4096, "float8", 2)).cluster_dimension is None
     )  # one row of tiles has no pairs
 
 
 MEASURED = [  # of each way that tiles can be asked for
     tile_configs.Shape(128, 256, 128, "float8", 2),
     tile_configs.Shape(128, 128, 128, "float8", 2, "promoted"),
-    tile_configs.Shape(128, 128, 256, "int8", 2, "squares"),
+    tile_configs.Shape(128, 128, 256, "int8", 2, "blocks_128x128"),
     tile_configs.Shape(128, 128, 128, "float8", 2, row_groups=3),
-    tile_configs.Shape(128, 128, 512, "float8", 4, "lines", sum_groups=3),
+    tile_configs.Shape(128, 128, 512, "float8", 4, "blocks_1x128", k_groups=3),
 ]
 
 
@@ -457,7 +457,7 @@ def tuned(monkeypatch, shapes, table, taken: list[float]) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("shape", MEASURED, ids=lambda shape: f"{shape.sums} {shape.row_groups} {shape.sum_groups}")
+@pytest.mark.parametrize("shape", MEASURED, ids=lambda s: f"{s.accumulation} {s.row_groups} {s.k_groups}")
 def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, table, shape):
     faster = autotune.variants(shape)[0]
     monkeypatch.setattr(autotune, "variants", lambda shape: [faster])
@@ -470,7 +470,8 @@ def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, 
 @needs_mosaic
 def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper, monkeypatch, table):
     shape = MEASURED[0]
-    ours, other = dataclasses.replace(tile_configs.heuristic(shape), band=2), dataclasses.replace(shape, n=512)
+    ours = dataclasses.replace(tile_configs.heuristic(shape), grid_tile_width=2)
+    other = dataclasses.replace(shape, n=512)
     monkeypatch.setattr(autotune, "best", lambda of: (ours if of == shape else tile_configs.heuristic(of), 0.0))
     autotune.tune([shape], table)
     autotune.tune([other], table)
@@ -480,7 +481,7 @@ def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper
 
 @needs_mosaic
 def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table):
-    run = autotune._program
+    run = autotune._compile
 
     def spoilt(shape, config, arguments):
         program = run(shape, config, arguments)
@@ -488,8 +489,8 @@ def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table)
         wrong = config != tile_configs.heuristic(shape)
         return lambda *given: program(*given).at[-1, -1].multiply(2 if wrong else 1)
 
-    monkeypatch.setattr(autotune, "_program", spoilt)
-    with pytest.raises(AssertionError, match="gives another product"):
+    monkeypatch.setattr(autotune, "_compile", spoilt)
+    with pytest.raises(AssertionError, match="differs from"):
         tuned(monkeypatch, MEASURED[:1], table, [2.0, 1.0])
     assert not table.exists()
 
@@ -500,7 +501,7 @@ def test_candidates_are_new_and_groups_of_rows_have_no_pairs():
         found = autotune.variants(shape)
         assert len(found) > 1
         assert len({tile_configs.heuristic(shape), *found}) == len(found) + 1
-        assert not shape.row_groups or all(config.pair is None for config in found)
+        assert not shape.row_groups or all(config.cluster_dimension is None for config in found)
 
 
 ASKED = [  # recipe, whether tokens are in groups, and the kind of products that have its shapes
@@ -544,7 +545,7 @@ def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch
     monkeypatch.setattr(tile_configs, "config_for", lambda shape: asked.append(shape) or choose(shape))
     shapes = autotune.shapes_of([kind], [(200, 256, 384)], 3)
     for shape in shapes:
-        result = jax.eval_shape(lambda shape=shape: autotune.product(shape, *autotune.operands(shape)))
+        result = jax.eval_shape(lambda shape=shape: autotune.run(shape, *autotune.operands(shape)))
         assert result.dtype.itemsize == shape.out_itemsize
     assert asked == shapes
 

@@ -1,4 +1,4 @@
-"""Packed weights times few rows: held to float64 and to every code and scale there is, by JAX's interpreter."""
+"""Weight-only matmuls in JAX's interpreter, compared with float64, for all codes and all 8-bit scales."""
 
 import dataclasses
 
@@ -17,13 +17,13 @@ from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "hopper_weight_only"
 BF16 = jnp.bfloat16
-MULTIPROCESSORS = 4  # for programs that share a sum
+MULTIPROCESSORS = 4  # so that several CTAs share the K of a column tile
 
-# The emitters of cheap compilation do not bitcast 4-bit floats.
+# XLA's CPU emitters under `--compilation cheap` cannot bitcast 4-bit floats.
 pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_mosaic]
 
 
-WEIGHTS = [  # format, block along the sum
+WEIGHTS = [  # format, block size along K
     ("int4", 128),
     ("int4", 64),
     ("int4", 0),
@@ -35,27 +35,27 @@ WEIGHTS = [  # format, block along the sum
     ("nf4", 192),
     ("nf4", 0),
 ]
-SIZES = [(1, 256, 288), (17, 704, 300), (40, 200, 64)]  # rows, terms, columns
+SIZES = [(1, 256, 288), (17, 704, 300), (40, 200, 64)]  # rows, K, columns
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("format", "block"), WEIGHTS)
-def test_products_are_those_of_float64(hopper, format, block, sizes):
-    rows, terms, columns = sizes
-    x = normal(0, (rows, terms), BF16)
-    w = quantize(normal(1, (terms, columns)), format, axis=0, block=block, pad=True)
+def test_matmuls_agree_with_float64(hopper, format, block, sizes):
+    rows, k, columns = sizes
+    x = normal(0, (rows, k), BF16)
+    w = quantize(normal(1, (k, columns)), format, axis=0, block=block, pad=True)
     assert f"{KERNEL}  TAKEN" in sd.explain(sd.matmul, x, w)
     found = sd.matmul(x, w)
     assert found.dtype == jnp.float32
-    # float32 sums of so many products: far inside as many rounding errors of 2^-24.
-    assert relative(found, np.asarray(x, np.float64) @ values(w)) < terms * 2.0**-24
+    # The error of k float32 additions is far below k roundings of 2^-24.
+    assert relative(found, np.asarray(x, np.float64) @ values(w)) < k * 2.0**-24
 
 
 def weights_in(w: sd.ScaledArray, out: str = "float32") -> np.ndarray:
-    """What the kernel takes the weights for: their products with the rows of a unit matrix."""
+    """The dequantised weights as the kernel computes them: the identity matrix times the weights."""
     units = np.eye(w.shape[0]).reshape(-1, 64, w.shape[0])
-    wanted = {"preferred_element_type": out, "kernel": KERNEL}
-    return np.concatenate([np.asarray(sd.matmul(jnp.asarray(rows, BF16), w, **wanted)) for rows in units])
+    options = {"preferred_element_type": out, "kernel": KERNEL}
+    return np.concatenate([np.asarray(sd.matmul(jnp.asarray(rows, BF16), w, **options)) for rows in units])
 
 
 def packed(format: str | sd.Format, codes: np.ndarray, scale: jax.Array, block: tuple[int, int]) -> sd.ScaledArray:
@@ -65,7 +65,7 @@ def packed(format: str | sd.Format, codes: np.ndarray, scale: jax.Array, block: 
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
-def test_every_integer_is_itself(hopper, format):
+def test_every_integer_code_is_exact(hopper, format):
     count = 2 ** sd.FORMATS[format].bits
     codes = (np.arange(64)[:, None] + np.arange(256)[None]) % count - count // 2
     w = packed(format, codes, jnp.ones((1, 256), jnp.float32), (0, 1))
@@ -75,36 +75,36 @@ def test_every_integer_is_itself(hopper, format):
 NF4 = sd.FORMATS["nf4"]
 UNEVEN = dataclasses.replace(NF4, name="uneven", codebook=(-0.001, 0.0, 0.3, 0.7, 1.1, 2.2, 3.3))
 TWO_LEVEL = dataclasses.replace(NF4, name="two_level", scale="float8_e4m3fn", rule="multiply", two_level=True)
-PARTS = {"bfloat16": 2, "float16": 3, "float32": 4}  # of an entry, by the result
+SLICES = {"bfloat16": 2, "float16": 3, "float32": 4}  # of a codebook entry, by dtype of the result
 
 
-@pytest.mark.parametrize(("format", "out"), [*((NF4, out) for out in PARTS), (UNEVEN, "float32")])
+@pytest.mark.parametrize(("format", "out"), [*((NF4, out) for out in SLICES), (UNEVEN, "float32")])
 def test_every_entry_of_a_codebook_is_looked_up(hopper, format, out):
-    """A part leaves less than a 126th of the largest entry, and nothing of zero."""
+    """Each slice leaves a remainder of less than 1/126 of the largest, and none for a zero entry."""
     entries = np.array(format.codebook, np.float32)
     codes = (np.arange(64)[:, None] + 3 * np.arange(256)[None]) % len(entries)
     found = weights_in(packed(format, codes, jnp.ones((1, 256), jnp.float32), (0, 1)), out).astype(np.float64)
     exact = entries[codes].astype(np.float64)
-    roundings = 1 if out != "float32" else PARTS[out]  # to the result, or of the sum
-    allowed = entries.max() * 126.0 ** -PARTS[out] + np.abs(exact) * roundings * float(jnp.finfo(out).eps) / 2
+    roundings = 1 if out != "float32" else SLICES[out]  # to the output dtype, or in the sum of slices
+    allowed = entries.max() * 126.0 ** -SLICES[out] + np.abs(exact) * roundings * float(jnp.finfo(out).eps) / 2
     assert (np.abs(found - exact) <= allowed).all()
 
 
-def test_entries_are_summed_of_more_parts_for_more_precise_results():
-    from scaledot.kernels.hopper.codebook import parts_of
+def test_codebook_entries_have_more_slices_for_wider_results():
+    from scaledot.kernels.hopper.codebook import slices_of
 
-    assert len(parts_of((-1.0, 0.0, 1.0), 4)) == 1  # which leaves nothing
+    assert len(slices_of((-1.0, 0.0, 1.0), 4)) == 1  # exact
     x, w = normal(0, (4, 64), BF16), quantize(normal(1, (64, 64)), "nf4", axis=0)
     problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
-    for wanted, count in [
-        *(({"preferred": np.dtype(out)}, count) for out, count in PARTS.items()),
+    for options, count in [
+        *(({"preferred": np.dtype(out)}, count) for out, count in SLICES.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 numbers" in weight_only.how(dataclasses.replace(problem, **wanted))
-        assert len(parts_of(NF4.codebook, count)) == count
+        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **options))
+        assert len(slices_of(NF4.codebook, count)) == count
 
 
-def test_entries_have_scales_of_two_levels(hopper):
+def test_codebooks_may_have_two_level_scales(hopper):
     x, w = normal(0, (3, 192), BF16), quantize(normal(1, (192, 64)), TWO_LEVEL, axis=0)
     assert w.tensor_scale is not None
     assert relative(sd.matmul(x, w, kernel=KERNEL), np.asarray(x, np.float64) @ values(w)) < 192 * 2.0**-24
@@ -116,7 +116,7 @@ FP4_SCALES = {"mxfp4": ("float8_e8m0fnu", 32), "nvfp4": ("float8_e4m3fn", 16)}
 
 
 def all_scales(format: str) -> tuple[sd.ScaledArray, np.ndarray]:
-    """Every FP4 code in every column, each column with another of 256 scales; and these scales."""
+    """Weights with every FP4 code in every column and a different one of 256 scales in each; and the scales."""
     dtype, size = FP4_SCALES[format]
     scale = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8), jnp.dtype(dtype))
     w = packed(format, FP4_VALUES, jnp.broadcast_to(scale, (64 // size, 256)), (size, 1))
@@ -126,12 +126,12 @@ def all_scales(format: str) -> tuple[sd.ScaledArray, np.ndarray]:
 
 @pytest.mark.parametrize("format", FP4_SCALES)
 def test_every_fp4_code_times_every_scale_is_exact(hopper, format):
-    """But for NaN and, where the largest code overflows, infinity, which spoil the sums of their column."""
+    """Except in columns whose scale is NaN, or whose largest code overflows to infinity."""
     w, scales = all_scales(format)
     found, exact = weights_in(w), FP4_VALUES * scales
     finite = np.isfinite(scales) & (6 * scales < 2.0**128)
     subnormal = (np.abs(scales) < 2.0**-126) | (np.abs(exact) < 2.0**-126)
-    exact = np.where(subnormal, 0, exact)  # as a CPU has it
+    exact = np.where(subnormal, 0, exact)  # flushed to zero by the CPU
     np.testing.assert_array_equal(found[:, finite], exact[:, finite])
     assert np.isnan(found[:, ~np.isfinite(scales)]).all()
 
@@ -147,9 +147,9 @@ def test_every_fp4_code_times_every_scale_is_exact(hopper, format):
     ],
 )
 def test_scales_change_from_block_to_block(hopper, format, block, roundings):
-    """Those of a tile's second block, second line and second step are not those of its first.
+    """Weights grow with K, so that a scale taken from another block, word tile or K step gives a wrong result.
 
-    What the kernel and `values` round: a product with a scale each, and the sum of an entry's parts.
+    roundings: of the kernel and of `values` together: of each product with a scale, and of the sum of slices.
     """
     growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
     w = quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
@@ -160,22 +160,22 @@ def test_scales_change_from_block_to_block(hopper, format, block, roundings):
 def test_a_bias_is_added_before_the_one_rounding(hopper, out):
     x, bias = normal(0, (5, 128), BF16), normal(2, (96,))
     w = quantize(normal(1, (128, 96)), "int4", axis=0, block=128)
-    wanted = {"preferred_element_type": out, "kernel": KERNEL}
-    found = contract(Contraction("mk", "kn", "mn"), x, w, bias=bias, **wanted)
+    options = {"preferred_element_type": out, "kernel": KERNEL}
+    found = contract(Contraction("mk", "kn", "mn"), x, w, bias=bias, **options)
     assert found.dtype == out
     expected = np.asarray(x, np.float64) @ values(w) + np.asarray(bias, np.float64)
     allowed = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 128 * 2.0**-24}[out]
     assert relative(found, expected) < allowed
 
 
-def test_axes_may_be_many_and_results_turned(hopper):
+def test_einsum_with_several_free_dims_and_a_transposed_result(hopper):
     x, w = normal(0, (2, 3, 128), BF16), quantize(normal(1, (128, 5, 7)), "int4", axis=0, block=64)
     found = sd.einsum("bsk,khd->hbsd", x, w, kernel=KERNEL)
     expected = np.einsum("bsk,khd->hbsd", np.asarray(x, np.float64), values(w))
     assert relative(found, expected) < 128 * 2.0**-24
 
 
-def test_programs_share_a_sum_and_some_have_nothing_to_do(hopper):
+def test_ctas_share_k_and_some_have_no_steps(hopper):
     from scaledot.kernels.hopper import unpack, weight_only_matmul
 
     x, w = normal(0, (3, 320), BF16), quantize(normal(1, (320, 256)), "int4", axis=0, block=64)
@@ -186,21 +186,25 @@ def test_programs_share_a_sum_and_some_have_nothing_to_do(hopper):
         weight_only_matmul.Config(3, 1, 4, 3),
         weight_only_matmul.Config(2, 1, 2, 2),
     ):
-        sums = weight_only_matmul.decode(x, words, w.scale, codes=unpack.INT4, group=64, config=config)
-        found = sums.sum(0)[0, :3]
+        partials = weight_only_matmul.decode(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
+        found = partials.sum(0)[0, :3]
         assert relative(found, expected) < 320 * 2.0**-24
 
 
-REFUSED = [  # why, rows of x and its dtype, format and options of the weights (256, 64)
-    ("lhs has 65 rows; it is made for at most 64", (65, BF16), ("int4", {})),
+REFUSED = [  # reason, rows and dtype of x, format and options of the weights (256, 64)
+    ("lhs has 65 rows; at most 64 are supported", (65, BF16), ("int4", {})),
     ("lhs is float32[4,256]", (4, jnp.float32), ("int4", {})),
     ("rhs has zero points", (4, BF16), ("int4", {"calibration": "minmax"})),
-    ("scales of rhs change every 32 terms", (4, BF16), ("int4", {"block": 32})),
-    ("scales of rhs change every 32 terms", (4, BF16), ("nf4", {"block": 32})),
-    ("codes of rhs have 8 bits", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], element="uint8"), {})),
-    ("the codebook of rhs reaches 4.0", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], codebook=(0.0, 4.0)), {})),
+    ("rhs has groups of 32 along K; they must be multiples of 64", (4, BF16), ("int4", {"block": 32})),
+    ("rhs has groups of 32 along K; they must be multiples of 64", (4, BF16), ("nf4", {"block": 32})),
+    ("rhs has 8-bit codes of a codebook", (4, BF16), (dataclasses.replace(sd.FORMATS["nf4"], element="uint8"), {})),
+    (
+        "rhs has a codebook with entries up to 4.0",
+        (4, BF16),
+        (dataclasses.replace(sd.FORMATS["nf4"], codebook=(0.0, 4.0)), {}),
+    ),
     ("rhs is mxfp8[256,64]", (4, BF16), ("mxfp8", {})),
-    ("float8_e8m0fnu scales are folded for 32 terms of one column", (4, BF16), ("mxfp4", {"block": 64})),
+    ("float8_e8m0fnu scales must be in blocks of 32 along K", (4, BF16), ("mxfp4", {"block": 64})),
 ]
 
 
@@ -210,22 +214,22 @@ def refusal(f, *operands, **options) -> str:
 
 
 @pytest.mark.parametrize(("why", "rows", "weights"), REFUSED, ids=[f"{case[0]}: {case[2][0]}" for case in REFUSED])
-def test_what_it_cannot_do_it_says(hopper, why, rows, weights):
+def test_unsupported_operands_have_reasons(hopper, why, rows, weights):
     x, (format, options) = normal(0, (rows[0], 256), rows[1]), weights
     line = refusal(sd.matmul, x, quantize(normal(1, (256, 64)), format, axis=0, **options))
     assert "  no: " in line
     assert why in line
 
 
-def test_weights_must_be_stored_with_the_summed_axis_first(hopper):
+def test_weights_must_be_stored_with_the_contracting_dim_first(hopper):
     x, w = normal(0, (4, 256), BF16), quantize(normal(1, (64, 256)), "int4", axis=1, block=128)
     dimensions = (((1,), (1,)), ((), ()))
-    assert "must lie first" in refusal(sd.dot_general, x, w, dimensions)
+    assert "must have its contracting dim 'b' first" in refusal(sd.dot_general, x, w, dimensions)
     assert relative(sd.matmul(x, w.T, kernel=KERNEL), np.asarray(x, np.float64) @ values(w).T) < 256 * 2.0**-24
 
 
 def test_activations_have_gradients(hopper):
-    """Those of the product with the values of the weights, as for adapters beside frozen weights."""
+    """The gradients of a matmul with the dequantised weights, as LoRA adapters next to frozen weights need them."""
     x, w = normal(0, (5, 256), BF16), quantize(normal(1, (256, 128)), "int4", axis=0, block=128)
     dy = normal(2, (5, 128))
     assert f"{KERNEL}  TAKEN" in sd.explain(sd.matmul, x, w)
@@ -235,10 +239,10 @@ def test_activations_have_gradients(hopper):
     assert dx.dtype == BF16
     assert (
         relative(dx, np.asarray(dy, np.float64) @ values(w).T) < 2.0**-7
-    )  # rounded to bfloat16, dy before the product
+    )  # dx is rounded to bfloat16, and so is dy before the matmul
 
 
-def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
+def test_a_function_traced_for_a_gpu_has_an_xla_fallback(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -379,7 +379,7 @@ _HOPPER_GROUPED = Kernel(
     is_opaque=True,
     scales_groups=True,
 )
-_HOPPER_BF16 = _hopper("hopper_bf16", hopper_dot.VALUES)
+_HOPPER_BF16 = _hopper("hopper_bf16", hopper_dot.BFLOAT16)
 
 DOT = (
     _PLAIN,

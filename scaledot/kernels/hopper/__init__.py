@@ -1,4 +1,5 @@
-"""Kernels for Hopper in Pallas Mosaic GPU: fused casts and matrix products.
+"""Kernels for Hopper in Pallas Mosaic GPU: quantising casts and matmuls.
 
-`support` says where they run and is all that the tables load; the kernels themselves import Pallas when they are used.
+`support` decides whether the kernels can run. The kernel tables import `support` and the modules that check a problem;
+modules that import Pallas are loaded when a kernel is first used.
 """

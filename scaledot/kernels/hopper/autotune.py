@@ -1,8 +1,8 @@
-"""Measure the tiles of matrix products on the GPU of this machine, and write its table.
+"""Autotunes the `tiles.Config` of matmul kernels on the GPU of this machine, and writes the device's table.
 
-A product is run as its kernel runs it, with nothing but the tiles changed. Every candidate is first held to the default
-tiles' result, then all are timed in turns; the fastest median wins, and the heuristic's own choice where nothing beats
-it by a hundredth.
+A matmul is run through its row of the kernel table, with only the config changed. The result of every candidate is
+first compared with that of the heuristic's config. Then all are timed in turn; the config with the least median time is
+chosen if it is at least 1% faster than the heuristic's.
 """
 
 import dataclasses
@@ -32,171 +32,180 @@ Layer = tuple[int, int, int]  # tokens, inputs and outputs
 LARGE, MEDIUM, SMALL = (16384, 8192, 32768), (8192, 4096, 14336), (4096, 2048, 2048)
 SQUARE, EXPERTS = (8192, 8192, 8192), (16384, 4096, 14336)
 GROUPS = 8
-TURNS, TURN_S = 5, 0.08
-WORTH = 0.99  # of the heuristic's time, or the difference is noise
+REPETITIONS, SECONDS_PER_REPETITION = 5, 0.08
+MAX_RELATIVE_TIME = 0.99  # of a config that replaces the heuristic's; smaller gains are noise
 
 
-class Products(NamedTuple):
-    """The three products of layers: forward, for the gradient of the input, and for that of the float32 kernel.
+class LayerMatmuls(NamedTuple):
+    """The fwd, dgrad and wgrad matmuls of layers; fwd and dgrad have bfloat16 results, wgrad float32.
 
-    result: how the first two are summed. kernel: how the third is. layers: which are measured unless others are asked
-    for. in_groups: whether tokens are in groups, each with a kernel.
+    accumulation, wgrad_accumulation: `Shape.accumulation` of fwd and dgrad, and of wgrad. layers: the layers that are
+    tuned by default. is_grouped: whether tokens are in groups, each with its own weight.
     """
 
     element: str
-    result: str
-    kernel: str
+    accumulation: str
+    wgrad_accumulation: str
     layers: tuple[Layer, ...]
-    in_groups: bool = False
+    is_grouped: bool = False
 
 
-KINDS = {  # as recipes have them, and the square products of the benchmarks
-    "dense": tuple(Products(of, "chained", "chained", (LARGE, MEDIUM, SMALL)) for of in ("float8", "bfloat16")),
-    "precise": (Products("float8", "promoted", "promoted", (SQUARE,)),),
-    "blocks": (
-        Products("float8", "squares", "lines", (LARGE, MEDIUM, SQUARE)),
-        Products("int8", "lines", "lines", (MEDIUM,)),
-        Products("int8", "squares", "lines", (SQUARE,)),
+KINDS = {  # the matmuls of the recipes, and the square matmuls of the benchmarks
+    "dense": (
+        LayerMatmuls("float8", "chained", "chained", (LARGE, MEDIUM, SMALL)),
+        LayerMatmuls("bfloat16", "chained", "chained", (LARGE, MEDIUM, SMALL)),
     ),
-    "integers": (Products("int8", "chained", "chained", (MEDIUM,)),),
+    "precise": (LayerMatmuls("float8", "promoted", "promoted", (SQUARE,)),),
+    "blocks": (
+        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (LARGE, MEDIUM, SQUARE)),
+        LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (MEDIUM,)),
+        LayerMatmuls("int8", "blocks_128x128", "blocks_1x128", (SQUARE,)),
+    ),
+    "integers": (LayerMatmuls("int8", "chained", "chained", (MEDIUM,)),),
     "groups": (
-        Products("float8", "chained", "chained", (EXPERTS,), in_groups=True),
-        Products("float8", "squares", "lines", (EXPERTS,), in_groups=True),
+        LayerMatmuls("float8", "chained", "chained", (EXPERTS,), is_grouped=True),
+        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (EXPERTS,), is_grouped=True),
     ),
 }
 
 
 def shapes_of(kinds: Iterable[str], layers: Sequence[Layer] = (), groups: int = GROUPS) -> list[Shape]:
-    """What the products of those kinds ask for, on their own layers or on those that are given."""
+    """The distinct shapes of the matmuls of `KINDS`, for `layers` or, if there are none, each kind's default layers."""
     return list(
         dict.fromkeys(
             shape
             for kind in kinds
-            for products in KINDS[kind]
-            for layer in layers or products.layers
-            for shape in _shapes(products, layer, groups)
+            for matmuls in KINDS[kind]
+            for layer in layers or matmuls.layers
+            for shape in _shapes(matmuls, layer, groups)
         )
     )
 
 
-def _shapes(products: Products, layer: Layer, groups: int) -> list[Shape]:
+def _shapes(matmuls: LayerMatmuls, layer: Layer, groups: int) -> list[Shape]:
+    """The shapes of fwd, dgrad and wgrad."""
     tokens, inputs, outputs = layer
-    count, terms = (groups, padded_capacity(tokens, groups, LINE)) if products.in_groups else (0, tokens)
+    count, wgrad_k = (groups, padded_capacity(tokens, groups, LINE)) if matmuls.is_grouped else (0, tokens)
     return [
-        Shape(tokens, outputs, inputs, products.element, 2, products.result, row_groups=count),
-        Shape(tokens, inputs, outputs, products.element, 2, products.result, row_groups=count),
-        Shape(inputs, outputs, terms, products.element, 4, products.kernel, sum_groups=count),
+        Shape(tokens, outputs, inputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
+        Shape(tokens, inputs, outputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
+        Shape(inputs, outputs, wgrad_k, matmuls.element, 4, matmuls.wgrad_accumulation, k_groups=count),
     ]
 
 
 def tune(shapes: Sequence[Shape], path: Path, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
-    """Measure GEMMs, write the device's table to a file after each one, and return what was measured.
+    """Tunes matmuls, writes the device's table to a file after each of them, and returns the new entries.
 
-    What the file has of other GEMMs stays. say: called with a line after each one.
+    Entries of the file for other shapes are kept. say: called with a line after each matmul.
     """
     reason = support.device_reason()
     if reason is not None:
-        raise NotImplementedError(f"there is nothing to tune here: {reason}")
-    known = json.loads(path.read_text())["matmul"] if path.exists() else []
-    rows = {Shape(**row["shape"]): row for row in known}
+        raise NotImplementedError(f"cannot tune matmuls here: {reason}")
+    existing = json.loads(path.read_text())["matmul"] if path.exists() else []
+    entries = {Shape(**entry["shape"]): entry for entry in existing}
     measured = []
     for number, shape in enumerate(shapes, 1):
         config, gain = best(shape)
-        say(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than by the count)")
-        rows[shape] = {"shape": dataclasses.asdict(shape), "config": dataclasses.asdict(config)}
-        measured.append(rows[shape] | {"gain": gain})
+        say(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than the heuristic's)")
+        entries[shape] = {"shape": dataclasses.asdict(shape), "config": dataclasses.asdict(config)}
+        measured.append(entries[shape] | {"gain": gain})
         device = jax.devices()[0].device_kind
-        table = {"device": device, "jax": jax.__version__, "matmul": list(rows.values())}
+        table = {"device": device, "jax": jax.__version__, "matmul": list(entries.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table, indent=1) + "\n")
     return measured
 
 
 def best(shape: Shape) -> tuple[Any, float]:
-    """The fastest config of a shape, and how much it gains over the heuristic's."""
+    """Returns the fastest config of a shape, and its speedup over the heuristic's config minus one."""
     default = tile_configs.heuristic(shape)
     arguments = operands(shape)
-    programs = {config: _program(shape, config, arguments) for config in (default, *variants(shape))}
-    expected = programs[default](*arguments)
-    for config, program in programs.items():
-        if not _agree(program(*arguments), expected):
-            raise AssertionError(f"{config} gives another product of {shape} than {default}")
+    compiled = {config: _compile(shape, config, arguments) for config in (default, *variants(shape))}
+    expected = compiled[default](*arguments)
+    for config, matmul in compiled.items():
+        if not _allclose(matmul(*arguments), expected):
+            raise AssertionError(f"the result of {shape} with {config} differs from that with {default}")
     del expected
-    taken: dict[Any, list[float]] = {config: [] for config in programs}
-    for _ in range(TURNS):
-        for config, program in programs.items():
-            taken[config].append(_seconds(program, arguments))
-    medians = {config: statistics.median(seconds) for config, seconds in taken.items()}
+    times: dict[Any, list[float]] = {config: [] for config in compiled}
+    for _ in range(REPETITIONS):
+        for config, matmul in compiled.items():
+            times[config].append(_seconds(matmul, arguments))
+    medians = {config: statistics.median(seconds) for config, seconds in times.items()}
     fastest = min(medians, key=lambda config: medians[config])
-    if medians[fastest] > WORTH * medians[default]:
+    if medians[fastest] > MAX_RELATIVE_TIME * medians[default]:
         fastest = default
     return fastest, medians[default] / medians[fastest] - 1
 
 
 @jax.jit
-def _agree(found: jax.Array, expected: jax.Array) -> jax.Array:
-    """Tiles change the order of sums, not their terms: what is wrong is wrong by more than two steps of bfloat16."""
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.allclose(found, expected, rtol=2.0**-6, atol=2.0**-6 * jnp.abs(expected).max())
+def _allclose(result: jax.Array, expected: jax.Array) -> jax.Array:
+    """Configs differ in the order of accumulation only, so results may differ by two bfloat16 roundings, not more."""
+    result, expected = result.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.allclose(result, expected, rtol=2.0**-6, atol=2.0**-6 * jnp.abs(expected).max())
 
 
 def variants(shape: Shape) -> list[Any]:
-    """What is tried beside the heuristic's choice: tiles that registers and shared memory of Hopper have room for."""
+    """Candidate configs besides the heuristic's, all of which fit Hopper's registers and SMEM."""
     default = tile_configs.heuristic(shape)
     if shape.promotes:
-        found = [dataclasses.replace(default, **change) for change in _promoted_changes(shape)]
+        configs = [dataclasses.replace(default, **changes) for changes in _promoted_changes(shape)]
     elif shape.row_groups:
         tiles = map(tile_configs.for_groups, tile_configs.candidates(promote=False))
-        found = [dataclasses.replace(config, band=band) for config in tiles for band in (4, 8)]
+        configs = [dataclasses.replace(config, grid_tile_width=width) for config in tiles for width in (4, 8)]
     else:
-        ways = [(pair, band) for pair in (None, "rows", "columns") for band in (4, 8)]
-        found = [dataclasses.replace(default, pair=pair, band=band) for pair, band in ways]
-    return [config for config in dict.fromkeys(found) if config != default]
+        configs = [
+            dataclasses.replace(default, cluster_dimension=dimension, grid_tile_width=width)
+            for dimension in (None, "rows", "columns")
+            for width in (4, 8)
+        ]
+    return [config for config in dict.fromkeys(configs) if config != default]
 
 
 def _promoted_changes(shape: Shape) -> list[dict[str, Any]]:
-    """A path that is nearer to a square, and tiles of fewer rows; without groups of rows, a longer ring; and for lines
-    without groups, which keep fewest numbers in registers, wide tiles in two parts."""
-    changes: list[dict[str, Any]] = [{"band": 16}, {"groups": 2, "stages": 5}]
+    """Changes of the heuristic's config for promoted accumulators.
+
+    A wider grid tile, and two consumers; without groups of rows, a deeper pipeline; and for 1×128 blocks without
+    groups, which need the fewest registers, 256 columns in two parts.
+    """
+    changes: list[dict[str, Any]] = [{"grid_tile_width": 16}, {"consumers": 2, "stages": 5}]
     if not shape.row_groups:
         changes.append({"stages": 5, "epilogue_columns": 16})
-    if shape.sums == "lines" and not shape.row_groups and not shape.sum_groups:
-        changes.append({"groups": 2, "columns": 256, "parts": 2})
+    if shape.accumulation == "blocks_1x128" and not shape.row_groups and not shape.k_groups:
+        changes.append({"consumers": 2, "columns": 256, "parts": 2})
     return changes
 
 
 def operands(shape: Shape) -> tuple[Any, ...]:
-    """Both sides, of which rows are (M, K) and columns (N, K), and the sizes of groups, where there are any."""
-    rows, columns = _blocks(shape)
-    matrices = (shape.row_groups,) if shape.row_groups else ()
-    x = _codes(0, shape.element, (shape.m, shape.k), rows)
-    w = _codes(1, shape.element, (*matrices, shape.n, shape.k), columns)
-    return x, w, *_sizes(shape)
+    """Random operands (M, K) and (N, K), or (groups, N, K) with groups of rows, and group sizes if there are groups."""
+    lhs_block, rhs_block = _blocks(shape)
+    group_dim = (shape.row_groups,) if shape.row_groups else ()
+    lhs = _random_array(0, shape.element, (shape.m, shape.k), lhs_block)
+    rhs = _random_array(1, shape.element, (*group_dim, shape.n, shape.k), rhs_block)
+    return lhs, rhs, *_group_sizes(shape)
 
 
 def _blocks(shape: Shape) -> tuple[blocks.Block, blocks.Block]:
-    if shape.sums in ("lines", "squares"):
-        return (1, LINE), (1 if shape.sums == "lines" else LINE, LINE)
-    each = (1, 0) if shape.element == "int8" else (0, 0)
-    return each, each
+    if shape.accumulation in ("blocks_1x128", "blocks_128x128"):
+        return (1, LINE), (1 if shape.accumulation == "blocks_1x128" else LINE, LINE)
+    block = (1, 0) if shape.element == "int8" else (0, 0)
+    return block, block
 
 
-def _codes(seed: int, element: str, sizes: tuple[int, ...], block: blocks.Block) -> ScaledArray:
-    """Codes that fill their range, as power depends on the data, with scales of about one."""
+def _random_array(seed: int, element: str, sizes: tuple[int, ...], block: blocks.Block) -> ScaledArray:
+    """Codes over the whole range of their format, because the GPU's power depends on the data, and scales near 1."""
     format = {"float8": FORMATS["fp8_e4m3"], "int8": FORMATS["int8"], "bfloat16": VALUES}[element]
-    codes, scales = jax.random.split(jax.random.key(seed))
-    data = jax.random.normal(codes, sizes, jnp.bfloat16)
+    data_key, scale_key = jax.random.split(jax.random.key(seed))
+    data = jax.random.normal(data_key, sizes, jnp.bfloat16)
     if format is not VALUES:
         data = jnp.clip(data * (format.max / 4), -format.max, format.max)
-    scale = jax.random.uniform(scales, blocks.grid(sizes, block), minval=0.5, maxval=1.5)
+    scale = jax.random.uniform(scale_key, blocks.grid(sizes, block), minval=0.5, maxval=1.5)
     dtype = np.dtype(jnp.bfloat16)
-    how = {"format": format, "block": blocks.trim(block), "dtype": dtype}
-    return ScaledArray(data.astype(format.code_dtype), scale, **how)
+    return ScaledArray(data.astype(format.code_dtype), scale, format=format, block=blocks.trim(block), dtype=dtype)
 
 
-def _sizes(shape: Shape) -> tuple[jax.Array, ...]:
-    """Of groups, uneven; those of a sum are whole steps of it, with the room that they may need."""
-    count = shape.row_groups or shape.sum_groups
+def _group_sizes(shape: Shape) -> tuple[jax.Array, ...]:
+    """Uneven group sizes; those along K are multiples of 128, whose sum may be less than the padded K."""
+    count = shape.row_groups or shape.k_groups
     if not count:
         return ()
     random = np.random.default_rng(0)
@@ -205,42 +214,43 @@ def _sizes(shape: Shape) -> tuple[jax.Array, ...]:
     return (jnp.array(sizes if shape.row_groups else -(-sizes // LINE) * LINE, jnp.int32),)
 
 
-def product(shape: Shape, x: ScaledArray, w: ScaledArray, sizes: jax.Array | None = None) -> jax.Array:
-    """As the kernels for it are run."""
-    columns = "gnk" if shape.row_groups else "nk"
+def run(shape: Shape, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array | None = None) -> jax.Array:
+    """Computes a matmul of this shape through its row of the kernel table; see `operands`."""
+    rhs_labels = "gnk" if shape.row_groups else "nk"
     problem = Problem(
-        "dot" if sizes is None else "ragged_dot",
-        Contraction("mk", columns, "gmn" if shape.sum_groups else "mn"),
-        operand_of(x, "mk"),
-        operand_of(w, columns),
+        "dot" if group_sizes is None else "ragged_dot",
+        Contraction("mk", rhs_labels, "gmn" if shape.k_groups else "mn"),
+        operand_of(lhs, "mk"),
+        operand_of(rhs, rhs_labels),
         preferred=np.dtype(jnp.float32 if shape.out_itemsize == 4 else jnp.bfloat16),
-        precision="highest" if shape.sums == "promoted" else None,
-        **_groups(shape),
+        precision="highest" if shape.accumulation == "promoted" else None,
+        **_group_fields(shape),
     )
-    if sizes is not None:
-        return grouped.run(problem, x, w, sizes)
-    return {"float8": dot.FLOAT8, "int8": dot.INT8, "bfloat16": dot.VALUES}[shape.element].run(problem, x, w)
+    if group_sizes is not None:
+        return grouped.run(problem, lhs, rhs, group_sizes)
+    kernel = {"float8": dot.FLOAT8, "int8": dot.INT8, "bfloat16": dot.BFLOAT16}[shape.element]
+    return kernel.run(problem, lhs, rhs)
 
 
-def _groups(shape: Shape) -> dict[str, Any]:
-    """What a problem says of them."""
+def _group_fields(shape: Shape) -> dict[str, Any]:
+    """The fields of a Problem that describe groups."""
     if shape.row_groups:
         return {"ragged": "m", "group": "g", "gathers": True}
-    return {"ragged": "k", "group": "g", "group_multiple": LINE} if shape.sum_groups else {}
+    return {"ragged": "k", "group": "g", "group_multiple": LINE} if shape.k_groups else {}
 
 
-def _program(shape: Shape, config: Any, arguments: tuple[Any, ...]) -> Any:
-    with tile_configs.trying(shape, config):
-        return jax.jit(lambda *given: product(shape, *given)).lower(*arguments).compile()
+def _compile(shape: Shape, config: Any, arguments: tuple[Any, ...]) -> Any:
+    with tile_configs.config_override(shape, config):
+        return jax.jit(lambda *arrays: run(shape, *arrays)).lower(*arguments).compile()
 
 
-def _seconds(program: Any, arguments: tuple[Any, ...]) -> float:
-    """A step of a turn that fills some hundredths of a second."""
+def _seconds(matmul: Any, arguments: tuple[Any, ...]) -> float:
+    """The mean time of a call, over as many calls as take about SECONDS_PER_REPETITION."""
     start = time.perf_counter()
-    jax.block_until_ready(program(*arguments))
-    steps = max(2, round(TURN_S / (time.perf_counter() - start)))
+    jax.block_until_ready(matmul(*arguments))
+    calls = max(2, round(SECONDS_PER_REPETITION / (time.perf_counter() - start)))
     start = time.perf_counter()
-    for _ in range(steps):
-        result = program(*arguments)
+    for _ in range(calls):
+        result = matmul(*arguments)
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / steps
+    return (time.perf_counter() - start) / calls

@@ -1,6 +1,11 @@
-"""Products of groups on Hopper's tensor cores: rows in groups, each with its own matrix, or sums over groups of rows.
+"""Grouped matmuls (`ragged_dot`) on Hopper's tensor cores: groups of rows, or groups along the contracting dim.
 
-Work is proportional to rows. How many a group has is read by the programs themselves, so nothing waits for the host.
+* Rows of lhs (M, K) in groups, each multiplied by its own matrix of rhs (groups, K, N): the result is (M, N).
+* Contracting dims of lhs (K, M) and rhs (K, N) in groups, each with its own result: (groups, M, N).
+
+Work is proportional to the number of rows. Group sizes are read on the device, without a synchronisation with the host.
+Groups along the contracting dim must start at multiples of 128; if they do not, their rows are first moved apart, with
+zeros in between.
 """
 
 import jax
@@ -18,162 +23,179 @@ from scaledot.parallel.types import vary_as
 
 
 def problem_reason(problem: Problem) -> str | None:
-    """Why the kernel cannot compute it, whatever the device."""
+    """Returns why the kernel cannot compute a problem on any device, or None if it can."""
     if problem.op != "ragged_dot":
-        return "it multiplies groups"
-    shape = _rows_reason(problem) if problem.group in problem.contraction.rhs else _sum_reason(problem)
-    return shape or matmul_operands.codes_reason(problem, _kind_of(problem)) or matmul_operands.result_reason(problem)
+        return "it computes grouped matmuls (ragged_dot) only"
+    shape = _row_groups_reason(problem) if _has_row_groups(problem) else _k_groups_reason(problem)
+    return shape or matmul_operands.codes_reason(problem, _element(problem)) or matmul_operands.result_reason(problem)
 
 
-def _kind_of(problem: Problem) -> str:
-    """Integers where both sides have them."""
+def _has_row_groups(problem: Problem) -> bool:
+    return problem.group in problem.contraction.rhs
+
+
+def _element(problem: Problem) -> str:
+    """Returns "int8" if both operands have integer codes, "float8" otherwise."""
     both = all(o.format is not None and o.format.element in matmul_operands.KINDS["int8"] for o in problem.operands)
     return "int8" if both else "float8"
 
 
-def _rows_reason(problem: Problem) -> str | None:
+def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
     if not problem.gathers or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
-        return "rows in groups must be a matrix, with one size for each group"
+        return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
     if len(contraction.rhs) != 3:
-        return f"there must be one matrix for each group, not {problem.rhs}"
+        return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
     return None
 
 
-def _sum_reason(problem: Problem) -> str | None:
+def _k_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
     if contraction.contracted != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
-        return "groups that are summed must be parts of the rows of two matrices"
-    if matmul_operands.scaled_in_steps(problem) and problem.group_multiple % LINE:
-        return f"scales change along the sum every {LINE} rows, and groups do not come in as many"
+        return "groups along the contracting dim need two matrices, with that dim as the only contracting one"
+    if matmul_operands.is_blockwise(problem) and problem.group_multiple % LINE:
+        multiple = problem.group_multiple
+        return f"scales change every {LINE} elements of K; group sizes must be multiples of {LINE}, not of {multiple}"
     return None
 
 
 def how(problem: Problem) -> str:
-    products = f"{_kind_of(problem)} products on Hopper's tensor cores"
-    if matmul_operands.scaled_in_steps(problem):
-        sums = f"scales applied to the sums of every {LINE} terms in float32"
-    else:
-        sums = f"float32 sums of every {LINE} terms" if _promotes(problem) else "sums in the tensor cores"
-    work = "each group's rows by its own matrix" if problem.group in problem.contraction.rhs else "a result per group"
-    moved = "" if _is_whole(problem) else f", rows moved first so that groups come in whole steps of {LINE}"
-    return f"{products}, {work}, {sums}{moved}"
+    """The line of `explain` for a problem that the kernel computes."""
+    groups = "one rhs matrix per group of rows" if _has_row_groups(problem) else "one result per group along K"
+    accumulation = matmul_operands.accumulation(problem, _promotes(problem))
+    spacing = "" if _is_aligned(problem) else f", groups first moved apart to multiples of {LINE} along K"
+    return f"{_element(problem)} matmul on Hopper's tensor cores, {groups}, {accumulation}{spacing}"
 
 
 def _promotes(problem: Problem) -> bool:
-    return _kind_of(problem) == "float8" and not is_default_precision(problem.precision)
+    return _element(problem) == "float8" and not is_default_precision(problem.precision)
 
 
-def _is_whole(problem: Problem) -> bool:
-    return problem.group in problem.contraction.rhs or problem.group_multiple % LINE == 0
+def _is_aligned(problem: Problem) -> bool:
+    """Whether groups along K start at multiples of 128; groups of rows need no alignment."""
+    return _has_row_groups(problem) or problem.group_multiple % LINE == 0
 
 
 def run(
-    problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array, factors: tuple | None = None
+    problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array, group_scales: tuple | None = None
 ) -> jax.Array:
-    """factors: two that results per group are multiplied by, float32 (groups, 1) or (groups, columns of a side)."""
-    sizes = _fitting(group_sizes, problem.lhs.size(problem.ragged))
-    if problem.group in problem.contraction.rhs:
-        result = _by_rows(problem, lhs, rhs, sizes)
+    """Computes a grouped matmul.
+
+    group_scales: for groups along K, two more float32 scales of the results, (groups, 1 or M) and (groups, 1 or N).
+    """
+    sizes = _clipped(group_sizes, problem.lhs.size(problem.ragged))
+    if _has_row_groups(problem):
+        result = _run_row_groups(problem, lhs, rhs, sizes)
     else:
-        result = _by_sums(problem, lhs, rhs, sizes, factors)
+        result = _run_k_groups(problem, lhs, rhs, sizes, group_scales)
     return vary_as(result, lhs.data, rhs.data)
 
 
-def _fitting(sizes: jax.Array, rows: int) -> jax.Array:
-    """Sizes without what is below zero or beyond the last row."""
+def _clipped(sizes: jax.Array, rows: int) -> jax.Array:
+    """Clips group sizes to be non-negative and to end at the last row."""
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0)), rows).astype(jnp.int32)
     return jnp.diff(ends, prepend=0)
 
 
-def _by_rows(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array) -> jax.Array:
+def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array) -> jax.Array:
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_rows
 
-    contraction, group, row, term = problem.contraction, problem.group, problem.ragged, problem.contraction.contracted
+    contraction, group, row = problem.contraction, problem.group, problem.ragged
+    contracted = contraction.contracted
     (column,) = (c for c in contraction.rhs_free if c != group)
-    in_steps = matmul_operands.scaled_in_steps(problem)
-    promote = in_steps or _promotes(problem)
-    a, b = _laid(lhs, contraction.lhs, row + term), _laid(rhs, contraction.rhs, group + column + term)
+    blockwise = matmul_operands.is_blockwise(problem)
+    promote = blockwise or _promotes(problem)
+    a = _codes(lhs, contraction.lhs, row + contracted)
+    b = _codes(rhs, contraction.rhs, group + column + contracted)
     (m, k), n = a.shape, b.shape[1]
-    if in_steps:
-        rows = matmul_operands.k_block_scales(lhs, contraction.lhs, row, term, squares=False)
-        columns = matmul_operands.k_block_scales(rhs, contraction.rhs, column, term, squares=True, group=group)
+    if blockwise:
+        row_scales = matmul_operands.k_block_scales(lhs, contraction.lhs, row, contracted, allow_square=False)
+        column_scales = matmul_operands.k_block_scales(
+            rhs, contraction.rhs, column, contracted, allow_square=True, group=group
+        )
     else:
-        rows = matmul_operands.row_scales(operands.block_scales(lhs, contraction.lhs, {}), lhs, contraction.lhs, row)
-        columns = _of_each_group(rhs, contraction.rhs, group + column)
-    squares = in_steps and columns.shape[-1] < n
-    sums = tile_configs.sums_of(promote, in_steps, squares)
-    shape = tile_configs.Shape(m, n, k, _kind_of(problem), problem.out_dtype.itemsize, sums, row_groups=sizes.size)
+        lhs_scales = operands.block_scales(lhs, contraction.lhs, {})
+        row_scales = matmul_operands.row_scales(lhs_scales, lhs, contraction.lhs, row)
+        column_scales = _column_scales(rhs, contraction.rhs, group + column)
+    square_blocks = blockwise and column_scales.shape[-1] < n
+    accumulation = tile_configs.accumulation_mode(promote, blockwise, square_blocks)
+    itemsize = problem.out_dtype.itemsize
+    shape = tile_configs.Shape(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
     config = tile_configs.config_for(shape)
+    column_multiple = config.cluster_columns // (LINE if square_blocks else 1)
     result = matmul(
-        filled_up(a, matmul_operands.ROWS, LINE),
-        jnp.pad(b, ((0, 0), (0, -n % matmul_operands.LAST), (0, -k % LINE))),
-        matmul_operands.padded_scales(rows, in_steps, config.team_rows, config.program_rows),
-        matmul_operands.padded_scales(columns, in_steps, config.team_columns // (LINE if squares else 1)),
+        filled_up(a, matmul_operands.M_MULTIPLE, LINE),
+        jnp.pad(b, ((0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % LINE))),
+        matmul_operands.padded_scales(row_scales, blockwise, config.cluster_rows, config.cta_rows),
+        matmul_operands.padded_scales(column_scales, blockwise, column_multiple),
         None,
         out_dtype=problem.out_dtype,
         config=config,
         promote=promote,
-        in_steps=in_steps,
-        programs=support.sm_count(),
+        blockwise=blockwise,
+        ctas=support.sm_count(),
         groups=groups_of_rows(sizes, m, config),
     )
-    return _ordered(result[:m, :n], row + column, contraction)
+    return _transposed(result[:m, :n], row + column, contraction)
 
 
-def _by_sums(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array, factors) -> jax.Array:
+def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array, group_scales) -> jax.Array:
     from scaledot.kernels.hopper.matmul import matmul
-    from scaledot.kernels.hopper.tiles import groups_of_sum
+    from scaledot.kernels.hopper.tiles import groups_of_k
 
-    contraction, term = problem.contraction, problem.ragged
-    labels = (contraction.lhs, contraction.lhs_free), (contraction.rhs, contraction.rhs_free)
-    in_steps = matmul_operands.scaled_in_steps(problem)
-    promote = in_steps or _promotes(problem)
+    contraction, contracted = problem.contraction, problem.ragged
+    all_labels = (contraction.lhs, contraction.lhs_free), (contraction.rhs, contraction.rhs_free)
+    blockwise = matmul_operands.is_blockwise(problem)
+    promote = blockwise or _promotes(problem)
     matrices, scales = [], []
-    for q, (of, free), factor in zip((lhs, rhs), labels, factors or (1, 1), strict=True):
-        codes = _laid(q, of, term + free)
-        matrices.append((codes if _is_whole(problem) else spaced(codes, sizes, LINE)).T)
-        if in_steps:
-            scales.append(matmul_operands.k_block_scales(q, of, free, term, squares=False))
+    for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, group_scales or (1, 1), strict=True):
+        codes = _codes(q, labels, contracted + free)
+        matrices.append((codes if _is_aligned(problem) else spaced(codes, sizes, LINE)).T)
+        if blockwise:
+            scales.append(matmul_operands.k_block_scales(q, labels, free, contracted, allow_square=False))
         else:
-            own = matmul_operands.row_scales(operands.block_scales(q, of, {}), q, of, free)[None] * factor
-            scales.append(jnp.broadcast_to(own, (sizes.size, own.shape[1])))
+            row_scales = matmul_operands.row_scales(operands.block_scales(q, labels, {}), q, labels, free)
+            of_groups = row_scales[None] * group_scale
+            scales.append(jnp.broadcast_to(of_groups, (sizes.size, of_groups.shape[1])))
     (m, k), n = matrices[0].shape, matrices[1].shape[0]
-    sums = tile_configs.sums_of(promote, in_steps, squares=False)
-    shape = tile_configs.Shape(m, n, k, _kind_of(problem), problem.out_dtype.itemsize, sums, sum_groups=sizes.size)
+    accumulation = tile_configs.accumulation_mode(promote, blockwise, square_blocks=False)
+    itemsize = problem.out_dtype.itemsize
+    shape = tile_configs.Shape(m, n, k, _element(problem), itemsize, accumulation, k_groups=sizes.size)
     config = tile_configs.config_for(shape)
+    scales_result = blockwise and group_scales  # blockwise scales have no group dim to multiply group_scales into
     result = matmul(
-        filled_up(matrices[0], matmul_operands.ROWS, LINE),
-        filled_up(matrices[1], matmul_operands.COLUMNS, LINE),
-        matmul_operands.padded_scales(scales[0], in_steps, config.team_rows),
-        matmul_operands.padded_scales(scales[1], in_steps, config.team_columns),
+        filled_up(matrices[0], matmul_operands.M_MULTIPLE, LINE),
+        filled_up(matrices[1], matmul_operands.N_MULTIPLE, LINE),
+        matmul_operands.padded_scales(scales[0], blockwise, config.cluster_rows),
+        matmul_operands.padded_scales(scales[1], blockwise, config.cluster_columns),
         None,
-        out_dtype=jnp.float32 if in_steps and factors else problem.out_dtype,
+        out_dtype=jnp.float32 if scales_result else problem.out_dtype,
         config=config,
         promote=promote,
-        in_steps=in_steps,
-        programs=support.sm_count(),
-        groups=groups_of_sum(-(-sizes // LINE)),
+        blockwise=blockwise,
+        ctas=support.sm_count(),
+        groups=groups_of_k(-(-sizes // LINE)),
     )[:, :m, :n]
-    if in_steps and factors:
-        left, right = factors
+    if scales_result:
+        left, right = group_scales
         result = operands.scaled(result, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
-    return _ordered(result, problem.group + contraction.lhs_free + contraction.rhs_free, contraction)
+    return _transposed(result, problem.group + contraction.lhs_free + contraction.rhs_free, contraction)
 
 
-def _laid(q: ScaledArray, labels: str, order: str) -> jax.Array:
-    """Codes with their axes in an order."""
+def _codes(q: ScaledArray, labels: str, order: str) -> jax.Array:
+    """Codes, transposed from dims `labels` to dims `order`."""
     return matmul_operands.codes_of(q).transpose([labels.index(c) for c in order])
 
 
-def _ordered(result: jax.Array, labels: str, contraction: Contraction) -> jax.Array:
+def _transposed(result: jax.Array, labels: str, contraction: Contraction) -> jax.Array:
+    """The result, transposed from dims `labels` to those of the contraction's output."""
     return result.transpose([labels.index(c) for c in contraction.out])
 
 
-def _of_each_group(q: ScaledArray, labels: str, wanted: str) -> jax.Array:
-    """Factors (groups, 1) or (groups, columns)."""
-    (factor,) = operands.block_scales(q, labels, {})
-    group, column = (q.shape[labels.index(c)] for c in wanted)
-    values = operands.lay(LabeledScale(factor.values, labels), wanted)
-    return jnp.broadcast_to(values, (group, column if values.shape[1] > 1 else 1))
+def _column_scales(q: ScaledArray, labels: str, group_and_column: str) -> jax.Array:
+    """Scales of rhs that do not change along K: (groups, columns), or (groups, 1) if each group has a single one."""
+    (scale,) = operands.block_scales(q, labels, {})
+    groups, columns = (q.shape[labels.index(c)] for c in group_and_column)
+    values = operands.lay(LabeledScale(scale.values, labels), group_and_column)
+    return jnp.broadcast_to(values, (groups, columns if values.shape[1] > 1 else 1))

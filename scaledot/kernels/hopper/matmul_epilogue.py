@@ -1,8 +1,7 @@
-"""The epilogue of a matmul on Hopper: float32 accumulators in registers become rows and columns of the result in GMEM.
+"""The epilogue of a matmul on Hopper: scales float32 accumulators, adds the bias, rounds once and stores to GMEM.
 
-Accumulators are multiplied by the scales of both operands, unless those change along K and were applied in the main
-loop; the bias is added; and the sum is rounded once, to the output dtype. The result passes through SMEM, from which
-asynchronous copies take it to GMEM while the warpgroup goes on.
+Blockwise scales, which change along K, were applied in the main loop; others are applied here. The result is staged in
+SMEM and stored by asynchronous TMA copies, while the warpgroup continues.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from scaledot.kernels.hopper.tiles import Tile, Warpgroup
 
 
 class EpilogueScales:
-    """Scales of a and b that accumulators are multiplied by: GMEM refs (M,) and (N,), or (1,) for one scale of all."""
+    """Scales of a and b that are applied to accumulators: GMEM refs (M,) and (N,), or (1,) for per-tensor scales."""
 
     def __init__(self, rows_ref, columns_ref):
         self.rows_ref, self.columns_ref = rows_ref, columns_ref
@@ -30,7 +29,7 @@ class EpilogueScales:
             self.smaller, self.larger = jnp.minimum(left, right), jnp.maximum(left, right)
 
     def apply(self, accumulators: jax.Array, first_row, first_column) -> jax.Array:
-        """Multiplies by the smaller scale first, so that accumulators of ordinary size do not overflow in between."""
+        """Multiplies by both scales, the smaller one first so that the intermediate result does not overflow."""
         if self.scalars:
             return accumulators * self.smaller * self.larger
         left = along_rows(self.rows_ref, first_row, accumulators.shape)
@@ -40,26 +39,29 @@ class EpilogueScales:
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """How one consumer warpgroup finishes its part of an output tile and stores it.
+    """The epilogue of one consumer warpgroup's part of an output tile.
 
-    row, column: where the part begins in the result. factors: scales that do not change along K, or None. bias: GMEM
-    ref (N,) or None. out: GMEM ref (M, N), of the tile's group where each has a result. staging: SMEM (warpgroups, 2,
-    rows, columns), of which one half is filled while the other is copied. edge_staging: SMEM (warpgroups, rows,
-    columns) for tiles of which only some rows belong to their group; None unless rows come in groups.
+    row, column: the first row and column of the part in the result.
+    scales: per-tensor, row and column scales, or None if scales are blockwise.
+    bias: GMEM ref (N,) or None.
+    out: GMEM ref (M, N), the group's result if K is in groups.
+    staging: SMEM (consumers, 2, rows, columns), a double buffer for each consumer.
+    edge_staging: SMEM (consumers, rows, columns) for tiles that a group of rows fills only in part; None without
+    groups of rows.
     """
 
     tile: Tile
     warpgroup: Warpgroup
     row: Any
     column: Any
-    factors: EpilogueScales | None
+    scales: EpilogueScales | None
     bias: Any
     out: Any
     staging: Any
     edge_staging: Any
 
     def store(self, offset: int, accumulators: jax.Array) -> None:
-        """Stores accumulators (rows, columns) that begin `offset` columns into the warpgroup's part of the tile."""
+        """Stores accumulators (rows, columns), which start at column `offset` of the warpgroup's part of the tile."""
         if self.tile.rows is None:
             self._store_all_rows(offset, accumulators)
             return
@@ -73,16 +75,16 @@ class Epilogue:
     def _store_all_rows(self, offset: int, accumulators: jax.Array) -> None:
         columns, warpgroup = self.staging.shape[-1], self.warpgroup.index
         for piece in range(accumulators.shape[1] // columns):
-            half = (offset // columns + piece) % 2
+            buffer = (offset // columns + piece) % 2
             first = self.column + offset + piece * columns
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # only the copy from the other half is in flight
-            self.staging[warpgroup, half] = self._finished(_columns(accumulators, piece, columns), first)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # only the copy from the other buffer is in flight
+            self.staging[warpgroup, buffer] = self._finished(_columns(accumulators, piece, columns), first)
             plgpu.commit_smem()
             target = self._target(self.row, self._rows, first, columns)
-            plgpu.copy_smem_to_gmem(self.staging.at[warpgroup, half], target)
+            plgpu.copy_smem_to_gmem(self.staging.at[warpgroup, buffer], target)
 
     def _store_some_rows(self, offset: int, accumulators: jax.Array, low, high) -> None:
-        """Stores rows `low` to `high`, and leaves the others to the tiles of their groups."""
+        """Stores rows [low, high); the other rows belong to other groups, whose tiles store them."""
         columns, warpgroup = self.edge_staging.shape[-1], self.warpgroup.index
         for piece in range(accumulators.shape[1] // columns):
             first = self.column + offset + piece * columns
@@ -92,11 +94,11 @@ class Epilogue:
             self._copy_some_rows(first, low, high)
 
     def _copy_some_rows(self, first, low, high) -> None:
-        """Copies rows `low` to `high` of `edge_staging` to the columns of the result from `first` on.
+        """Copies rows [low, high) of `edge_staging` to the result, from column `first` on.
 
-        The number of rows is data, but the shape of a copy is not: there is a copy for each power of two in that
-        number. A copy of one row is one of contiguous bytes, not clipped to the columns of the result as others are:
-        none may begin behind them.
+        The number of rows is dynamic but the shape of a TMA copy is static, so there is a predicated copy for each bit
+        of the number. A copy of a single row is a bulk copy of contiguous bytes, which, unlike a tensor copy, is not
+        clipped to the bounds of the result; hence the test of `first`.
         """
         row, size = low, self._rows // 2
         while size:
@@ -109,19 +111,19 @@ class Epilogue:
         plgpu.copy_smem_to_gmem(source, self._target(self.row + row, rows, first, source.shape[-1]))
 
     def _finished(self, accumulators: jax.Array, first_column) -> jax.Array:
-        """Scaled, with the bias added, and rounded once."""
+        """Scales accumulators, adds the bias and rounds once, to the output dtype."""
         result = self._scaled(accumulators, first_column)
         if self.bias is not None:
             result += along_columns(self.bias, first_column, result.shape)
         return result.astype(self.out.dtype)
 
     def _scaled(self, accumulators: jax.Array, first_column) -> jax.Array:
-        if self.factors is None:
+        if self.scales is None:
             return accumulators
-        apply = functools.partial(self.factors.apply, accumulators, self.row, first_column)
+        apply = functools.partial(self.scales.apply, accumulators, self.row, first_column)
         if self.tile.rows is None:
             return apply()
-        # Rows of no group have no K steps. They stay zeros, even where a scale is NaN.
+        # Rows after the last group have no K steps. They are zero, even if a scale is NaN.
         return lax.cond(self.tile.steps > 0, apply, lambda: accumulators)
 
     def _target(self, row, rows: int, column, columns: int) -> Any:
@@ -137,12 +139,12 @@ def _columns(values: jax.Array, piece: int, columns: int) -> jax.Array:
 
 
 def along_rows(ref, first, shape: tuple[int, ...]) -> jax.Array:
-    """One number, or those of `shape[0]` rows from `first` on, broadcast along the columns."""
+    """Loads a scalar (ref of shape (1,)) or elements [first, first + shape[0]), and broadcasts along columns."""
     return _broadcast(ref, first, shape, axis=0)
 
 
 def along_columns(ref, first, shape: tuple[int, ...]) -> jax.Array:
-    """One number, or those of `shape[1]` columns from `first` on, broadcast along the rows."""
+    """Loads a scalar (ref of shape (1,)) or elements [first, first + shape[1]), and broadcasts along rows."""
     return _broadcast(ref, first, shape, axis=1)
 
 

@@ -1,8 +1,8 @@
-"""Sizes and elements that the Mosaic kernels share, without loading them."""
+"""Sizes and element types that the Mosaic kernels share; imports no Pallas."""
 
-LINE = 128  # elements of a line with a float32 scale
+LINE = 128  # elements that share a float32 scale: a 1×128 block, and each dimension of a 128×128 block
 FLOAT8_ELEMENTS = ("float8_e4m3fn", "float8_e5m2")
-# By element and scale: the length of a 1-d block, and of each side of a square one, of MXFP8 and NVFP4.
+# Block sizes of MXFP8 and NVFP4 by element and scale dtype: the length of 1-d blocks, and each side of square ones.
 BLOCKS = {
     ("float8_e4m3fn", "float8_e8m0fnu"): 32,
     ("float8_e5m2", "float8_e8m0fnu"): 32,

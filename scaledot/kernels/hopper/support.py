@@ -1,4 +1,4 @@
-"""Where the Mosaic kernels run, without loading them."""
+"""Whether the Mosaic kernels can run in this process; imports no Pallas."""
 
 import re
 
@@ -7,45 +7,46 @@ import jax
 from scaledot.parallel.types import Partitioning, partition_reason, partitioning_of
 
 OLDEST_JAX = (0, 11)
-MULTIPROCESSORS = 132  # of an H100 or H200, where the device does not say
+DEFAULT_SM_COUNT = 132  # of an H100 or H200 SXM, for devices that do not report `core_count`
 
 
 def device_reason() -> str | None:
-    """Why this process cannot use them here, whatever the arrays."""
+    """Returns why the kernels cannot run here, under the current mesh, or None if they can."""
     return machine_reason() or partition_reason(partitioning_of())
 
 
 def place_reason(partitioning: Partitioning | None) -> str | None:
-    """Why they do not run in a program that XLA partitions so, or inside a shard_map for None."""
+    """Returns why the kernels cannot run under a partitioning (None: inside a shard_map), or None if they can."""
     return machine_reason() if partitioning is None else device_reason() or partition_reason(partitioning)
 
 
 def machine_reason() -> str | None:
-    """Why this process cannot use them anywhere."""
+    """Returns why the kernels cannot run on the devices of this process, or None if they can."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"needs jax {'.'.join(map(str, OLDEST_JAX))}; this is {jax.__version__}"
     backend = jax.default_backend()
     if backend != "gpu":
         return f"needs a Hopper GPU; the default backend is {backend}"
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if getattr(chosen, "platform", chosen) not in (None, "gpu", "cuda"):
-        return f"needs a Hopper GPU; jax.default_device is {chosen}"
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(default, "platform", default) not in (None, "gpu", "cuda"):
+        return f"needs a Hopper GPU; jax.default_device is {default}"
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "unknown")
     if not capability.startswith("9."):
         return f"needs compute capability 9; {device.device_kind} has {capability}"
     if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        return "its programs count in 32 bits, and jax_enable_x64 makes them count in 64"
+        return "its index arithmetic is 32-bit, and jax_enable_x64 makes it 64-bit; disable jax_enable_x64"
     return None
 
 
 def sm_count() -> int:
+    """The number of SMs of the first device."""
     device = jax.devices()[0]
-    return getattr(device, "core_count", None) or MULTIPROCESSORS
+    return getattr(device, "core_count", None) or DEFAULT_SM_COUNT
 
 
 def kernel_name(*words: str) -> str:
-    """The name that a kernel has in a profile.
+    """The name of a kernel in profiles.
 
     >>> kernel_name("cast", "fp8_e4m3")
     'scaledot_cast_fp8_e4m3'
@@ -54,5 +55,5 @@ def kernel_name(*words: str) -> str:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run as what they mean, on a machine without a GPU."""
+    """Whether kernels run in Pallas' interpret mode, on a CPU."""
     return jax.default_backend() == "cpu"

@@ -1,6 +1,6 @@
-"""Which tiles a product is cut into: measured ones where a device's table has them, a count of work elsewhere.
+"""Chooses the `tiles.Config` of a matmul: the autotuned one if the device's table has the shape, else a heuristic's.
 
-The tables are `tuned/<device>.json`, written by `scaledot tune`.
+The tables are `tuned/<device kind>.json`, written by `scaledot tune`.
 """
 
 import contextlib
@@ -18,11 +18,13 @@ from scaledot.kernels.hopper import support
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What tiles are chosen by.
+    """The key of a tuned config: the sizes and dtypes of a matmul, how it accumulates, and its groups.
 
-    element: "float8", "int8" or "bfloat16". out_itemsize: bytes of a result. sums: "chained" in the tensor cores,
-    "promoted" to float32 every 128 terms, or promoted and scaled, where the second operand has scales of "lines" or of
-    "squares". row_groups, sum_groups: in how many groups the rows or the terms are, 0 for none.
+    element: "float8", "int8" or "bfloat16".
+    out_itemsize: bytes of an element of the result.
+    accumulation: "chained" over all of K in the tensor cores; "promoted" to float32 registers every 128 elements of K;
+    or promoted with block scales, if b has one for each of its "blocks_1x128" or "blocks_128x128".
+    row_groups, k_groups: the number of groups of rows or of K, 0 for a matmul without.
     """
 
     m: int
@@ -30,82 +32,90 @@ class Shape:
     k: int
     element: str
     out_itemsize: int
-    sums: str = "chained"
+    accumulation: str = "chained"
     row_groups: int = 0
-    sum_groups: int = 0
+    k_groups: int = 0
 
     @property
     def promotes(self) -> bool:
-        return self.sums != "chained"
+        return self.accumulation != "chained"
 
 
-def sums_of(promote: bool, in_steps: bool, squares: bool) -> str:
-    """The name that a Shape has for them."""
-    if in_steps:
-        return "squares" if squares else "lines"
+def accumulation_mode(promote: bool, blockwise: bool, square_blocks: bool) -> str:
+    """Returns `Shape.accumulation`; see `matmul.matmul` for the arguments."""
+    if blockwise:
+        return "blocks_128x128" if square_blocks else "blocks_1x128"
     return "promoted" if promote else "chained"
 
 
-_tried: dict[Shape, Any] = {}
+_overrides: dict[Shape, Any] = {}
 
 
 @contextlib.contextmanager
-def trying(shape: Shape, config: Any) -> Iterator[None]:
-    """Products of that shape that are traced meanwhile are cut so, whatever was measured."""
-    _tried[shape] = config
+def config_override(shape: Shape, config: Any) -> Iterator[None]:
+    """Makes `config_for(shape)` return `config` inside the context, for matmuls that are traced there."""
+    _overrides[shape] = config
     try:
         yield
     finally:
-        del _tried[shape]
+        del _overrides[shape]
 
 
 def config_for(shape: Shape) -> Any:
     from scaledot.kernels.hopper.tiles import Config
 
-    if shape in _tried:
-        return _tried[shape]
-    fields = _measured(shape)
+    if shape in _overrides:
+        return _overrides[shape]
+    fields = _tuned(shape)
     return Config(**fields) if fields is not None else heuristic(shape)
 
 
 def heuristic(shape: Shape) -> Any:
-    """The candidate that keeps the multiprocessors busiest: fewest rounds of tiles, each weighed by its size.
+    """Returns the candidate that needs the least time: the number of waves of output tiles, times the size of a tile.
 
-    Pairs of programs that lie below each other are preferred where there are enough rows of 8-bit elements. A tile half
-    as wide reads one operand twice as often, and is taken only where it saves more than that may cost.
+    Clusters of two CTAs along rows are preferred for 8-bit operands, and clusters of one for bfloat16. Tiles of 128
+    columns read one operand twice as often as tiles of 256, so they are chosen only if they save at least 15%.
     """
 
     def cost(config: Any) -> float:
-        tiles = -(-shape.m // config.team_rows) * -(-shape.n // config.team_columns)
-        rounds = -(-tiles // (support.sm_count() // config.paired))
-        paired = 1.02 if shape.element == "bfloat16" else 0.99
-        slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (paired if config.pair else 1.0)
-        return rounds * config.program_rows * config.program_columns * slowdown
+        tiles = -(-shape.m // config.cluster_rows) * -(-shape.n // config.cluster_columns)
+        waves = -(-tiles // (support.sm_count() // config.cluster_size))
+        clustered = 1.02 if shape.element == "bfloat16" else 0.99
+        slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (clustered if config.cluster_dimension else 1.0)
+        return waves * config.cta_rows * config.cta_columns * slowdown
 
     if shape.row_groups:
         return min(map(for_groups, candidates(shape.promotes)), key=cost)
-    fitting = [config for config in candidates(shape.promotes) if config.pair is None or shape.m > config.program_rows]
-    return min(fitting, key=cost)
+    configs = candidates(shape.promotes)
+    return min((c for c in configs if c.cluster_dimension is None or shape.m > c.cta_rows), key=cost)
 
 
 def for_groups(config: Any) -> Any:
-    """Neighbouring tiles may have different matrices, and what tiles that are not full need takes half of the room."""
-    return dataclasses.replace(config, pair=None, epilogue_columns=32)
+    """Adapts a config to groups of rows.
+
+    Neighbouring row tiles may belong to different groups, so CTAs share no tile of b. The staging buffer for tiles that
+    a group fills in part takes half of the epilogue's SMEM.
+    """
+    return dataclasses.replace(config, cluster_dimension=None, epilogue_columns=32)
 
 
 def candidates(promote: bool) -> list[Any]:
     from scaledot.kernels.hopper.tiles import Config
 
-    if promote:  # three warpgroups, of which two multiply while one moves its sums
-        return [Config(columns=128, stages=4, parts=1, band=8, epilogue_columns=32, groups=3)]
+    if promote:  # three consumers: two keep the tensor cores busy while one promotes its accumulators
+        return [Config(columns=128, stages=4, parts=1, grid_tile_width=8, epilogue_columns=32, consumers=3)]
     wide, narrow = Config(), Config(columns=128, stages=6, parts=1)
-    return [dataclasses.replace(config, pair=pair) for config in (wide, narrow) for pair in (None, "rows")]
+    return [
+        dataclasses.replace(config, cluster_dimension=dimension)
+        for config in (wide, narrow)
+        for dimension in (None, "rows")
+    ]
 
 
-def _measured(shape: Shape) -> dict[str, Any] | None:
-    for row in _table(jax.devices()[0].device_kind):
-        if Shape(**row["shape"]) == shape:
-            return row["config"]
+def _tuned(shape: Shape) -> dict[str, Any] | None:
+    for entry in _table(jax.devices()[0].device_kind):
+        if Shape(**entry["shape"]) == shape:
+            return entry["config"]
     return None
 
 
@@ -116,7 +126,7 @@ def _table(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def path_of_device() -> Path:
-    """The table of this process's device, whether it is there or not."""
+    """The path of the table for this process's device, which need not exist."""
     return _path(jax.devices()[0].device_kind)
 
 

@@ -1,6 +1,10 @@
-"""How a matrix product is cut into tiles, and which program of the GPU computes which of them.
+"""The tile shapes of a matmul kernel, and the schedule that assigns output tiles to the CTAs of a persistent grid.
 
-Groups, whose sizes are data, are cut on the device: a small table says what the tiles are, and programs look them up.
+Group sizes of a grouped matmul are data, so its tiles are computed on the device: XLA computes a small int32 table of
+them before the kernel starts, and every CTA reads its tiles from that table.
+
+Example: with the default `Config`, a CTA has two consumer warpgroups of 64 × 256 each, below each other, and computes
+tiles of 128 × 256; with `cluster_dimension="rows"`, a cluster of two CTAs computes 256 × 256.
 """
 
 import dataclasses
@@ -14,60 +18,64 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.hopper.memory import ROW_TILE
 
-FETCH_REGISTERS = 40
+PRODUCER_REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a product is cut up.
+    """Tile shapes and pipeline depth of a matmul kernel.
 
-    rows, columns: the tile of one warpgroup. groups: warpgroups that multiply. split: whether they lie below each other
-    ("rows") or side by side ("columns"). stages: slots of the ring. parts: pieces in which a promoted tile is
-    multiplied. band: how many output tiles wide the path is that programs walk along the result, for the cache; along:
-    the axis that it follows. pair: how the tiles of two programs that share an operand lie, "rows" (below each other),
-    "columns" or None. epilogue_columns: 16-bit results of a row that are stored at a time.
+    rows, columns: the output tile of one consumer warpgroup.
+    wg_dimension: "rows" or "columns", along which the tiles of a CTA's consumer warpgroups are stacked.
+    stages: pipeline stages in SMEM.
+    parts: column parts in which a warpgroup's tile is multiplied, one after the other, if accumulators are promoted.
+    grid_tile_width, grid_minor_dim: the order of output tiles, for L2 locality; see `plgpu.planar_snake`.
+    cluster_dimension: "rows" or "columns", along which the tiles of a cluster of two CTAs are stacked; None for
+    clusters of one CTA.
+    epilogue_columns: columns of a 16-bit result that are stored at a time.
+    consumers: consumer warpgroups of a CTA.
     """
 
     rows: int = 64
     columns: int = 256
-    split: str = "rows"
+    wg_dimension: str = "rows"
     stages: int = 4
     parts: int = 2
-    band: int = 4
-    along: int = 1
-    pair: str | None = None
+    grid_tile_width: int = 4
+    grid_minor_dim: int = 1
+    cluster_dimension: str | None = None
     epilogue_columns: int = 64
-    groups: int = 2
+    consumers: int = 2
 
     @property
     def registers(self) -> int:
-        """Of a thread that multiplies."""
-        return (512 - FETCH_REGISTERS) // self.groups // 8 * 8
+        """Registers of a consumer's thread."""
+        return (512 - PRODUCER_REGISTERS) // self.consumers // 8 * 8
 
     @property
-    def program_rows(self) -> int:
-        return self.rows * (self.groups if self.split == "rows" else 1)
+    def cta_rows(self) -> int:
+        return self.rows * (self.consumers if self.wg_dimension == "rows" else 1)
 
     @property
-    def program_columns(self) -> int:
-        return self.columns * (self.groups if self.split == "columns" else 1)
+    def cta_columns(self) -> int:
+        return self.columns * (self.consumers if self.wg_dimension == "columns" else 1)
 
     @property
-    def paired(self) -> int:
-        """Programs that work together."""
-        return 1 if self.pair is None else 2
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return 1 if self.cluster_dimension is None else 2
 
     @property
-    def team_rows(self) -> int:
-        return self.program_rows * (2 if self.pair == "rows" else 1)
+    def cluster_rows(self) -> int:
+        return self.cta_rows * (2 if self.cluster_dimension == "rows" else 1)
 
     @property
-    def team_columns(self) -> int:
-        return self.program_columns * (2 if self.pair == "columns" else 1)
+    def cluster_columns(self) -> int:
+        return self.cta_columns * (2 if self.cluster_dimension == "columns" else 1)
 
 
 class Groups(NamedTuple):
-    """Parts of the rows or of the sum. axis: "rows" or "sum". table: what programs look up, of either kind below."""
+    """The groups of a grouped matmul. axis: "rows" (of a) or "k". table: see `groups_of_rows` and `groups_of_k`."""
 
     axis: str
     count: int
@@ -75,35 +83,43 @@ class Groups(NamedTuple):
 
 
 def groups_of_rows(sizes: jax.Array, m: int, config: Config) -> Groups:
-    """Consecutive rows of a, each group with a matrix of b: int32 (1 + tiles, 4), of which the first says how many.
+    """Groups of consecutive rows of a (M, K), each with its own matrix of b.
 
-    The others have group, first row, and from which to which of its rows it belongs to the group: copies can begin at
-    every eighth row only. Rows of no group are one more, without a matrix.
+    The table is int32 (1 + tiles, 4). Entry [0, 0] is the number of row tiles; the other rows are, for each row tile,
+    its group, its first row, and the half-open range of its rows that belong to the group. A TMA copy must start at a
+    multiple of eight rows, so a tile may begin with rows of the group before. Rows after the last group form one more
+    group, numbered `sizes.size`, which has no matrix.
     """
     ends = jnp.append(jnp.cumsum(sizes), m).astype(jnp.int32)
     starts = jnp.append(0, ends[:-1])
-    firsts = starts // ROW_TILE * ROW_TILE
-    tiles = jnp.where(ends > starts, -(-(ends - firsts) // config.program_rows), 0)
-    after = jnp.cumsum(tiles)
-    index = jnp.arange(m // config.program_rows + 2 * ends.size, dtype=jnp.int32)
-    group = jnp.minimum(jnp.sum(index[:, None] >= after[None], axis=1, dtype=jnp.int32), ends.size - 1)
-    row = firsts[group] + (index - (after - tiles)[group]) * config.program_rows
-    low, high = jnp.maximum(starts[group] - row, 0), jnp.minimum(ends[group] - row, config.program_rows)
-    count = jnp.zeros(4, jnp.int32).at[0].set(after[-1])
+    aligned_starts = starts // ROW_TILE * ROW_TILE
+    tiles = jnp.where(ends > starts, -(-(ends - aligned_starts) // config.cta_rows), 0)
+    tile_ends = jnp.cumsum(tiles)
+    index = jnp.arange(m // config.cta_rows + 2 * ends.size, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(index[:, None] >= tile_ends[None], axis=1, dtype=jnp.int32), ends.size - 1)
+    row = aligned_starts[group] + (index - (tile_ends - tiles)[group]) * config.cta_rows
+    low, high = jnp.maximum(starts[group] - row, 0), jnp.minimum(ends[group] - row, config.cta_rows)
+    count = jnp.zeros(4, jnp.int32).at[0].set(tile_ends[-1])
     table = jnp.concatenate([count[None], jnp.stack([group, row, low, high], axis=1)])
     return Groups("rows", sizes.size, table.astype(jnp.int32))
 
 
-def groups_of_sum(steps: jax.Array) -> Groups:
-    """Consecutive steps of the sum, so many in each group: int32 (groups, 2), the first step and how many."""
-    return Groups("sum", steps.size, jnp.stack([jnp.cumsum(steps) - steps, steps], axis=1).astype(jnp.int32))
+def groups_of_k(steps: jax.Array) -> Groups:
+    """Groups of consecutive K steps, `steps[g]` in group g, each with its own result.
+
+    The table is int32 (groups, 2): the first step of each group, and its number of steps.
+    """
+    return Groups("k", steps.size, jnp.stack([jnp.cumsum(steps) - steps, steps], axis=1).astype(jnp.int32))
 
 
 class Tile(NamedTuple):
-    """A part of the result.
+    """An output tile of a CTA.
 
-    row, column: its first ones. first: the first of the program's steps that belong to it. start, steps: where its sum
-    begins, and how long it is. group: whose matrix or result it has. rows: from which to which belong to the group.
+    row, column: its first row and column.
+    first: the number of K steps in earlier tiles of the CTA, which selects the pipeline stage.
+    start, steps: the K steps that the tile accumulates, [start, start + steps).
+    group: the index of its matrix of b (groups of rows) or of its result (groups of K).
+    rows: the half-open range of its rows that belong to the group, or None if all do.
     """
 
     row: Any
@@ -116,7 +132,7 @@ class Tile(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """A warpgroup that multiplies: its index in the CTA, and where its part of the CTA's tile begins."""
+    """A consumer warpgroup: its index in the CTA, and the first row and column of its tile within the CTA's tile."""
 
     index: Any
     row: Any
@@ -125,50 +141,49 @@ class Warpgroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Which program computes which tiles; K is that many `steps` long."""
+    """The output tiles of each CTA, for a result (m, n) and K of `steps` steps."""
 
     m: int
     n: int
     steps: int
     config: Config
-    programs: int
+    ctas: int
     groups: Groups | None
 
     @property
-    def teams(self) -> int:
-        return self.programs // self.config.paired
+    def clusters(self) -> int:
+        return self.ctas // self.config.cluster_size
 
     def over_tiles(self, table, work) -> Any:
-        """work(tile) for each tile of this program; returns its number of steps."""
-        config, team = self.config, lax.axis_index("team")
+        """Calls work(tile) for each output tile of this CTA; returns their total number of K steps."""
+        config, cluster = self.config, lax.axis_index("cluster")
         axis = None if self.groups is None else self.groups.axis
-        down = table[0, 0] if axis == "rows" else pl.cdiv(self.m, config.team_rows)
-        grid = down, pl.cdiv(self.n, config.team_columns)
-        results = self.groups.count if self.groups is not None and axis == "sum" else 1
-        turns = lax.div(grid[0] * grid[1] * results - team + self.teams - 1, self.teams)
+        row_tiles = table[0, 0] if axis == "rows" else pl.cdiv(self.m, config.cluster_rows)
+        grid = row_tiles, pl.cdiv(self.n, config.cluster_columns)
+        results = self.groups.count if self.groups is not None and axis == "k" else 1
+        count = lax.div(grid[0] * grid[1] * results - cluster + self.clusters - 1, self.clusters)
 
-        def turn(count, first):
-            index = team + count * self.teams
-            tile = self._tile(table, axis, index, grid, first)
+        def body(i, first):
+            tile = self._tile(table, axis, cluster + i * self.clusters, grid, first)
             work(tile)
             return first + tile.steps
 
-        return lax.fori_loop(0, turns, turn, jnp.int32(0))
+        return lax.fori_loop(0, count, body, jnp.int32(0))
 
     def _tile(self, table, axis: str | None, index, grid, first) -> Tile:
-        config, member, group = self.config, lax.axis_index("member"), None
-        matrices = 0 if self.groups is None else self.groups.count
-        if axis == "sum":
+        config, rank, group = self.config, lax.axis_index("cta"), None
+        group_count = 0 if self.groups is None else self.groups.count
+        if axis == "k":
             group, index = lax.div(index, grid[0] * grid[1]), lax.rem(index, grid[0] * grid[1])
-        row, column = plgpu.planar_snake(index, grid, config.along, config.band)
-        row = row * 2 + member if config.pair == "rows" else row
-        column = column * 2 + member if config.pair == "columns" else column
-        left = column * config.program_columns
+        row, column = plgpu.planar_snake(index, grid, config.grid_minor_dim, config.grid_tile_width)
+        row = row * 2 + rank if config.cluster_dimension == "rows" else row
+        column = column * 2 + rank if config.cluster_dimension == "columns" else column
+        left = column * config.cta_columns
         if axis == "rows":
             group, top, *rows = (table[1 + row, i] for i in range(4))
-            steps = jnp.where(group < matrices, self.steps, 0)
-            return Tile(top, left, first, 0, steps, lax.min(group, matrices - 1), rows)
-        top = row * config.program_rows
-        if axis == "sum":
+            steps = jnp.where(group < group_count, self.steps, 0)
+            return Tile(top, left, first, 0, steps, lax.min(group, group_count - 1), rows)
+        top = row * config.cta_rows
+        if axis == "k":
             return Tile(top, left, first, table[group, 0], table[group, 1], group)
         return Tile(top, left, first, 0, self.steps)

@@ -1,12 +1,12 @@
-"""Packed weights as operands of Hopper's tensor cores, format by format.
+"""Unpacks packed weights into bfloat16 operand tiles of Hopper's tensor cores, by format.
 
-A line of 32 words holds the codes of neighbouring columns of the weights; `registers` says how such words are zipped
-and become operands. Here each format has a function from zipped words to bfloat16 tiles. Shifts and masks put the bits
-of a code into the sign, exponent or mantissa of a bfloat16 number, and arithmetic removes what the other bits add to
-it. Codes that are looked up in a table are in `codebook`.
+A word tile, int32 (64, 32), holds the codes of 64 elements along K and of the columns of 32 words; `registers`
+interleaves its words along K. For each format there is a function from interleaved words to bfloat16 operand tiles
+(64, 64): shifts and masks put the bits of a code into the sign, exponent or mantissa of a bfloat16, and arithmetic
+subtracts the contribution of the other bits. Formats with a codebook are in `codebook`.
 
-A tile has two columns of the weights from each of the 32 words, and a line has as many tiles as half a word has codes.
-`joined` puts the accumulators of several tiles in the order of the columns again.
+An operand tile has two columns of the weights from each of the 32 words, so a word tile of 4-bit codes, eight per word,
+becomes four operand tiles. `in_column_order` reorders the accumulators of several operand tiles by column.
 """
 
 import dataclasses
@@ -29,104 +29,113 @@ from scaledot.kernels.hopper.registers import (
     TILE,
     WARPS,
     WORDS,
-    beside_words,
+    broadcast_over_blocks,
     element,
-    in_register,
-    inlined,
-    operand,
-    shifted,
-    spread,
-    times_power,
+    inline_mgpu,
+    opaque_constant,
+    operand_tile,
+    per_word_layout,
+    shift_right,
+    times_power_of_two,
 )
 
 MX_BLOCK, NV_BLOCK = 32, 16  # elements along K that share a scale
 
 
 @dataclasses.dataclass(frozen=True)
-class Codes:
-    """How codes of one format become tiles.
+class Unpacker:
+    """How the codes of one format are unpacked.
 
-    per_word: codes in a word. tiles: a function of zipped words (lower and upper halves), of a tile's index in its line
-    and, with `block`, of words of scales; it yields tiles to be added up. block: elements along K that share a scale
-    which `tiles` applies, or 0. parts: how many tiles it yields. by_bytes: how words are zipped; if so, the two columns
-    of a tile from one word are neighbours, and otherwise they are half a word apart.
+    per_word: codes in a word.
+    tiles: a function of interleaved words (of lower and of upper halves), of an operand tile's index in its word tile
+    and, with `block`, of words of scales; it yields the bfloat16 slices of the operand tile, whose sum is its value.
+    block: elements along K that share a scale which `tiles` applies, or 0.
+    slices: the number of slices that `tiles` yields.
+    by_bytes: whether words are interleaved by bytes. If so, the two columns of a word in an operand tile are
+    neighbours; otherwise they are half a word apart.
     """
 
     per_word: int
     tiles: Callable[..., Iterator[jax.Array]]
     block: int = 0
-    parts: int = 1
+    slices: int = 1
     by_bytes: bool = False
 
-    def in_word(self, tiles: int) -> tuple[int, int]:
-        """How the columns of a word are numbered in so many neighbouring tiles: (tiles, halves) or (halves, tiles)."""
+    def column_shape(self, tiles: int) -> tuple[int, int]:
+        """The dims of a word's columns, in order, over neighbouring operand tiles: (tiles, 2) or (2, tiles)."""
         return (tiles, 2) if self.by_bytes else (2, tiles)
 
     @property
-    def line_tiles(self) -> int:
-        """Tiles of a line."""
+    def word_tile_operands(self) -> int:
+        """Operand tiles of a word tile."""
         return self.per_word // 2
 
     def column(self, half: int, index: int) -> int:
-        """Which column of a word is in tile `index`, in the lower (0) or upper (1) eight of 16 rows."""
-        return 2 * index + half if self.by_bytes else half * self.line_tiles + index
+        """The column within a word that operand tile `index` has in rows 0 to 7 (half 0) or 8 to 15 (1) of every 16."""
+        return 2 * index + half if self.by_bytes else half * self.word_tile_operands + index
 
 
 def int4_tiles(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
-    """Yields the codes. In the low bits of 128 (0x4300), a code with its sign bit flipped makes 128 + 8 + code."""
-    mask = in_register(0x000F000F)
-    low, high = ((shifted(half, 4 * index) & mask) ^ 0x43084308 for half in (low, high))
-    yield operand(low, high) - jnp.bfloat16(136)
+    """Yields int4 codes. A code with its sign bit flipped, in the low bits of 128.0 (0x4300), is 128 + 8 + code."""
+    mask = opaque_constant(0x000F000F)
+    low, high = ((shift_right(half, 4 * index) & mask) ^ 0x43084308 for half in (low, high))
+    yield operand_tile(low, high) - jnp.bfloat16(136)
 
 
 def int8_tiles(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
-    """Yields the codes: 128 plus the lower seven bits, minus 128 or, if the sign bit is set, 256."""
-    low, high = shifted(low, 8 * index), shifted(high, 8 * index)
-    seven, sign = (operand(*((half & mask) | 0x43004300 for half in (low, high))) for mask in (0x007F007F, 0x00800080))
-    yield seven - sign
+    """Yields int8 codes: 128 plus the lower seven bits, minus 128 or, if the sign bit is set, 256."""
+    low, high = shift_right(low, 8 * index), shift_right(high, 8 * index)
+    magnitude, sign = (
+        operand_tile(*((half & mask) | 0x43004300 for half in (low, high))) for mask in (0x007F007F, 0x00800080)
+    )
+    yield magnitude - sign
 
 
 def fp4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
-    """Returns the e2m1 codes moved to bfloat16's sign, exponent and mantissa: their values times 2^-126, because
-    bfloat16's exponent bias is 126 larger."""
+    """Returns dequantised e2m1 codes times 2^-126.
+
+    The bits of a code are put into bfloat16's sign, exponent and mantissa, and bfloat16's exponent bias is 126 larger.
+    """
     low, high = (
-        ((half << (12 - 4 * index)) & np.int32(-0x7FFF8000)) | (_shifted_by(half, 4 * index - 6) & 0x01C001C0)
+        ((half << (12 - 4 * index)) & np.int32(-0x7FFF8000)) | (_shift(half, 4 * index - 6) & 0x01C001C0)
         for half in (low, high)
     )
-    return operand(low, high)
+    return operand_tile(low, high)
 
 
 def mxfp4_tiles(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
-    """Yields values times e8m0 scales, exactly. Code 0 is 2^-127, a subnormal bfloat16, and code 255 is NaN."""
-    code = shifted(scales, 8 * index) & 0xFF
+    """Yields e2m1 codes times e8m0 scales, exactly. Scale code 0 is 2^-127, a subnormal bfloat16; code 255 is NaN."""
+    code = shift_right(scales, 8 * index) & 0xFF
     power = jnp.maximum(code * 0x00800080, 0x00400040) + ((code + 1) >> 8) * 0x00400040
-    yield times_power(fp4_tile(low, high, index), 126) * spread(power, MX_BLOCK)
+    yield times_power_of_two(fp4_tile(low, high, index), 126) * broadcast_over_blocks(power, MX_BLOCK)
 
 
 def nvfp4_tiles(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
-    """Yields values times e4m3 scales. The bits of a scale are put in place, too; bfloat16's bias is 120 larger.
+    """Yields e2m1 codes times e4m3 scales, exactly.
 
-    Read so, the code of NaN is 480 * 2^-120: it gets the exponent bits that it lacks.
+    The bits of a scale are put into a bfloat16, whose exponent bias is 120 larger. The NaN code of e4m3 would become
+    480 * 2^-120, so the remaining exponent bits are set.
     """
-    code = shifted(scales, 8 * index) & 0xFF
-    sign, rest = code & 0x80, code & 0x7F
-    bits = (sign << 8) + (rest << 4) + ((rest + 1) >> 7) * 0x7800
-    yield times_power(fp4_tile(low, high, index), 126) * times_power(spread(bits * 0x00010001, NV_BLOCK), 120)
+    code = shift_right(scales, 8 * index) & 0xFF
+    sign, magnitude = code & 0x80, code & 0x7F
+    bits = (sign << 8) + (magnitude << 4) + ((magnitude + 1) >> 7) * 0x7800
+    scale = times_power_of_two(broadcast_over_blocks(bits * 0x00010001, NV_BLOCK), 120)
+    yield times_power_of_two(fp4_tile(low, high, index), 126) * scale
 
 
-def _shifted_by(word: jax.Array, bits: int) -> jax.Array:
-    """Shifted right, or left by a negative number of bits."""
-    return shifted(word, bits) if bits >= 0 else word << -bits
+def _shift(word: jax.Array, bits: int) -> jax.Array:
+    """A word shifted right, or left if `bits` is negative."""
+    return shift_right(word, bits) if bits >= 0 else word << -bits
 
 
-INT4 = Codes(8, int4_tiles)
-INT8 = Codes(4, int8_tiles)
-MXFP4 = Codes(8, mxfp4_tiles, MX_BLOCK)
-NVFP4 = Codes(8, nvfp4_tiles, NV_BLOCK)
+INT4 = Unpacker(8, int4_tiles)
+INT8 = Unpacker(4, int8_tiles)
+MXFP4 = Unpacker(8, mxfp4_tiles, MX_BLOCK)
+NVFP4 = Unpacker(8, nvfp4_tiles, NV_BLOCK)
 
 
-def codes_for(format: Format) -> Codes:
-    """Those of a format without a codebook."""
+def unpacker_for(format: Format) -> Unpacker:
+    """The unpacker of a format without a codebook."""
     if format.code_dtype == jnp.int4:
         return INT4
     if format.code_dtype == jnp.int8:
@@ -134,64 +143,69 @@ def codes_for(format: Format) -> Codes:
     return MXFP4 if format.scale == "float8_e8m0fnu" else NVFP4
 
 
-def add_scaled(total: jax.Array, sums: jax.Array, factors: jax.Array, codes: Codes, index: int) -> jax.Array:
-    """Returns total + sums * scales, with one rounding: float32 (64, rows of x), for tile `index` of a line.
+def add_scaled(
+    total: jax.Array, accumulator: jax.Array, scales: jax.Array, unpacker: Unpacker, index: int
+) -> jax.Array:
+    """Returns total + accumulator * scales by fused multiply-add: float32 (64, rows of x).
 
-    factors: the scales of all columns of the line, (32 * codes.per_word,).
+    scales: the scales of all columns of a word tile, (32 * per_word,). index: of the operand tile in the word tile.
     """
     if support.is_interpreted():
-        of_words = factors.reshape(WARPS, ROWS, codes.per_word)
-        by_half = jnp.stack([of_words[..., codes.column(half, index)] for half in range(2)], axis=1)
-        return total + sums * lax.broadcast_in_dim(by_half.reshape(TILE), sums.shape, (0,))
+        by_word = scales.reshape(WARPS, ROWS, unpacker.per_word)
+        by_half = jnp.stack([by_word[..., unpacker.column(half, index)] for half in range(2)], axis=1)
+        return total + accumulator * lax.broadcast_in_dim(by_half.reshape(TILE), accumulator.shape, (0,))
 
-    accumulator = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    result_type = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
-    @inlined((plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, beside_words(codes.per_word)), accumulator)
-    def add(_, total, sums, factors):
-        grown = np.empty_like(total.registers)
-        for at, register in np.ndenumerate(sums.registers):
-            place = codes.column(at[4], index)
-            factor = element(factors.registers.flat[place // 4], place % 4)
-            grown[at] = math.fma(register, vector.broadcast(register.type, factor), total.registers[at])
-        return mgpu.FragmentedArray(_registers=grown, _layout=total.layout, _is_signed=None)
+    @inline_mgpu((plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, per_word_layout(unpacker.per_word)), result_type)
+    def add(_, total, accumulator, scales):
+        registers = np.empty_like(total.registers)
+        for at, register in np.ndenumerate(accumulator.registers):
+            column = unpacker.column(at[4], index)
+            scale = element(scales.registers.flat[column // 4], column % 4)
+            registers[at] = math.fma(register, vector.broadcast(register.type, scale), total.registers[at])
+        return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
-    return add(total, sums, factors)
+    return add(total, accumulator, scales)
 
 
-def joined(tiles: list[jax.Array], codes: Codes) -> jax.Array:
-    """Returns accumulators of neighbouring tiles of a line, (64, rows of x) each, in the order of the columns.
+def in_column_order(tiles: list[jax.Array], unpacker: Unpacker) -> jax.Array:
+    """Reorders accumulators (64, rows of x) of neighbouring operand tiles of a word tile by column of the weights.
 
-    The result is (rows of x, words, *codes.in_word(tiles)).
+    The result is (rows of x, words, *unpacker.column_shape(len(tiles))).
     """
     rows, count = tiles[0].shape[1], len(tiles)
-    shape = rows, WORDS, *codes.in_word(count)
+    shape = rows, WORDS, *unpacker.column_shape(count)
     if support.is_interpreted():
         stacked = jnp.stack(tiles, axis=-1).reshape(WARPS, 2, ROWS, rows, count)
-        return stacked.transpose(3, 0, 2, *((4, 1) if codes.by_bytes else (1, 4))).reshape(shape)
-    layout = _joined_layout(*shape[2:])
+        return stacked.transpose(3, 0, 2, *((4, 1) if unpacker.by_bytes else (1, 4))).reshape(shape)
+    layout = _column_order_layout(*shape[2:])
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
-    @inlined((plgpu.Layout.WGMMA,) * count, result)
-    def join(_, *tiles):
-        return _join_registers(tiles, codes, shape, layout.to_mgpu())
+    @inline_mgpu((plgpu.Layout.WGMMA,) * count, result)
+    def reorder(_, *tiles):
+        return _reorder_registers(tiles, unpacker, shape, layout.to_mgpu())
 
-    return join(*tiles)
+    return reorder(*tiles)
 
 
-def _join_registers(tiles: tuple[Any, ...], codes: Codes, shape: tuple[int, ...], layout: Any) -> Any:
-    """`joined` in terms of a thread's registers. A register of a tile holds a pair of rows of x; one of the result is a
-    vector along columns, whose elements come from one register of each tile."""
+def _reorder_registers(tiles: tuple[Any, ...], unpacker: Unpacker, shape: tuple[int, ...], layout: Any) -> Any:
+    """`in_column_order` in terms of a thread's registers.
+
+    A register of an accumulator holds two rows of x; a register of the result is a vector along columns, whose elements
+    are taken from one register of each tile. No data is exchanged between threads.
+    """
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     columns = ir.VectorType.get(shape[-1:], ir.F32Type.get())
     for at in np.ndindex(registers.shape):
-        eight, row, major = at[0], at[-4], at[-2]  # which eight rows of x, which of a thread's two, and major column
-        places = [(major, minor) if codes.by_bytes else (minor, major) for minor in range(shape[-1])]
-        pairs = [tiles[tile].registers[0, eight, 0, 0, half, 0, 0, 0, 0] for tile, half in places]
+        row_group, row, major = at[0], at[-4], at[-2]  # eight rows of x; one of a thread's two rows; major column dim
+        sources = [(major, minor) if unpacker.by_bytes else (minor, major) for minor in range(shape[-1])]
+        pairs = [tiles[tile].registers[0, row_group, 0, 0, half, 0, 0, 0, 0] for tile, half in sources]
         registers[at] = vector.from_elements(columns, [element(pair, row) for pair in pairs])
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _joined_layout(major: int, minor: int) -> Any:
-    """Of (rows of x, words, major, minor): 4 lanes of a warp along pairs of rows, and 8 along words."""
+def _column_order_layout(major: int, minor: int) -> Any:
+    """The layout of (rows of x, words, major, minor): 4 lanes of a warp along pairs of rows, and 8 along words."""
     tiling = plgpu.Tiling(((8, WORDS, major, minor), (8, ROWS, major, minor), (2, 1, major, minor)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-11,), lane_dims=(-7, -8), vector_dim=-1)

@@ -1,12 +1,14 @@
-"""The main loop of the weight-only matmul: copies of codes, scales and x into SMEM, and what multiplies them.
+"""The main loop of the weight-only matmul: TMA loads of codes, scales and x into SMEM, unpacking and WGMMAs.
 
-The last warpgroup of a CTA, the producer, fills a ring of SMEM slots, each of which holds one step along K: few large
-copies, as each costs the same to start. The others, the consumers, work in teams. A step has a part of 64 elements
-along K for each team; the members of a team multiply the same part, but different tiles of the CTA's strip of 256
-columns of the weights.
+The last warpgroup of a CTA, the producer, fills a pipeline of SMEM stages. A stage holds one K step of x, of the packed
+weights and of their scales; steps are long, because the cost of starting a TMA load does not depend on its size.
 
-The accumulators of a part are added to float32 totals. They are first multiplied by the scales of their group of
-elements along K, where the weights have such scales.
+The other warpgroups, the consumers, are arranged along K and N (`warpgroups_k` × `warpgroups_n`). A K step consists of
+one slice of 64 elements for each warpgroup along K (sliced-K); warpgroups along N multiply the same slice by different
+columns of the CTA's 256 columns of weights. The epilogue adds the totals of the K slices.
+
+The accumulators of a K slice are added to float32 totals, first multiplied by the scales of their group along K if the
+weights have group scales.
 """
 
 import dataclasses
@@ -21,232 +23,235 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.hopper import support
 from scaledot.kernels.hopper.memory import load, tiled
-from scaledot.kernels.hopper.registers import TILE, WORDS, WORDS_LAYOUT, beside_words, zipped
-from scaledot.kernels.hopper.unpack import Codes, add_scaled
+from scaledot.kernels.hopper.registers import TILE, WORDS, WORDS_LAYOUT, interleave_k, per_word_layout
+from scaledot.kernels.hopper.unpack import Unpacker, add_scaled
 
-TILES = 4  # of a strip
-STRIP = TILES * TILE  # columns of the weights that a CTA computes
-PART = 64  # elements along K of a step that a team multiplies
-SHARED_BYTES = 227 * 1024 - 1024  # SMEM of a CTA, without what barriers take
-FETCH_REGISTERS = 32
+CTA_TILES = 4  # operand tiles of a CTA along N
+CTA_COLUMNS = CTA_TILES * TILE  # columns of the weights that a CTA computes
+SLICE_K = 64  # elements of a K step that a warpgroup multiplies
+SMEM_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
+PRODUCER_REGISTERS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a matmul is cut up.
+    """How a matmul is divided among CTAs and warpgroups.
 
-    slots: of the ring. teams, members: of consumer warpgroups; every team has so many members. splits: CTAs that share
-    the K of a strip.
+    stages: pipeline stages in SMEM. warpgroups_k, warpgroups_n: consumer warpgroups along K and along N.
+    split_k: CTAs that share the K of a column tile.
     """
 
-    slots: int
-    teams: int
-    members: int
-    splits: int
+    stages: int
+    warpgroups_k: int
+    warpgroups_n: int
+    split_k: int
 
     @property
-    def depth(self) -> int:
-        """Elements along K of a step."""
-        return self.teams * PART
+    def step_k(self) -> int:
+        """Elements along K of a K step."""
+        return self.warpgroups_k * SLICE_K
 
     @property
-    def groups(self) -> int:
-        """Consumer warpgroups."""
-        return self.teams * self.members
+    def consumers(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return self.warpgroups_k * self.warpgroups_n
 
     @property
     def registers(self) -> int:
-        """Of a consumer's thread: its share of those that the CTA is launched with and the producer does not keep.
+        """Registers of a consumer's thread: an equal share of those at launch that the producer releases.
 
-        Registers of a thread are a multiple of 8, at the launch and later.
+        The number must be a multiple of 8, at launch and after setmaxnreg.
         """
-        at_start = 512 // (self.groups + 1) // 8 * 8
-        return (at_start * (self.groups + 1) - FETCH_REGISTERS) // self.groups // 8 * 8
+        at_launch = 512 // (self.consumers + 1) // 8 * 8
+        return (at_launch * (self.consumers + 1) - PRODUCER_REGISTERS) // self.consumers // 8 * 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
-    """What a slot holds: x (rows, K), words (K, words) and scales of a step.
+class StageLayout:
+    """The contents of a pipeline stage: x (rows, K), words (K, words) and scales of a K step.
 
-    group: elements along K that share a scale which is applied to accumulators. rows: of x, padded. scaled: whether
-    slots have scales at all, of groups or of the blocks of `codes`.
+    group: elements along K that share a scale which is applied to accumulators. rows: of x, padded. scaled: whether a
+    stage has scales: of groups, or of the blocks that `unpacker` applies.
     """
 
     config: Config
-    codes: Codes
+    unpacker: Unpacker
     group: int
     rows: int
     scaled: bool
 
     @property
-    def tiles(self) -> int:
-        """Tiles of one member of a team."""
-        return TILES // self.config.members
+    def warpgroup_tiles(self) -> int:
+        """Operand tiles along N of one warpgroup."""
+        return CTA_TILES // self.config.warpgroups_n
 
     @property
     def words(self) -> int:
-        """Words of a strip, for one element along K."""
-        return STRIP // self.codes.per_word
+        """Words of a CTA's columns, for one element along K."""
+        return CTA_COLUMNS // self.unpacker.per_word
 
     @property
     def copies(self) -> int:
-        """Copies that fill a slot."""
+        """TMA loads that fill a stage."""
         return 2 + self.scaled
 
     @property
     def scale_rows(self) -> int:
-        """The most groups that one step has elements of."""
-        depth, group = self.config.depth, self.group
-        return pl.cdiv(group - math.gcd(depth, group) + depth, group)
+        """The largest number of groups that a K step overlaps."""
+        step_k, group = self.config.step_k, self.group
+        return pl.cdiv(group - math.gcd(step_k, group) + step_k, group)
 
-    def that_fit(self) -> int:
-        """How many slots fit into the SMEM of a CTA, beside the totals."""
-        config, codes = self.config, self.codes
-        scales = config.depth // codes.block * STRIP if codes.block else 4 * STRIP * self.scale_rows * self.scaled
-        slot = 2 * self.rows * config.depth + 4 * self.words * config.depth + scales
-        totals = 4 * config.teams * STRIP * self.rows
-        return (SHARED_BYTES - totals) // slot
+    def max_stages(self) -> int:
+        """The number of stages that fit into the SMEM of a CTA next to the totals."""
+        config, block = self.config, self.unpacker.block
+        scales = config.step_k // block * CTA_COLUMNS if block else 4 * CTA_COLUMNS * self.scale_rows * self.scaled
+        stage = 2 * self.rows * config.step_k + 4 * self.words * config.step_k + scales
+        totals = 4 * config.warpgroups_k * CTA_COLUMNS * self.rows
+        return (SMEM_BYTES - totals) // stage
 
-    def rings(self) -> list[Any]:
-        """SMEM types of x, words and scales, for all slots; None for scales that there are not."""
-        config, codes = self.config, self.codes
-        x = plgpu.SMEM(
-            (config.slots, self.rows, config.depth), jnp.bfloat16, transforms=tiled(config.depth, jnp.bfloat16)
-        )
-        words = plgpu.SMEM((config.slots, config.depth, self.words), jnp.int32, transforms=tiled(self.words, jnp.int32))
+    def smem_types(self) -> list[Any]:
+        """SMEM types of x, words and scales, for all stages; None for scales if there are none."""
+        stages, step_k, block = self.config.stages, self.config.step_k, self.unpacker.block
+        x = plgpu.SMEM((stages, self.rows, step_k), jnp.bfloat16, transforms=tiled(step_k, jnp.bfloat16))
+        words = plgpu.SMEM((stages, step_k, self.words), jnp.int32, transforms=tiled(self.words, jnp.int32))
         if not self.scaled:
             return [x, words, None]
-        if codes.block:
-            return [x, words, plgpu.SMEM((config.slots, config.depth // codes.block, STRIP // 4), jnp.int32)]
-        return [x, words, plgpu.SMEM((config.slots, self.scale_rows, STRIP), jnp.float32)]
+        if block:
+            return [x, words, plgpu.SMEM((stages, step_k // block, CTA_COLUMNS // 4), jnp.int32)]
+        return [x, words, plgpu.SMEM((stages, self.scale_rows, CTA_COLUMNS), jnp.float32)]
 
 
-class WorkItem(NamedTuple):
-    """A team's part of a step, which is in `slot`; `step` is counted from the beginning of K."""
+class KSlice(NamedTuple):
+    """The K slice of a warpgroup: its pipeline stage, its index in the K step, and the step, counted from K = 0."""
 
-    slot: Any
-    team: Any
+    stage: Any
+    index: Any
     step: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """SMEM slots, filled by the producer warpgroup and consumed by the others, in turn.
+    """Circular buffer of K steps in SMEM, filled by the producer warpgroup and read by the consumers.
 
-    x, words, scales: refs whose first axis is that of slots. full, empty: a barrier for each slot. count: steps of the
-    CTA.
+    x, words, scales: refs with a leading stage dim. full, empty: one barrier for each stage. steps: K steps of the CTA.
     """
 
-    slots: Slots
+    layout: StageLayout
     x: Any
     words: Any
     scales: Any
     full: Any
     empty: Any
-    count: Any
+    steps: Any
 
-    def slot(self, step):
-        return lax.rem(step, self.slots.config.slots)
+    def stage(self, step):
+        return lax.rem(step, self.layout.config.stages)
 
-    def fetch(self, gmem, strip, first) -> None:
-        """Fills a slot for each step, as soon as it is empty, and waits until all are empty again."""
-        size = self.slots.config.slots
+    def load(self, gmem, column_tile, first) -> None:
+        """Loads each K step as soon as its stage is empty, and waits until all stages are released.
 
-        @pl.loop(0, self.count)
+        first: the first K step of the CTA.
+        """
+        stages = self.layout.config.stages
+
+        @pl.loop(0, self.steps)
         def _(step):
-            slot = self.slot(step)
-            pl.when(step >= size)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
-            # Threads have read words and scales from this slot, and copies overwrite them through the async proxy.
+            stage = self.stage(step)
+            pl.when(step >= stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
+            # Orders the consumers' reads of words and scales (generic proxy) before the TMA writes (async proxy).
             plgpu.commit_smem()
-            self._fetch_step(gmem, strip, first + step, slot)
+            self._load_step(gmem, column_tile, first + step, stage)
 
-        @pl.loop(lax.max(self.count - size, 0), self.count)
+        @pl.loop(lax.max(self.steps - stages, 0), self.steps)
         def _(step):
-            plgpu.barrier_wait(self.empty.at[self.slot(step)])
+            plgpu.barrier_wait(self.empty.at[self.stage(step)])
 
-    def _fetch_step(self, gmem, strip, step, slot) -> None:
-        depth, words = self.slots.config.depth, self.slots.words
+    def _load_step(self, gmem, column_tile, step, stage) -> None:
+        step_k, words = self.layout.config.step_k, self.layout.words
         x_gmem, words_gmem, *scales_gmem = gmem
-        full = self.full.at[slot]
-        along = pl.ds(step * depth, depth)
-        plgpu.copy_gmem_to_smem(words_gmem.at[along, pl.ds(strip * words, words)], self.words.at[slot], full)
-        rows = pl.ds(strip * 0, self.slots.rows)  # not a constant: rows that x does not have are read as zeros
-        plgpu.copy_gmem_to_smem(x_gmem.at[rows, along], self.x.at[slot], full)
-        if self.slots.scaled:
-            plgpu.copy_gmem_to_smem(self._scales_of(scales_gmem[0], strip, step), self.scales.at[slot], full)
+        full = self.full.at[stage]
+        ks = pl.ds(step * step_k, step_k)
+        plgpu.copy_gmem_to_smem(words_gmem.at[ks, pl.ds(column_tile * words, words)], self.words.at[stage], full)
+        # A dynamic start, although it is 0, so that the slice may be longer than x; TMA reads zeros beyond x.
+        rows = pl.ds(column_tile * 0, self.layout.rows)
+        plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], self.x.at[stage], full)
+        if self.layout.scaled:
+            plgpu.copy_gmem_to_smem(self._scales_of(scales_gmem[0], column_tile, step), self.scales.at[stage], full)
 
-    def _scales_of(self, gmem, strip, step) -> Any:
-        """The GMEM ref of a step's scales: bytes of blocks, four in a word, or float32 scales of groups."""
-        depth, block = self.slots.config.depth, self.slots.codes.block
+    def _scales_of(self, gmem, column_tile, step) -> Any:
+        """The GMEM ref of a step's scales: 8-bit block scales, four in a word, or float32 group scales."""
+        step_k, block = self.layout.config.step_k, self.layout.unpacker.block
         if block:
-            return gmem.at[pl.ds(step * (depth // block), depth // block), pl.ds(strip * (STRIP // 4), STRIP // 4)]
-        groups = pl.ds(lax.div(step * depth, self.slots.group), self.slots.scale_rows)
-        return gmem.at[groups, pl.ds(strip * STRIP, STRIP)]
+            blocks, words = step_k // block, CTA_COLUMNS // 4
+            return gmem.at[pl.ds(step * blocks, blocks), pl.ds(column_tile * words, words)]
+        groups = pl.ds(lax.div(step * step_k, self.layout.group), self.layout.scale_rows)
+        return gmem.at[groups, pl.ds(column_tile * CTA_COLUMNS, CTA_COLUMNS)]
 
-    def multiply(self, first, team, mine: range) -> list[jax.Array]:
-        """Returns the totals of the tiles `mine`, (64, rows of x) each, over a team's part of every step.
+    def accumulate(self, first, k_index, tiles: range) -> list[jax.Array]:
+        """Returns float32 totals (64, rows of x) of a warpgroup's operand tiles, over its K slice of every step.
 
-        first: the first of the CTA's steps.
+        first: the first K step of the CTA. k_index: the warpgroup's index along K.
         """
 
-        def turn(step, totals):
-            slot = self.slot(step)
-            plgpu.barrier_wait(self.full.at[slot])
-            totals = self._step(WorkItem(slot, team, first + step), mine, totals)
-            plgpu.barrier_arrive(self.empty.at[slot])
+        def body(step, totals):
+            stage = self.stage(step)
+            plgpu.barrier_wait(self.full.at[stage])
+            totals = self._add_slice(KSlice(stage, k_index, first + step), tiles, totals)
+            plgpu.barrier_arrive(self.empty.at[stage])
             return totals
 
-        zeros = plgpu.layout_cast(jnp.zeros((TILE, self.slots.rows), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, self.count, turn, [zeros] * len(mine))
+        zeros = plgpu.layout_cast(jnp.zeros((TILE, self.layout.rows), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, self.steps, body, [zeros] * len(tiles))
 
-    def _step(self, part: WorkItem, mine: range, totals: list[jax.Array]) -> list[jax.Array]:
-        """Totals with those of one part added, times the scales of its group where these are for accumulators."""
-        codes, group = self.slots.codes, self.slots.group
-        sums = self._products(part, mine)
-        if not self.slots.scaled or codes.block:
-            return [total + added for total, added in zip(totals, sums, strict=True)]
-        first = part.step * self.slots.config.depth
-        row = lax.div(first + part.team * PART, group) - lax.div(first, group)
-        grown, factors = [], {}
-        for tile, total, added in zip(mine, totals, sums, strict=True):
-            line, index = divmod(tile, codes.line_tiles)
-            if line not in factors:
-                ref = self.scales.at[part.slot, row, pl.ds(line * WORDS * codes.per_word, WORDS * codes.per_word)]
-                factors[line] = load(ref, beside_words(codes.per_word), optimized=False)
-            grown.append(add_scaled(total, added, factors[line], codes, index))
-        return grown
+    def _add_slice(self, k_slice: KSlice, tiles: range, totals: list[jax.Array]) -> list[jax.Array]:
+        """Adds the accumulators of one K slice to the totals, multiplied by group scales if there are any."""
+        unpacker, group = self.layout.unpacker, self.layout.group
+        accumulators = self._multiply(k_slice, tiles)
+        if not self.layout.scaled or unpacker.block:
+            return [total + accumulator for total, accumulator in zip(totals, accumulators, strict=True)]
+        first = k_slice.step * self.layout.config.step_k
+        row = lax.div(first + k_slice.index * SLICE_K, group) - lax.div(first, group)
+        new_totals, scales = [], {}
+        for tile, total, accumulator in zip(tiles, totals, accumulators, strict=True):
+            word_tile, index = divmod(tile, unpacker.word_tile_operands)
+            if word_tile not in scales:
+                columns = WORDS * unpacker.per_word
+                ref = self.scales.at[k_slice.stage, row, pl.ds(word_tile * columns, columns)]
+                scales[word_tile] = load(ref, per_word_layout(unpacker.per_word), optimized=False)
+            new_totals.append(add_scaled(total, accumulator, scales[word_tile], unpacker, index))
+        return new_totals
 
-    def _products(self, part: WorkItem, mine: range) -> list[jax.Array]:
-        """Accumulators of one part, (64, rows of x) for each of the tiles `mine`."""
-        shape = (TILE, self.slots.rows)
-        if support.is_interpreted():  # whose WGMMA takes no operand from registers
-            sums = [jnp.zeros(shape, jnp.float32) for _ in mine]
-            for at, tile, x in self._tiles(part, mine):
-                sums[at] += jnp.dot(tile, x[...], preferred_element_type=jnp.float32)
-            return sums
+    def _multiply(self, k_slice: KSlice, tiles: range) -> list[jax.Array]:
+        """Accumulators (64, rows of x) of one K slice, for each operand tile."""
+        shape = (TILE, self.layout.rows)
+        if support.is_interpreted():  # the interpreter's WGMMA takes no operand from registers
+            results = [jnp.zeros(shape, jnp.float32) for _ in tiles]
+            for position, weights, x in self._operands(k_slice, tiles):
+                results[position] += jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+            return results
 
-        def multiply(*sums):
-            for at, tile, x in self._tiles(part, mine):
-                plgpu.wgmma(sums[at], tile, x)
-                plgpu.wgmma_wait(1)  # one WGMMA stays in flight; that of the tile before has read its registers
-            return [accumulator[...] for accumulator in sums]
+        def multiply(*accumulators):
+            for position, weights, x in self._operands(k_slice, tiles):
+                plgpu.wgmma(accumulators[position], weights, x)
+                plgpu.wgmma_wait(1)  # one WGMMA stays in flight; the one before it has read its registers
+            return [accumulator[...] for accumulator in accumulators]
 
-        return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in mine))
+        return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in tiles))
 
-    def _tiles(self, part: WorkItem, mine: range):
-        """Yields (position in `mine`, tile of the weights, SMEM ref of x transposed) for each WGMMA of a part."""
-        codes = self.slots.codes
-        along = pl.ds(part.team * PART, PART)
-        x = self.x.at[part.slot, :, along].T
-        for line in sorted({tile // codes.line_tiles for tile in mine}):
-            words = self.words.at[part.slot, along, pl.ds(line * WORDS, WORDS)]
-            pairs = zipped(load(words, WORDS_LAYOUT), codes.by_bytes)
+    def _operands(self, k_slice: KSlice, tiles: range):
+        """Yields (position in `tiles`, bfloat16 tile of the weights, SMEM ref of x transposed) for each WGMMA."""
+        unpacker = self.layout.unpacker
+        ks = pl.ds(k_slice.index * SLICE_K, SLICE_K)
+        x = self.x.at[k_slice.stage, :, ks].T
+        for word_tile in sorted({tile // unpacker.word_tile_operands for tile in tiles}):
+            words = self.words.at[k_slice.stage, ks, pl.ds(word_tile * WORDS, WORDS)]
+            interleaved = interleave_k(load(words, WORDS_LAYOUT), unpacker.by_bytes)
             scales = []
-            if codes.block:
-                blocks = PART // codes.block
-                ref = self.scales.at[part.slot, pl.ds(part.team * blocks, blocks)]
-                scales = [load(ref, beside_words(2), optimized=False)]
-            for at, tile in enumerate(mine):
-                if tile // codes.line_tiles == line:
-                    for summand in codes.tiles(*pairs, tile % codes.line_tiles, *scales):
-                        yield at, summand, x
+            if unpacker.block:
+                blocks = SLICE_K // unpacker.block
+                ref = self.scales.at[k_slice.stage, pl.ds(k_slice.index * blocks, blocks)]
+                scales = [load(ref, per_word_layout(2), optimized=False)]
+            for position, tile in enumerate(tiles):
+                if tile // unpacker.word_tile_operands == word_tile:
+                    for weights in unpacker.tiles(*interleaved, tile % unpacker.word_tile_operands, *scales):
+                        yield position, weights, x

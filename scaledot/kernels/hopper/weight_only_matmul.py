@@ -1,12 +1,12 @@
-"""Matmuls of few rows with packed weights on Hopper's tensor cores; weights are read once, as they are stored.
+"""Weight-only matmuls on Hopper's tensor cores: few bfloat16 rows times packed weights, which are read once.
 
-Such a matmul is bound by memory, so weights stay codes until they are in registers. There they become the left operand
-of WGMMA: columns of the weights are rows of the transposed result, and the few rows of x, in SMEM, are its columns.
+Such a matmul is bound by memory bandwidth, so weights stay packed until they are in registers. There they are unpacked
+to the left operand of WGMMA: columns of the weights are rows of the transposed result, and the few rows of x, in SMEM,
+are its columns.
 
-A CTA computes a strip, 256 columns of the weights, over its share of K (`weight_only_mainloop`). Its consumers
-work in teams, each on a part of every step along K. They write their totals to SMEM, in the order of the columns, and
-the epilogue adds those of all teams and stores the sum. The results of CTAs that share a strip are left to the caller
-to add.
+A CTA computes a column tile, 256 columns of the weights, over its share of K (split-K; `weight_only_mainloop`). Its
+warpgroups write their totals to SMEM in the order of the columns; the epilogue adds those of the K slices and stores
+the result. The caller adds the results of the CTAs that share a column tile.
 """
 
 import dataclasses
@@ -24,84 +24,93 @@ from scaledot.kernels.hopper.launch import launch
 from scaledot.kernels.hopper.memory import THREADS, load
 from scaledot.kernels.hopper.registers import WORDS
 from scaledot.kernels.hopper.support import kernel_name
-from scaledot.kernels.hopper.unpack import Codes, joined
-from scaledot.kernels.hopper.weight_only_mainloop import FETCH_REGISTERS, PART, STRIP, TILES, Config, Pipeline, Slots
+from scaledot.kernels.hopper.unpack import Unpacker, in_column_order
+from scaledot.kernels.hopper.weight_only_mainloop import (
+    CTA_COLUMNS,
+    CTA_TILES,
+    PRODUCER_REGISTERS,
+    SLICE_K,
+    Config,
+    Pipeline,
+    StageLayout,
+)
 
-WARPGROUPS = 4  # consumers of a CTA
+MAX_CONSUMERS = 4  # consumer warpgroups of a CTA
 
 
-def config_for(rows: int, columns: int, terms: int, codes: Codes, programs: int) -> Config:
-    """Returns the config of a matmul (rows, terms) by (terms, columns) on so many SMs (`programs`).
+def config_for(rows: int, columns: int, k: int, unpacker: Unpacker, sm_count: int) -> Config:
+    """Returns the config of a matmul (rows, k) × (k, columns).
 
-    Strips are split along K until every SM has a CTA, if there are steps enough; a CTA has the slots that fit its SMEM.
+    Column tiles are split along K until every SM has a CTA, if there are enough K steps; a CTA has as many pipeline
+    stages as fit its SMEM.
     """
-    rows = _filled(rows)
-    warpgroups = WARPGROUPS if codes.parts <= 2 else WARPGROUPS // 2  # to unpack more parts takes more registers
-    # A thread has registers for the accumulators of a whole strip at so many rows, beside those that unpack codes.
-    strip_rows = 16 if codes.parts == 1 and not codes.block else 8
-    members = min(max(1, rows // strip_rows), warpgroups)
-    config = Config(1, warpgroups // members, members, 1)
-    steps, row_tiles = pl.cdiv(terms, config.depth), pl.cdiv(columns, STRIP)
-    splits = max(1, min(programs // row_tiles, steps))
-    slots = Slots(config, codes, PART, rows, scaled=True)
-    return dataclasses.replace(config, slots=slots.that_fit(), splits=splits)
+    rows = _padded_rows(rows)
+    consumers = MAX_CONSUMERS if unpacker.slices <= 2 else MAX_CONSUMERS // 2  # more slices need more registers
+    # With more rows than this, the accumulators of all 256 columns and the unpacking exceed a thread's registers.
+    max_rows = 16 if unpacker.slices == 1 and not unpacker.block else 8
+    warpgroups_n = min(max(1, rows // max_rows), consumers)
+    config = Config(1, consumers // warpgroups_n, warpgroups_n, 1)
+    steps, column_tiles = pl.cdiv(k, config.step_k), pl.cdiv(columns, CTA_COLUMNS)
+    split_k = max(1, min(sm_count // column_tiles, steps))
+    layout = StageLayout(config, unpacker, SLICE_K, rows, scaled=True)
+    return dataclasses.replace(config, stages=layout.max_stages(), split_k=split_k)
 
 
 def decode(
-    x: jax.Array, words: jax.Array, scales: jax.Array | None, *, codes: Codes, group: int, config: Config
+    x: jax.Array, words: jax.Array, scales: jax.Array | None, *, unpacker: Unpacker, group: int, config: Config
 ) -> jax.Array:
-    """Returns partial sums of x (rows, K) times weights (K, N): float32 (splits, lines, rows, columns of a line).
+    """Returns partial results of x (rows, K) @ weights (K, N): float32 (split_k, word tiles, rows, columns of each).
 
-    words: int32 (K, N / codes.per_word). scales: float32 (K / group, N), with N padded to whole strips and `group` a
-    multiple of 64; or the bytes of scales that `codes` applies, as int32 (K / codes.block, N / 4); or None. K is a
-    multiple of 8, and a row of x or of words is a multiple of 128 bytes, or shorter than that.
+    words: int32 (K, N / unpacker.per_word). scales: float32 (K / group, N), with N padded to whole column tiles and
+    `group` a multiple of 64; or the 8-bit scales that `unpacker` applies, int32 (K / unpacker.block, N / 4); or None.
+    K is a multiple of 8, and a row of x or of words is a multiple of 128 bytes, or shorter.
     """
-    rows, depth = x.shape
-    slots = Slots(config, codes, group, _filled(rows), scales is not None)
-    row_tiles = pl.cdiv(words.shape[1] * codes.per_word, STRIP)
-    kernel = Kernel(slots, rows, steps=pl.cdiv(depth, config.depth), row_tiles=row_tiles)
-    sums = kernel.launch(x, words, *([] if scales is None else [scales]))
-    return sums.reshape(*sums.shape[:3], -1)
+    rows, k = x.shape
+    layout = StageLayout(config, unpacker, group, _padded_rows(rows), scales is not None)
+    column_tiles = pl.cdiv(words.shape[1] * unpacker.per_word, CTA_COLUMNS)
+    kernel = Kernel(layout, rows, steps=pl.cdiv(k, config.step_k), column_tiles=column_tiles)
+    partials = kernel.launch(x, words, *([] if scales is None else [scales]))
+    return partials.reshape(*partials.shape[:3], -1)
 
 
-def _filled(rows: int) -> int:
-    """Rows of x padded to 8, 16, 32 or 64: they are the columns of WGMMA's right operand."""
+def _padded_rows(rows: int) -> int:
+    """Rows of x padded to 8, 16, 32 or 64, the N of a WGMMA."""
     return max(8, 1 << (rows - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel: all that is known when it is traced, its launch, and its body.
+    """The kernel: its static parameters, its launch, and its body.
 
-    rows: of x, without padding. steps: along K. strips: of the result.
+    rows: of x, without padding. steps: K steps. column_tiles: of the result, 256 columns each.
     """
 
-    slots: Slots
+    layout: StageLayout
     rows: int
     steps: int
-    row_tiles: int
+    column_tiles: int
 
     @property
-    def lines(self) -> int:
-        """Lines of words in a strip."""
-        return TILES // self.slots.codes.line_tiles
+    def word_tiles(self) -> int:
+        """Word tiles of a column tile."""
+        return CTA_TILES // self.layout.unpacker.word_tile_operands
 
     @property
-    def line(self) -> tuple[int, int, int]:
-        """The shape of a line's columns: words, and columns of a word."""
-        codes = self.slots.codes
-        return WORDS, *codes.in_word(codes.line_tiles)
+    def column_shape(self) -> tuple[int, int, int]:
+        """The columns of a word tile as three dims: words, and the two dims of a word's columns."""
+        unpacker = self.layout.unpacker
+        return WORDS, *unpacker.column_shape(unpacker.word_tile_operands)
 
     def launch(self, *operands: jax.Array) -> jax.Array:
-        config = self.slots.config
-        out = (config.splits, self.row_tiles * self.lines, self.rows, *self.line)
+        config = self.layout.config
+        out = (config.split_k, self.column_tiles * self.word_tiles, self.rows, *self.column_shape)
         run = plgpu.kernel(
             self.kernel,
             out_type=jax.ShapeDtypeStruct(out, jnp.float32),
-            grid=(config.splits, self.row_tiles),
-            grid_names=("split", "strip"),
+            grid=(config.split_k, self.column_tiles),
+            grid_names=("split_k", "column_tile"),
             kernel_name=kernel_name("matmul_weight_only"),
-            num_threads=config.groups + 1,
+            num_threads=config.consumers + 1,
             thread_name="warpgroup",
             scratch_types=self.scratch(),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -109,75 +118,79 @@ class Kernel:
         return launch(self, run, *operands)
 
     def scratch(self) -> list[Any]:
-        """SMEM and barriers of a CTA, in the order in which the kernel names them."""
-        config = self.slots.config
+        """SMEM and barriers of a CTA, in the order of the kernel's refs."""
+        config = self.layout.config
+        totals = (config.warpgroups_k, self.word_tiles, self.layout.rows, *self.column_shape)
         return [
-            *self.slots.rings(),
-            plgpu.SMEM((config.teams, self.lines, self.slots.rows, *self.line), jnp.float32),  # totals
-            plgpu.Barrier(num_arrivals=self.slots.copies, num_barriers=config.slots),  # full
-            plgpu.Barrier(num_arrivals=config.groups, num_barriers=config.slots),  # empty
-            plgpu.Barrier(num_arrivals=config.groups),  # totals_written
+            *self.layout.smem_types(),
+            plgpu.SMEM(totals, jnp.float32),
+            plgpu.Barrier(num_arrivals=self.layout.copies, num_barriers=config.stages),  # full
+            plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),  # empty
+            plgpu.Barrier(num_arrivals=config.consumers),  # totals_written
         ]
 
     def kernel(self, *refs) -> None:
-        """The body of every warpgroup of a CTA: the last is the producer, the others are members of teams."""
-        *gmem, out, x_ring, words_ring, scales_ring, totals, full, empty, totals_written = refs
-        config = self.slots.config
-        strip, split = lax.axis_index("strip"), lax.axis_index("split")
-        first, count = _share(self.steps, config.splits, split)
-        ring = Pipeline(self.slots, x_ring, words_ring, scales_ring, full, empty, count)
+        """The body of every warpgroup of a CTA; the last one is the producer."""
+        *gmem, out, x, words, scales, totals, full, empty, totals_written = refs
+        config = self.layout.config
+        column_tile, split = lax.axis_index("column_tile"), lax.axis_index("split_k")
+        first, steps = _share(self.steps, config.split_k, split)
+        pipeline = Pipeline(self.layout, x, words, scales, full, empty, steps)
         warpgroup = lax.axis_index("warpgroup")
 
-        def fetch():
-            plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-            ring.fetch(gmem, strip, first)
+        def produce():
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+            pipeline.load(gmem, column_tile, first)
 
-        def multiply(member: int):
+        def consume(n_index: int):
             plgpu.set_max_registers(config.registers, action="increase")
-            self._multiply(ring, first, totals, warpgroup, member)
+            self._multiply(pipeline, first, totals, warpgroup, n_index)
             plgpu.barrier_arrive(totals_written)
             plgpu.barrier_wait(totals_written)
-            _add_teams(config, totals, warpgroup, out.at[split, pl.ds(strip * self.lines, self.lines)])
+            word_tiles = pl.ds(column_tile * self.word_tiles, self.word_tiles)
+            _reduce_k_slices(config, totals, warpgroup, out.at[split, word_tiles])
 
-        pl.when(warpgroup == config.groups)(fetch)
-        # A member's tiles are known when the kernel is traced, so there is a branch for each member.
-        for member in range(config.members):
-            is_member = (warpgroup < config.groups) & (lax.rem(warpgroup, config.members) == member)
-            pl.when(is_member)(functools.partial(multiply, member))
+        pl.when(warpgroup == config.consumers)(produce)
+        # Unpacking needs static indices of operand tiles, so there is a branch for each index along N.
+        for n_index in range(config.warpgroups_n):
+            has_index = (warpgroup < config.consumers) & (lax.rem(warpgroup, config.warpgroups_n) == n_index)
+            pl.when(has_index)(functools.partial(consume, n_index))
 
-    def _multiply(self, ring: Pipeline, first, totals, warpgroup, member: int) -> None:
-        """Accumulates a member's tiles over its team's part of every step, and writes them to the team's totals."""
-        team = lax.div(warpgroup, self.slots.config.members)
-        mine = range(member * self.slots.tiles, (member + 1) * self.slots.tiles)
-        _write_totals(totals.at[team], self.slots.codes, mine, ring.multiply(first, team, mine))
+    def _multiply(self, pipeline: Pipeline, first, totals, warpgroup, n_index: int) -> None:
+        """Accumulates a warpgroup's operand tiles over its K slices, and writes them to `totals` in SMEM."""
+        k_index = lax.div(warpgroup, self.layout.config.warpgroups_n)
+        tiles = range(n_index * self.layout.warpgroup_tiles, (n_index + 1) * self.layout.warpgroup_tiles)
+        accumulators = pipeline.accumulate(first, k_index, tiles)
+        _write_totals(totals.at[k_index], self.layout.unpacker, tiles, accumulators)
 
 
-def _share(steps: int, splits: int, split) -> tuple[Any, Any]:
-    """The first of a CTA's steps, and their number, where `splits` CTAs share them."""
-    share = pl.cdiv(steps, splits)
+def _share(steps: int, split_k: int, split) -> tuple[Any, Any]:
+    """The first K step of one of `split_k` CTAs, and its number of steps, which may be 0."""
+    share = pl.cdiv(steps, split_k)
     return split * share, lax.max(lax.min(share, steps - split * share), 0)
 
 
-def _write_totals(totals, codes: Codes, mine: range, sums: list[jax.Array]) -> None:
-    """Writes the accumulators of the tiles `mine` to a team's totals (lines, rows, *line) in SMEM, columns in order."""
-    for line in sorted({tile // codes.line_tiles for tile in mine}):
-        of_line = [tile for tile in mine if tile // codes.line_tiles == line]
-        places = pl.ds(of_line[0] % codes.line_tiles, len(of_line))
-        ref = totals.at[line, :, :, places] if codes.by_bytes else totals.at[line, :, :, :, places]
-        ref[...] = joined([sums[tile - mine[0]] for tile in of_line], codes)
+def _write_totals(totals, unpacker: Unpacker, tiles: range, accumulators: list[jax.Array]) -> None:
+    """Writes the accumulators of operand tiles to SMEM (word tiles, rows, *column_shape), in the order of columns."""
+    per_word_tile = unpacker.word_tile_operands
+    for word_tile in sorted({tile // per_word_tile for tile in tiles}):
+        members = [tile for tile in tiles if tile // per_word_tile == word_tile]
+        positions = pl.ds(members[0] % per_word_tile, len(members))
+        ref = totals.at[word_tile, :, :, positions] if unpacker.by_bytes else totals.at[word_tile, :, :, :, positions]
+        ref[...] = in_column_order([accumulators[tile - tiles[0]] for tile in members], unpacker)
 
 
-def _add_teams(config: Config, totals, warpgroup, out) -> None:
-    """Stores the sum of all teams' totals; warpgroups take rows in turn."""
-    lines, rows, *line = out.shape
-    layout = plgpu.Layout.WG_STRIDED(tuple(line), vec_size=math.prod(line) // THREADS)
+def _reduce_k_slices(config: Config, totals, warpgroup, out) -> None:
+    """Stores the sum of the K slices' totals; consumer warpgroups take rows in turn."""
+    word_tiles, rows, *columns = out.shape
+    layout = plgpu.Layout.WG_STRIDED(tuple(columns), vec_size=math.prod(columns) // THREADS)
 
-    @pl.loop(0, pl.cdiv(rows, config.groups))
-    def _(turn):
-        row = turn * config.groups + warpgroup
+    @pl.loop(0, pl.cdiv(rows, config.consumers))
+    def _(i):
+        row = i * config.consumers + warpgroup
 
         @pl.when(row < rows)
         def _():
-            for i in range(lines):
-                parts = [load(totals.at[team, i, row], layout) for team in range(config.teams)]
-                out[i, row] = functools.reduce(jnp.add, parts)
+            for word_tile in range(word_tiles):
+                slices = [load(totals.at[k, word_tile, row], layout) for k in range(config.warpgroups_k)]
+                out[word_tile, row] = functools.reduce(jnp.add, slices)
