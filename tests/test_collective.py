@@ -176,12 +176,12 @@ def _temporary(program) -> int:
 def test_what_cannot_go_around_says_why():
     x, w = normal(0, (2, 62, 64)), normal(1, (64, 32))
     with pytest.raises(
-        ValueError, match="62 rows of `x` cannot be cut into equal parts for 4 devices of 'tp'; 64 would"
+        ValueError, match="62 rows of `x` cannot be cut into equal shards for 4 devices of 'tp'; 64 would"
     ):
         scattering(count=4)(x, w)
     blocks = sd.quantize(normal(0, (64, 64)), "fp8_e4m3", axis=(0, 1), block=(32, 32))
     whole = sd.sharding.specs(blocks, P(), mesh=ring(4))
-    with pytest.raises(ValueError, match=r"64 rows .* in blocks of 32; 128 would do"):
+    with pytest.raises(ValueError, match=r"64 rows .* in blocks of 32; 128 would fit"):
         mapped(collective_matmul.matmul_reduce_scatter, 4, whole, P(), P("tp"))(blocks, w)
     with pytest.raises(ValueError, match="must be matrices"):
         mapped(collective_matmul.all_gather_matmul, 2, P(), P(), P())(w[0], w)
@@ -195,7 +195,7 @@ def test_codes_do_not_leave_a_scale_behind(format):
     def gathered(x, w, axis_name, axes):
         return collective_matmul.all_gather_matmul(sd.quantize(x, format, amax_axes=axes), w, axis_name)
 
-    with pytest.raises(ValueError, match=r"a scale of its own on each device of 'tp'.*amax_axes=\('tp',\)"):
+    with pytest.raises(ValueError, match=r"a different scale on each device of 'tp'.*amax_axes=\('tp',\)"):
         mapped(functools.partial(gathered, axes=()), 4, P("tp"), P(), P("tp"))(x, w)
     found = mapped(functools.partial(gathered, axes=("tp",)), 4, P("tp"), P(), P("tp"))(x, w)
     for one in jnp.split(found, 4):
@@ -229,7 +229,7 @@ def test_a_ring_does_not_cut_blocks(columns):
     mesh = ring(4)
     dense = functools.partial(train.dense, recipe="fp8_block", specs=OVERLAPPED, overlap="tp")
     with jax.set_mesh(mesh):
-        with pytest.raises(ValueError, match=r"`w` is split over 'tp' so .* cut blocks of 128"):
+        with pytest.raises(ValueError, match=r"`w` is sharded over 'tp' so .* cut blocks of 128"):
             dense(x, w)
         found = dense(x, w, on_indivisible="gather")
     expected, bound = train.dense(x, w, recipe="fp8_block"), 2 * 512 * 2.0**-24 * (np.abs(x) @ np.abs(w))
@@ -245,7 +245,7 @@ def test_shards_that_cannot_be_cut_say_why():
             normal(0, (8, 128)), normal(1, (128, 256))
         )
     rows = functools.partial(train.dense, recipe="fp8_current", specs=train.Specs(P(), P(), P("tp")))
-    with pytest.raises(ValueError, match="6 elements on each device, which cannot be cut into 4 parts"):
+    with pytest.raises(ValueError, match="6 elements on each device, which cannot be cut into 4 shards"):
         jax.shard_map(rows, mesh=ring(4), in_specs=(P(), P()), out_specs=P("tp"))(
             normal(0, (6, 64)), normal(1, (64, 32))
         )

@@ -27,7 +27,7 @@ from tables import STATELESS_RECIPES, table_of
 import scaledot as sd
 from scaledot import recipes, train
 from scaledot.contraction import Contraction
-from scaledot.parallel.specs import splits_of
+from scaledot.parallel.specs import shardings_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 from scaledot.train.dot import Dot
@@ -116,7 +116,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
 
     def on_parts(x, w, g):
         local = {"x": x, "w": w, "g": g}
-        splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), lay.specs, None)
+        splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), lay.specs, None)
         kind = Sharded.of(one, flat, Operands(x, w, None, None), splits, Options(recipe, x.dtype))
         return {
             f"{p} {t}": unflattened(
@@ -200,13 +200,13 @@ def test_what_cannot_be_split_says_why():
             dense(specs=train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp")))
         with pytest.raises(ValueError, match=r"`specs\.x` .* has 4 entries for an array of 3 axes"):
             dense(specs=train.Specs(P("dp", None, None, None), P(), P()))
-        with pytest.raises(ValueError, match="`out_sharding` and `specs` both say"):
+        with pytest.raises(ValueError, match="`out_sharding` and `specs` both give"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), out_sharding=P("dp"))
         with pytest.raises(ValueError, match="the mesh has no axis 'sp'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), overlap="sp")
         with pytest.raises(ValueError, match="`on_indivisible` must be raise or gather, not 'drop'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
-        with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
+        with pytest.raises(ValueError, match=r"'.' of .* has global size 512 in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
         with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), a PartitionSpec for each"):
             dense(specs=P("dp"))
@@ -214,14 +214,14 @@ def test_what_cannot_be_split_says_why():
             dense(jnp.ones(1), specs=train.Specs(P("dp"), P(), P("dp")))
     with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w` \(512, 64\)"):
         dense(jnp.ones(1), specs=train.Specs(P(), P(), P()))
-    with pytest.raises(ValueError, match=r"no axis 'dp'; it has no axes; make one the context with jax\.set_mesh"):
+    with pytest.raises(ValueError, match=r"no axis 'dp'; it has no axes; set one as the context with jax\.set_mesh"):
         dense(specs=train.Specs(P("dp"), P(), P("dp")))
     assert dense(specs=train.Specs(P(), P(), P())).shape == (4, 256, 64)  # nothing is split, and no mesh needed
     explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(explicit):
         split = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))
         kernel = jax.device_put(w, NamedSharding(explicit, P("tp")))
-        with pytest.raises(ValueError, match="is summed and split; say how the result lies"):
+        with pytest.raises(ValueError, match="is sharded, so the sharding of the result is ambiguous"):
             train.dense(split, kernel, recipe="fp8_current")
 
 
@@ -239,7 +239,7 @@ def test_an_axis_that_would_cut_blocks_is_gathered_on_request(kind):
     expected = jax.jit(run)(x, w)
     with jax.set_mesh(mesh):
         given = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs[:2], strict=True)]
-        with pytest.raises(ValueError, match="cut blocks of 128; split it over fewer devices, make the axis"):
+        with pytest.raises(ValueError, match="cut blocks of 128; shard it over fewer devices, make the axis"):
             jax.jit(functools.partial(run, specs=specs))(*given)
         found = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(*given)
         assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, specs.y), 3)

@@ -205,8 +205,8 @@ def test_what_cannot_be_split_says_why():
         refused(r"`specs\.x` .* has 3 entries for an array of 2 axes", train.Specs(P("ep", None, None), P("ep"), P()))
         refused("`out_sharding` and `specs` both say", fine, out_sharding=P("ep"))
         cut = train.Specs(P("ep"), P("ep", None, "tp"), P("ep", "tp"))
-        refused("`w` is split over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
-        refused("'k' .* is 256 long in `x` and 512 in `w`", fine, w=(8, 512, 64))
+        refused("`w` is sharded over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
+        refused("'k' .* has global size 256 in `x` and 512 in `w`", fine, w=(8, 512, 64))
 
 
 def test_groups_that_cannot_be_split_evenly_are_told_what_would_fit():

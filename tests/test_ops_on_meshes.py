@@ -93,7 +93,7 @@ def test_casts_of_split_arrays_are_those_of_one_device(family, kind):
 def test_a_split_that_cuts_blocks_is_told_what_would_fit():
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     x = jax.device_put(jnp.ones((2, 192)), NamedSharding(mesh, P(None, "tp")))
-    message = r"axis 1 of 192 is split over 'tp' into 4 parts of 48, which cut blocks of 32; split it in 3, make it 256"
+    message = r"axis 1 of 192 elements is sharded over 'tp' into 4 shards of 48.*; shard it over 3 devices, pad it to"
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         sd.quantize(x, "mxfp8")
 

@@ -52,7 +52,7 @@ def test_scales_of_cut_blocks_are_held_whole_or_the_axis_is_gathered_or_refused(
     assert entries(sharding.specs(q, spec, mesh=MESH)) == {"data": ("tp", None), "scale": (None, None)}
     gathered = sharding.specs(q, spec, mesh=MESH, on_indivisible="gather")
     assert entries(gathered) == {"data": (None, None), "scale": (None, None)}
-    with pytest.raises(ValueError, match="axis 0 of 256 in 4 parts of 64 would cut blocks of 128; split it in 2"):
+    with pytest.raises(ValueError, match="256 elements in 4 shards of 64 would cut blocks of 128; shard it over 2"):
         sharding.specs(q, spec, mesh=MESH, on_indivisible="raise")
     assert "would cut blocks of 128" in sharding.explain(q, spec, mesh=MESH)
 
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_said():
     with pytest.raises(ValueError, match="has 3 entries, but the array of shape"):
         sharding.specs(q, P(None, None, "tp"), mesh=MESH)
     odd = jax.ShapeDtypeStruct((10, 3), jnp.float32)
-    with pytest.raises(ValueError, match="axis 0 of 10 cannot be split evenly over 4 devices of 'tp'; 8 or 12"):
+    with pytest.raises(ValueError, match="of 10 elements cannot be sharded evenly over 4 devices of 'tp'; 8 or 12"):
         sharding.specs(odd, P("tp"), mesh=MESH)
     assert tuple(sharding.specs(odd, P("tp"), mesh=MESH, on_indivisible="gather")) == (None, None)
     with pytest.raises(ValueError, match="there is no mesh"):

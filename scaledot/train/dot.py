@@ -11,7 +11,7 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import logical, stored
 from scaledot.ops.einsum import two_terms
 from scaledot.ops.operands import contract, float_operand
-from scaledot.parallel.specs import Splits, splits_of
+from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
@@ -141,7 +141,7 @@ def contract_under(
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
-    splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
     if splits is None:
         return options.returned(*_contract_whole(options, contraction, operands, state, key, codes))
     if codes is not None:
@@ -176,7 +176,7 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
 
 
-def _contract_sharded(options: Options, contraction: Contraction, splits: Splits, operands: Operands, state, key):
+def _contract_sharded(options: Options, contraction: Contraction, splits: Shardings, operands: Operands, state, key):
     """Operands that are sharded as the splits say, multiplied inside a shard_map."""
     flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
     kind = Sharded.of(Dot(flat.flat), flat, operands, splits, options)
