@@ -203,7 +203,7 @@ def test_what_cannot_be_split_says_why():
         refused("`x` has no rows to split", fine, x=(0, 256))
         refused("no axis 'expert'; it has 'tp', 'ep'", train.Specs(P("ep"), P("expert"), P("ep")))
         refused(r"`specs\.x` .* has 3 entries for an array of 2 axes", train.Specs(P("ep", None, None), P("ep"), P()))
-        refused("`out_sharding` and `specs` both say", fine, out_sharding=P("ep"))
+        refused("`out_sharding` and `specs` both give", fine, out_sharding=P("ep"))
         cut = train.Specs(P("ep"), P("ep", None, "tp"), P("ep", "tp"))
         refused("`w` is sharded over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
         refused("'k' .* has global size 256 in `x` and 512 in `w`", fine, w=(8, 512, 64))

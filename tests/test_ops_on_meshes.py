@@ -196,7 +196,7 @@ def test_grouped_products_of_split_arrays_are_those_of_one_device(layout, format
 def test_grouped_products_along_explicit_axes_ask_how_results_lie():
     mesh = mesh_of(AxisType.Explicit)
     arrays = normal(0, 64, 256), sd.quantize(normal(1, 4, 256, 256), "int8"), SIZES
-    with pytest.raises(ValueError, match="`out_sharding` must say how the result lies"):
+    with pytest.raises(ValueError, match="pass `out_sharding`, the sharding of the result"):
         run_on(mesh, sd.ragged_dot, arrays, (P(), P(None, None, "tp"), P()))
 
 

@@ -9,7 +9,7 @@ import jax
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
 from scaledot.kernels.layouts import logical, stored
-from scaledot.ops.einsum import two_terms
+from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
@@ -87,7 +87,7 @@ def einsum(
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     shape = w.shape
     how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
+    (x_labels, x), (w_labels, w), out = two_operands(subscripts, x, w)
     if codes is not None and w.shape != shape:
         raise ValueError(f"{subscripts!r} sums or broadcasts axes of {codes.spec} alone, which was cast as it is")
     return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
