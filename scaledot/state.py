@@ -120,9 +120,9 @@ def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
                 pairs[*path, tensor] = AmaxHistory(variables[*path, name], variables[*path, f"{tensor}_scale"])
         return pairs
 
-    row_alignment = merge(*map(paired, flat))
+    merged_states = merge(*map(paired, flat))
     found = {}
-    for (*path, tensor), (history, multiplier) in row_alignment.items():
+    for (*path, tensor), (history, multiplier) in merged_states.items():
         found |= {(*path, f"{tensor}_amax_history"): history, (*path, f"{tensor}_scale"): multiplier}
     return found
 

@@ -51,7 +51,7 @@ def listings(monkeypatch, folder):
     """The folder, in which the assembler will leave what it says of Mosaic kernels."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
     return folder
 

@@ -41,7 +41,7 @@ def lowered_for_hopper(monkeypatch):
 def _taken(monkeypatch, sm_count: int):
     with monkeypatch.context() as patched:
         patched.setattr(support, "device_reason", lambda: None)
-        patched.setattr(support, "multiprocessors", lambda: sm_count)
+        patched.setattr(support, "sm_count", lambda: sm_count)
         for name in ("DOT", "RAGGED", "CASTS"):  # tables of their own: no program that was traced before is taken
             first, *others = getattr(table, name)
             patched.setattr(table, name, (dataclasses.replace(first), *others))

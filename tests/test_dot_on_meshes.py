@@ -93,7 +93,7 @@ def cast_for(kind, tensor: str, product: str, laid, x, key):
 
 
 def casts_of(recipe, kind):
-    return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
+    return {(p, t): kind.resolve_cast(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
 @pytest.mark.optimized
@@ -121,7 +121,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
-                cast_for(kind, t, p, part, local[t], key if part.laid.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, part, local[t], key if part.resolved.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
             for (p, t), part in casts_of(recipe, kind).items()

@@ -141,7 +141,7 @@ def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
     """As the products take them; whatever is in rows of no group."""
     rows, sizes = SIZES[sizes]
     kind, cast, groups = Ragged(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
-    laid = {product: kind.lay(cast, product, "x") for product in ("fwd", "wgrad")}
+    laid = {product: kind.resolve_cast(cast, product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
     made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("hopper_cast_8bit", "xla_cast")]
     for product in laid:
@@ -155,7 +155,7 @@ def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
 @pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (1, [0, 1])])
 def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
     kind, groups = Ragged(128), jnp.array(sizes)
-    laid = {product: kind.lay(sd.Cast("fp8_e4m3"), product, "x") for product in ("fwd", "wgrad")}
+    laid = {product: kind.resolve_cast(sd.Cast("fp8_e4m3"), product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16)
     made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("hopper_cast_8bit", "xla_cast")]
     for product in laid:
@@ -227,7 +227,7 @@ def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
 @needs_mosaic
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def gradients(x, w, sizes):

@@ -332,7 +332,7 @@ def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
     """Where an array is put on a CPU of a machine with a GPU, the reference stands in, and must take the operands."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jaxpr = str(jax.make_jaxpr(lambda: step(recipe, None))())
     assert "call_exported" in jaxpr
@@ -579,7 +579,7 @@ def test_there_is_nothing_to_tune_without_a_gpu(capsys):
 def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch, kind):
     """Types name the mesh of an array inside jit, with and without a mesh in the context."""
     monkeypatch.setattr(support, "machine_reason", lambda: None)
-    monkeypatch.setattr(support, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(support, "sm_count", lambda: 2)
     axis_types = (jax.sharding.AxisType[kind],)
     several, one = (jax.make_mesh((n,), ("d",), axis_types=axis_types, devices=jax.devices()[:n]) for n in (8, 1))
     x = jnp.ones((128, 128))

@@ -401,10 +401,10 @@ def test_an_axis_that_does_not_divide_into_blocks_can_be_gathered():
             assert jax.eval_shape(gathered.apply, {"params": params}, x).shape == (8, 16)
 
 
-@pytest.mark.parametrize("room", ["linen", "nnx"])
-def test_without_flax_an_error_says_what_to_install(padded_capacity, monkeypatch):
+@pytest.mark.parametrize("module", ["linen", "nnx"])
+def test_without_flax_an_error_says_what_to_install(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)
-    monkeypatch.delitem(sys.modules, f"scaledot.{padded_capacity}", raising=False)
-    monkeypatch.delitem(vars(sd), padded_capacity, raising=False)
-    with pytest.raises(ImportError, match=rf"scaledot.{padded_capacity} needs Flax.*pip install 'scaledot\[flax\]'"):
-        getattr(sd, padded_capacity)
+    monkeypatch.delitem(sys.modules, f"scaledot.{module}", raising=False)
+    monkeypatch.delitem(vars(sd), module, raising=False)
+    with pytest.raises(ImportError, match=rf"scaledot.{module} needs Flax.*pip install 'scaledot\[flax\]'"):
+        getattr(sd, module)

@@ -162,16 +162,16 @@ def test_micro_batches_merged_are_one_large_batch():
     start = next_state(SHORT, sd.init_state(SHORT), XS[0], WS[0], GS[0])
     each = [next_state(SHORT, start, x, WS[1], g) for x, g in zip(XS, GS, strict=True)]
     whole = next_state(SHORT, start, jnp.concatenate(XS), WS[1], jnp.concatenate(GS))
-    row_alignment = merge(*each)
-    for a, b in zip(jax.tree.leaves(row_alignment), jax.tree.leaves(whole), strict=True):
+    combined = merge(*each)
+    for a, b in zip(jax.tree.leaves(combined), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_states_of_whole_models_are_merged_and_others_refused():
     start = sd.init_state(SHORT)
     models = [{"a": next_state(SHORT, start, x, WS[0], GS[0]), "b": start} for x in XS]
-    row_alignment = merge(*models)
-    assert float(row_alignment["a"]["x"].multiplier) == 448 / 8
+    combined = merge(*models)
+    assert float(combined["a"]["x"].multiplier) == 448 / 8
     with pytest.raises(ValueError, match="at 'b/g/history' it has nothing"):
         merge(models[0], {"a": models[1]["a"]})
 

@@ -70,6 +70,6 @@ def test_a_last_group_of_one_row_has_a_scale_of_its_own():
     def wgrad(f, w):
         return jax.vjp(f, w)[1]
 
-    (row_alignment,) = wgrad(lambda w: train.ragged_dot(x, w, jnp.array([3, 1]), recipe="fp8_current"), w)(g)
+    (grouped,) = wgrad(lambda w: train.ragged_dot(x, w, jnp.array([3, 1]), recipe="fp8_current"), w)(g)
     (alone,) = wgrad(lambda w: train.dense(x[3:], w, recipe="fp8_current"), w[1])(g[3:])
-    np.testing.assert_allclose(row_alignment[1], alone, rtol=1e-6)
+    np.testing.assert_allclose(grouped[1], alone, rtol=1e-6)

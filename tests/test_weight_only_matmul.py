@@ -240,7 +240,7 @@ def test_activations_have_gradients(hopper):
 
 def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
-    monkeypatch.setattr(support, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x, w = normal(0, (5, 256), BF16), quantize(normal(1, (256, 128)), "nvfp4", axis=0)
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: sd.matmul(x, w).sum()))(x))

@@ -159,8 +159,8 @@ def _of_axes(text: str) -> np.ndarray:
         raise ValueError(f"these devices are those of a part of an axis: {text}")
     order = [*(name for name in sizes if name not in names), *names]
     places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    row_alignment = math.prod(sizes[name] for name in names)
-    return places.transpose([list(sizes).index(name) for name in order]).reshape(-1, row_alignment)
+    size = math.prod(sizes[name] for name in names)
+    return places.transpose([list(sizes).index(name) for name in order]).reshape(-1, size)
 
 
 def _of_iota(text: str) -> np.ndarray:

@@ -95,9 +95,9 @@ def _recipe(plan: Plan, name: str, cost: Cost) -> str:
         )
         for row in cost.traffic
     ]
-    total, padded_capacity = sum(cost.memory.values()), 1e9 * plan.rates.memory.gb
+    total, capacity = sum(cost.memory.values()), 1e9 * plan.rates.memory.gb
     memory = ", ".join(f"{of} {_gb(size)}" for of, size in cost.memory.items())
-    fits = "" if total <= padded_capacity else ": does not fit"
+    fits = "" if total <= capacity else ": does not fit"
     return "\n".join(
         [
             f"{name}, on a device in a step",

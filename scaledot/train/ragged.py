@@ -239,7 +239,7 @@ class Ragged:
             (lhs, left), (rhs, right) = (
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, one) for x in (lhs, rhs)
             )
-            more["factors"] = left, right
+            more["multipliers"] = left, right
         lhs, rhs = logical(lhs), logical(rhs)
         sizes = whole_groups(groups, self.row_alignment)
         return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **more)
