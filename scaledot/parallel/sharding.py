@@ -154,30 +154,30 @@ def explain(tree, spec, *, mesh: Mesh | AbstractMesh | None = None, on_indivisib
         leaves = _leaves(found) if isinstance(x, ScaledArray) else {"data": found}
         for name, leaf_spec in leaves.items():
             lines.append(f"  {name:<6} {tuple(leaf_spec)}")
-            lines.extend(f"  {'':<6} {each.line}" for each in replicated if each.leaf == name)
+            lines.extend(f"  {'':<6} {each.sentence}" for each in replicated if each.leaf == name)
         return found
 
     _map_arrays(add, tree, spec, mesh)
     return "\n".join(lines)
 
 
-class Replicated(NamedTuple):
-    """A leaf with an axis that is replicated although `spec` shards it, and the line of `explain` with the reason."""
+class Dropped(NamedTuple):
+    """An axis dropped from the spec of a leaf, so that it is replicated; `sentence` is the line of `explain`."""
 
     leaf: str
-    line: str
+    sentence: str
 
     @classmethod
-    def along(cls, leaf: str, axis: int, reason: str) -> "Replicated":
+    def along(cls, leaf: str, axis: int, reason: str) -> "Dropped":
         return cls(leaf, f"axis {axis} is replicated: {reason}")
 
 
-def _leaf_specs(x, spec: PartitionSpec, mesh, on_indivisible: str) -> tuple[Any, list[Replicated]]:
+def _leaf_specs(x, spec: PartitionSpec, mesh, on_indivisible: str) -> tuple[Any, list[Dropped]]:
     """The specs of an array's leaves, as an array or ScaledArray of specs, and the axes replicated against `spec`."""
     if on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(f"`on_indivisible` must be one of {', '.join(ON_INDIVISIBLE)}, not {on_indivisible!r}")
     entries = _entries(spec, x.shape)
-    replicated: list[Replicated] = []
+    replicated: list[Dropped] = []
     data = [_data_entry(x, axis, entry, mesh, on_indivisible, replicated) for axis, entry in enumerate(entries)]
     if not isinstance(x, ScaledArray):
         return PartitionSpec(*data), replicated
@@ -190,7 +190,7 @@ def _leaf_specs(x, spec: PartitionSpec, mesh, on_indivisible: str) -> tuple[Any,
     return dataclasses.replace(x, **leaves), replicated
 
 
-def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, replicated: list[Replicated]) -> Any:
+def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, replicated: list[Dropped]) -> Any:
     """The entry of the data's spec for an axis: `entry`, or None where it is indivisible."""
     devices, size = _devices(mesh, entry), x.shape[axis]
     if devices == 1:
@@ -204,7 +204,7 @@ def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, replicated:
                 f"axis {axis} of {size} elements cannot be sharded evenly over {over}; {sizes} would fit, or replicate "
                 "it with on_indivisible='gather'"
             )
-        replicated.append(Replicated.along("data", axis, f"its {size} elements do not divide by {over}"))
+        replicated.append(Dropped.along("data", axis, f"its {size} elements do not divide by {over}"))
         return None
     cut = _cut_blocks(x, axis, devices)
     if cut is None or on_indivisible == "drop":
@@ -212,21 +212,21 @@ def _data_entry(x, axis: int, entry: Any, mesh, on_indivisible: str, replicated:
     if on_indivisible == "raise":
         fitting = f"shard it over {cut.fewer_devices} devices or pad it to {cut.fitting_size} elements"
         raise ValueError(f"{_cut_message(axis, cut)}; {fitting}, or use on_indivisible='gather' or 'drop'")
-    replicated.append(Replicated.along("data", axis, _cut_message(axis, cut)))
+    replicated.append(Dropped.along("data", axis, _cut_message(axis, cut)))
     return None
 
 
-def _scale_entry(q: ScaledArray, axis: int, entry: Any, mesh, replicated: list[Replicated]) -> Any:
+def _scale_entry(q: ScaledArray, axis: int, entry: Any, mesh, replicated: list[Dropped]) -> Any:
     """The entry of the scale's spec for an axis, where that of the data is `entry`."""
     devices = _devices(mesh, entry)
     if devices == 1 or not _is_blocked(q, axis):
         if devices > 1:
             reason = f"one scale for all of its {q.shape[axis]} elements"
-            replicated.append(Replicated.along("scale", axis, reason))
+            replicated.append(Dropped.along("scale", axis, reason))
         return entry if devices == 1 and _is_blocked(q, axis) else None
     cut = _cut_blocks(q, axis, devices)
     if cut is not None:
-        replicated.append(Replicated.along("scale", axis, _cut_message(axis, cut)))
+        replicated.append(Dropped.along("scale", axis, _cut_message(axis, cut)))
     return entry if cut is None else None
 
 
