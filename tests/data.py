@@ -1,4 +1,4 @@
-"""Random arrays. NumPy draws and rounds them, because each jax.random call of a new shape is a program to compile."""
+"""Random arrays, drawn and rounded by NumPy, because jax.random compiles a program for each new shape."""
 
 import jax
 import jax.numpy as jnp
@@ -6,12 +6,13 @@ import numpy as np
 
 
 def normal(seed: int, shape, dtype=jnp.float32, spread: float = 1.0) -> jax.Array:
+    """Normal with standard deviation `spread`."""
     x = spread * np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(x.astype(np.float32).astype(dtype))
 
 
 def normal_by_axis(seed: int, shape, dtype=jnp.float32) -> jax.Array:
-    """Rows and columns of different magnitudes, so that a scale in the wrong place shows."""
+    """Normal with rows and columns of different magnitudes, so that a scale along the wrong axis is detected."""
     x = np.random.default_rng(seed).standard_normal(shape)
     for axis, size in enumerate(shape):
         steps = np.exp2(np.arange(size) % 5 - 2.0)

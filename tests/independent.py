@@ -1,8 +1,8 @@
-"""A second implementation of the casts, in numpy alone, that tests hold the library to.
+"""An independent implementation of the casts in numpy, which tests compare the library with.
 
-It was written from the specification of the formats and shares nothing with the library. Every operation that decides a
-code or a scale is one correctly rounded float32 operation; only decoded values (and the error that four_over_six
-compares) are float64. A comment starting with "Choice:" says what is taken where a specification leaves it open.
+It was written from the specifications of the formats and shares no code with the library. Every operation that
+determines a code or a scale is one correctly rounded float32 operation; only dequantised values, and the error that
+four_over_six compares, are float64. A comment starting with "Choice:" documents what the specification leaves open.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,7 @@ E5M2 = Element(57344.0, -14, 2, True)
 E2M3 = Element(7.5, 0, 3, False)
 E2M1 = Element(6.0, 0, 1, False)
 
-# format: (element, or the bound B of an integer format; kind of scale; block along the contracted axis, 0 = all of it)
+# format: (element, or the largest code of an integer format; kind of scale; block along the contracting dim, 0 = all)
 FORMATS = {
     "fp8_e4m3": (E4M3, "float32", 0),
     "fp8_e5m2": (E5M2, "float32", 0),
@@ -53,7 +53,7 @@ class Quantized(NamedTuple):
 
     @property
     def values(self):
-        """The values that the codes stand for (of the rotated tensor where there was a rotation)."""
+        """The dequantised values, still rotated if there was a rotation."""
         return self.codes * self.scale * self.tensor_scale
 
 
@@ -104,10 +104,10 @@ def in_blocks(x, block):
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 
-def spread(per_block, block, shape):
+def per_element(per_block, block, shape):
     """Repeat one number per block over the elements of an array of the given shape."""
-    whole = per_block.repeat(block[0], axis=0).repeat(block[1], axis=1)
-    return whole[: shape[0], : shape[1]]
+    padded = per_block.repeat(block[0], axis=0).repeat(block[1], axis=1)
+    return padded[: shape[0], : shape[1]]
 
 
 def block_amax(x, block):
@@ -119,14 +119,14 @@ def block_amax(x, block):
 # Scales.
 
 
-def float32_factor(amax, largest):
-    """The factor that a per tensor, per channel or block fp8 cast multiplies by."""
+def float32_multiplier(amax, largest):
+    """The quantisation multiplier of a per-tensor, per-channel or blockwise fp8 cast."""
     multiplier = np.minimum(f32(largest) / amax, LARGEST_MULTIPLIER)
     return np.where(amax == 0, f32(1), multiplier)
 
 
 def e8m0_ceil(amax, element):
-    """The E8M0 code by the rule `ceil`, with the subnormal products that IEEE arithmetic gives."""
+    """The E8M0 code by the rule `ceil`, with subnormal products as in IEEE arithmetic."""
     bits = (amax * f32(1 / element.largest)).view(np.uint32).astype(np.int64)
     field, mantissa = bits >> 23, bits & 0x7FFFFF
     bump = np.where(field == 0, mantissa > 0x400000, (mantissa != 0) & (field != 254))
@@ -141,13 +141,13 @@ def e8m0_even(amax, element):
     return np.clip(((bits + half) >> 23) - largest_exponent, 0, 254)
 
 
-def nvfp4_cast(x, block, target, tensor_factor, uniform):
-    """Codes and e4m3 block scales, given S as `tensor_factor`, that map the maximum of every block to `target`."""
+def nvfp4_cast(x, block, target, tensor_multiplier, uniform):
+    """Codes and e4m3 block scales that map the amax of every block to `target`, for S = `tensor_multiplier`."""
     # Choice: another target than 6 replaces the constant float32(1/6) by float32(1/target); S and t do not change.
-    d = block_amax(x, block) * (tensor_factor * f32(1 / target))
-    d8 = spread(round_float(d, E4M3), block, x.shape)
+    d = block_amax(x, block) * (tensor_multiplier * f32(1 / target))
+    d8 = per_element(round_float(d, E4M3), block, x.shape)
     # Choice: a subnormal product d8 * (1/S), possible only for A < 2688 * 2^-117, is kept as IEEE gives it.
-    multiplier = np.minimum(f32(1) / (d8 * (f32(1) / tensor_factor)), LARGEST_FLOAT32)
+    multiplier = np.minimum(f32(1) / (d8 * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
     codes = round_float(x * multiplier, E2M1, uniform)
     # Choice: the zero codes of a block with d8 = 0 keep the sign of the element.
     return np.where(d8 == 0, np.copysign(f32(0), x), codes), d8
@@ -156,24 +156,24 @@ def nvfp4_cast(x, block, target, tensor_factor, uniform):
 def quantize_nvfp4(x, block, uniform, search, guard):
     """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale."""
     amax = block_amax(x, x.shape)[0, 0]
-    tensor_factor = np.minimum(f32(2688) / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
+    tensor_multiplier = np.minimum(f32(2688) / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / f32(2688), SMALLEST_NORMAL) if amax > 0 else f32(1)
     shrink = 16 / 17 if guard else 1
-    first = quantized(*nvfp4_cast(x, block, 6 * shrink, tensor_factor, uniform), t)
+    first = quantized(*nvfp4_cast(x, block, 6 * shrink, tensor_multiplier, uniform), t)
     if search is None:
         return first
     assert search == "four_over_six"
     assert uniform is None, "the specification does not say which codes the search compares under stochastic rounding"
-    second = quantized(*nvfp4_cast(x, block, 4 * shrink, tensor_factor, uniform), t)
+    second = quantized(*nvfp4_cast(x, block, 4 * shrink, tensor_multiplier, uniform), t)
     # Choice: the squared error is that of the final values, summed in float64; a tie keeps 6; infinities do not count.
     finite, exact = np.isfinite(x), np.where(np.isfinite(x), x, 0).astype(np.float64)
     errors = [in_blocks(np.where(finite, q.values - exact, 0) ** 2, block).sum(axis=(1, 3)) for q in (first, second)]
-    four = spread(errors[1] < errors[0], block, x.shape)
+    four = per_element(errors[1] < errors[0], block, x.shape)
     return quantized(np.where(four, second.codes, first.codes), np.where(four, second.scale, first.scale), t)
 
 
 def quantized(codes, scale, tensor_scale=1.0):
-    """Put a result together in float64."""
+    """The result in float64."""
     return Quantized(codes.astype(np.float64), scale.astype(np.float64), np.float64(tensor_scale))
 
 
@@ -181,16 +181,16 @@ def quantized(codes, scale, tensor_scale=1.0):
 def quantize(
     x, format, axis, *, block=None, uniform=None, rotation=None, multiplier=None, search=None, guard=False
 ) -> Quantized:
-    """Quantise a 2-D float32 array whose contracted axis is `axis`."""
+    """Quantise a 2-D float32 array whose contracting dim is `axis`."""
     element, kind, length = FORMATS[format]
-    assert multiplier is None or kind == "float32", "a given factor is for per tensor fp8"
+    assert multiplier is None or kind == "float32", "`multiplier` is for per-tensor fp8"
     assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
     x = flush(np.asarray(x, f32))
     if rotation is not None:
         x = flush(hadamard(x, axis, *rotation))
     if uniform is not None:
         uniform = np.asarray(uniform, f32)
-        # Choice: where a rotation padded the axis, the caller gives numbers for the padded shape.
+        # Choice: if the axis was padded for a rotation, `uniform` has the padded shape.
         assert uniform.shape == x.shape
     if block is None:
         other = 0 if kind == "float32" else 1
@@ -203,15 +203,17 @@ def quantize(
         return quantize_nvfp4(x, block, uniform, search, guard)
     amax = block_amax(x, block)
     if kind == "float32":
-        per_block = float32_factor(amax, element.largest) if multiplier is None else np.full_like(amax, f32(multiplier))
-        scale = spread(f32(1) / per_block, block, x.shape)
-        return quantized(round_float(x * spread(per_block, block, x.shape), element, uniform), scale)
+        per_block = (
+            float32_multiplier(amax, element.largest) if multiplier is None else np.full_like(amax, f32(multiplier))
+        )
+        scale = per_element(f32(1) / per_block, block, x.shape)
+        return quantized(round_float(x * per_element(per_block, block, x.shape), element, uniform), scale)
     if kind == "integer":
         # Choice: only amax = 0 gives scale 1; a quotient that would be subnormal becomes 2^-126.
         scale = np.where(amax == 0, f32(1), np.maximum(amax / f32(element), SMALLEST_NORMAL))
-        inv = spread(f32(1) / scale, block, x.shape)
-        return quantized(round_integer(x * inv, element, uniform), spread(scale, block, x.shape))
-    e = spread((e8m0_ceil if kind == "ceil" else e8m0_even)(amax, element), block, x.shape)
+        inv = per_element(f32(1) / scale, block, x.shape)
+        return quantized(round_integer(x * inv, element, uniform), per_element(scale, block, x.shape))
+    e = per_element((e8m0_ceil if kind == "ceil" else e8m0_even)(amax, element), block, x.shape)
     codes = round_float(np.ldexp(x, (127 - e).astype(np.int32)), element, uniform)
     return quantized(codes, np.ldexp(1.0, (e - 127).astype(np.int32)))
 
@@ -240,7 +242,7 @@ def hadamard(x, axis, size, mask):
 
 
 class Delayed:
-    """The state of one cast with delayed scaling; `multiplier` is what the next cast multiplies by."""
+    """The state of one cast with delayed scaling; `multiplier` is the quantisation multiplier of the next cast."""
 
     def __init__(self, length, largest, margin=0, most_recent=False):
         self.largest, self.margin, self.most_recent = f32(largest), margin, most_recent
@@ -249,10 +251,10 @@ class Delayed:
 
     @np.errstate(all="ignore")
     def step(self, amax):
-        """Record the amax of a step whose cast used the present factor, and derive the next factor."""
+        """Record the amax of a step that was cast with the current multiplier, and compute the next multiplier."""
         self.history[0] = amax
-        present = self.history[0] if self.most_recent else self.history.max()
-        if present > 0:
-            self.multiplier = np.minimum((self.largest / present) / f32(2.0**self.margin), LARGEST_MULTIPLIER)
+        history_amax = self.history[0] if self.most_recent else self.history.max()
+        if history_amax > 0:
+            self.multiplier = np.minimum((self.largest / history_amax) / f32(2.0**self.margin), LARGEST_MULTIPLIER)
         self.history = np.roll(self.history, -1)
         self.history[0] = 0

@@ -1,4 +1,4 @@
-"""Layouts of a layer on meshes of CPU devices, and a step of it under a recipe."""
+"""Shardings of a dense layer on meshes of CPU devices, and a training step of it under a recipe."""
 
 import functools
 import itertools
@@ -17,13 +17,13 @@ from scaledot.recipes import RECIPES, Recipe
 
 REPRESENTATIVE = ("fp8_current", "fp8_block", "nvfp4")
 SCALINGS = ("fp8_current", "fp8_block", "nvfp4", "fp8_delayed", "mxfp8", "int8")  # one recipe of each kind of scale
-WAYS = ("explicit", "specs", "shard_map")  # to say how arrays lie
+MODES = ("explicit", "specs", "shard_map")  # explicit mesh axes, `specs` on automatic ones, `specs` inside a shard_map
 
 BATCH, SEQUENCE, INPUTS, OUTPUTS = 4, 256, 512, 256
 
 
 class Layout(NamedTuple):
-    """Mesh axes and how x (batch, sequence, inputs), w (inputs, outputs), bias and y lie."""
+    """Mesh axes, and PartitionSpecs of x (batch, sequence, inputs), w (inputs, outputs), bias (outputs,) and y."""
 
     axes: dict[str, int]
     x: P
@@ -58,19 +58,20 @@ LAYOUTS = {
 }
 
 
-def cases(layouts, ways=WAYS, taken=LAYOUTS):
-    """Every recipe on every layout in every way.
+def cases(layouts, modes=MODES, default_layouts=LAYOUTS):
+    """Every recipe with every layout in every mode.
 
-    By default each of the layouts `taken` is run in one way, ways and SCALINGS taking turns; the rest is `exhaustive`.
+    By default each of `default_layouts` runs in one mode with one recipe of SCALINGS, in turn; the rest is marked
+    `exhaustive`.
     """
     default = {
-        (SCALINGS[(i + 2 * j) % len(SCALINGS)], layout, way)
-        for (i, layout), (j, way) in itertools.product(enumerate(layouts), enumerate(ways))
-        if i % len(ways) == j and layout in taken
+        (SCALINGS[(i + 2 * j) % len(SCALINGS)], layout, mode)
+        for (i, layout), (j, mode) in itertools.product(enumerate(layouts), enumerate(modes))
+        if i % len(modes) == j and layout in default_layouts
     }
     return [
         pytest.param(*case, marks=() if case in default else pytest.mark.exhaustive)
-        for case in itertools.product(RECIPES, layouts, ways)
+        for case in itertools.product(RECIPES, layouts, modes)
     ]
 
 
@@ -86,12 +87,12 @@ class Arrays(NamedTuple):
 
 
 def arrays() -> Arrays:
-    """Rows and columns of very different magnitudes, so that a scale of a part is not one of the whole."""
-    return Arrays(*map(jnp.asarray, _drawn()))
+    """Random arrays whose rows differ in magnitude, so that shards differ from the tensor in amax."""
+    return Arrays(*map(jnp.asarray, _random_arrays()))
 
 
 @functools.cache
-def _drawn() -> tuple[np.ndarray, ...]:
+def _random_arrays() -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     x = np.exp(rng.standard_normal((BATCH, SEQUENCE, 1))) * rng.standard_normal((BATCH, SEQUENCE, INPUTS))
     w = rng.standard_normal((INPUTS, OUTPUTS)) / math.sqrt(INPUTS)
@@ -100,18 +101,18 @@ def _drawn() -> tuple[np.ndarray, ...]:
     return x.astype(jnp.bfloat16), w, bias, g.astype(jnp.bfloat16)
 
 
-def step(recipe: Recipe, **how):
-    """y, dx, dw, db and the next state from arrays and a state."""
+def step(recipe: Recipe, **options):
+    """A function (arrays, state) -> ({y, dx, dw, db}, next state); `options` are those of `train.dense`."""
     key = jax.random.key(7) if recipe.stochastic else None
 
     def layer(x, w, bias, state):
-        given = {"state": state} if recipe.delayed else {}
-        y = train.dense(x, w, bias, recipe=recipe, key=key, **given, **how)
+        stateful = {"state": state} if recipe.delayed else {}
+        y = train.dense(x, w, bias, recipe=recipe, key=key, **stateful, **options)
         return y[0] if recipe.delayed else y
 
     def run(arrays: Arrays, state):
-        y, pull = jax.vjp(layer, arrays.x, arrays.w, arrays.bias, state)
-        dx, dw, db, state = pull(arrays.g)
+        y, pullback = jax.vjp(layer, arrays.x, arrays.w, arrays.bias, state)
+        dx, dw, db, state = pullback(arrays.g)
         return {"y": y, "dx": dx, "dw": dw, "db": db}, state
 
     return run
@@ -121,29 +122,34 @@ def first_state(recipe: Recipe):
     return init_state(recipe) if recipe.delayed else {}
 
 
-def reordered(total, terms: int, dtype=jnp.float32):
-    """What two orders of the same float32 sum, rounded to dtype, may differ by; `total` is that of magnitudes.
+def reordered(magnitude, k: int, dtype=jnp.float32):
+    """The largest difference of two matmuls over K elements that accumulate in float32 in different orders.
 
-    Each is within terms * 2^-24 of it; operands are known to within the coarsest cast, so magnitudes are taken twice.
-    Then either result is rounded.
+    magnitude: the matmul of the operands' magnitudes. An accumulation in any order is within k * 2^-24 * magnitude of
+    the exact result; quantised magnitudes are at most twice those of the operands; both results are rounded to dtype.
     """
-    return 2 * total * (2 * terms * 2.0**-24 + float(jnp.finfo(dtype).eps))
+    return 2 * magnitude * (2 * k * 2.0**-24 + float(jnp.finfo(dtype).eps))
 
 
-def require_reordered(found, expected, plain, x, w, terms: int):
-    """y, dx and dw of a product, for a gradient of ones, in another order of sums of at most so many terms."""
-    y, pull = jax.vjp(plain, jnp.abs(x).astype(jnp.float32), jnp.abs(w).astype(jnp.float32))
-    for a, b, total in zip(found, expected, (y, *pull(jnp.ones_like(y))), strict=True):
-        apart = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        assert (apart <= reordered(np.asarray(total, np.float64), terms, a.dtype)).all()
+def require_reordered(found, expected, plain, x, w, k: int):
+    """Asserts that y, dx and dw, for a gradient of ones, differ by the order of accumulation only (`reordered`)."""
+    y, pullback = jax.vjp(plain, jnp.abs(x).astype(jnp.float32), jnp.abs(w).astype(jnp.float32))
+    for a, b, magnitude in zip(found, expected, (y, *pullback(jnp.ones_like(y))), strict=True):
+        difference = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        assert (difference <= reordered(np.asarray(magnitude, np.float64), k, a.dtype)).all()
 
 
-def bound(of: str, arrays: Arrays, dtype) -> np.ndarray:
-    """`reordered` for a result of a step."""
+def bound(result: str, arrays: Arrays, dtype) -> np.ndarray:
+    """`reordered` of y, dx, dw or db of a step."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays)
     x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
-    totals = {"y": (x @ w + bias, INPUTS), "dx": (g @ w.T, OUTPUTS), "dw": (x.T @ g, len(x)), "db": (g.sum(0), len(g))}
-    return reordered(*totals[of], dtype)
+    magnitude_and_k = {
+        "y": (x @ w + bias, INPUTS),
+        "dx": (g @ w.T, OUTPUTS),
+        "dw": (x.T @ g, len(x)),
+        "db": (g.sum(0), len(g)),
+    }
+    return reordered(*magnitude_and_k[result], dtype)
 
 
 @functools.cache
@@ -153,11 +159,11 @@ def on_one_device(name: str):
 
 
 def require_same(name: str, found, state):
-    """A step that one device makes, but for the order of float32 sums."""
+    """Asserts that results match one device up to the order of accumulation, and that the state is bit-identical."""
     expected, next_state = on_one_device(name)
-    for of, value in found.items():
-        apart = np.abs(np.asarray(value, np.float64) - np.asarray(expected[of], np.float64))
-        allowed = bound(of, arrays(), value.dtype).reshape(apart.shape)
-        assert (apart <= allowed).all(), f"{of} is {np.max(apart / allowed):.3g} of what is allowed apart"
+    for result, value in found.items():
+        difference = np.abs(np.asarray(value, np.float64) - np.asarray(expected[result], np.float64))
+        allowed = bound(result, arrays(), value.dtype).reshape(difference.shape)
+        assert (difference <= allowed).all(), f"{result} differs by {np.max(difference / allowed):.3g} x the bound"
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(next_state), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -1,4 +1,4 @@
-"""Contractions in float64, and how far a result may be from them."""
+"""Reference contractions in float64, and error bounds for results that accumulate in float32 and round once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +7,9 @@ import scaledot as sd
 
 
 def exact(x):
-    """The values that an operand stands for, in float64 and by numpy alone; a rotation is left in.
+    """The dequantised values of an operand, in float64, computed by numpy; a rotation is not undone.
 
-    Along a summed axis the rotations of both sides cancel, so a contraction may compare rotated values.
+    Along a contracting dim the rotations of both operands cancel.
     """
     if not isinstance(x, sd.ScaledArray):
         return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
@@ -37,35 +37,36 @@ def _repeated(grid: np.ndarray, x: sd.ScaledArray) -> np.ndarray:
     return grid
 
 
-def assert_one_rounding(y, expected, magnitude, products: int):
-    """y is `expected` up to one rounding of its dtype and float32 sums of that many products.
+def assert_one_rounding(y, expected, magnitude, k: int):
+    """Asserts that y is `expected` up to float32 accumulation over K elements and one rounding to its dtype.
 
-    A value of an operand is rounded at most thrice (code, scale, tensor scale), a product once, a sum of n products
-    n times, and the result's scales four times: (n + 12) units of 2^-24 of the sum of magnitudes.
+    magnitude: the contraction of the operands' magnitudes. A dequantised value is rounded at most three times (code,
+    scale, tensor scale), each multiplication once, the accumulation k times, and the scales of the result four times:
+    (k + 12) * 2^-24 * magnitude in all.
     """
     unit = float(jnp.finfo(y.dtype).eps) / 2
     error = np.abs(np.asarray(y.astype(jnp.float32), np.float64) - expected)
-    allowed = (products + 12) * 2.0**-24 * magnitude + unit * np.abs(expected) * (1 + 2.0**-10)
-    worst = np.max(error - allowed, initial=0)
-    assert worst <= 0, f"off by up to {error.max():.3e}, {np.max(error / np.maximum(allowed, 1e-300)):.2f} x allowed"
+    allowed = (k + 12) * 2.0**-24 * magnitude + unit * np.abs(expected) * (1 + 2.0**-10)
+    excess = np.max(error - allowed, initial=0)
+    assert excess <= 0, f"error {error.max():.3e}, {np.max(error / np.maximum(allowed, 1e-300)):.2f} x the bound"
 
 
 def check_einsum(y, text: str, *operands):
-    """y is the einsum of its operands."""
+    """Asserts that y is the einsum of its operands, accumulated in float32 and rounded once."""
     values = [exact(x) for x in operands]
     inputs, out = text.split("->")
     sizes: dict[str, int] = {}
     for labels, value in zip(inputs.split(","), values, strict=True):
         sizes |= dict(zip(labels, value.shape, strict=True))
-    summed = [c for c in sizes if c not in out]
+    contracted = [c for c in sizes if c not in out]
     expected = np.einsum(text, *values)
     magnitude = np.einsum(text, *map(np.abs, values))
     assert y.shape == expected.shape
-    assert_one_rounding(y, expected, magnitude, int(np.prod([sizes[c] for c in summed], dtype=np.int64)))
+    assert_one_rounding(y, expected, magnitude, int(np.prod([sizes[c] for c in contracted], dtype=np.int64)))
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those of inner ones and of all branches included."""
+    """All equations of a jaxpr, including those of nested jaxprs and of all branches."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():

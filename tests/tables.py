@@ -1,7 +1,7 @@
-"""The formats and recipes that tests run over, as `parametrize` tables.
+"""`parametrize` tables of formats and recipes.
 
-A new row of FORMATS or RECIPES is in every one of these tests from the day it exists. Rows named here share every code
-path with rows that are not; `pytest --all` runs them too.
+They are derived from FORMATS and RECIPES, so that new rows are tested without further changes. Rows listed as RELATED
+share every code path with other rows and run under `pytest --all` only.
 """
 
 import pytest
@@ -9,8 +9,8 @@ import pytest
 import scaledot as sd
 from scaledot.recipes import RECIPES
 
-# Integers of other widths differ from int8 and int4 in a constant, E5M2 and MXFP6 rows from E4M3 and MXFP8 in the
-# element type, each of whose codes test_encode tests; MXFP4 has the scales of MXFP8 and the elements of NVFP4.
+# Other integer widths differ from int8 and int4 in a constant, E5M2 and MXFP6 from E4M3 and MXFP8 in the element type,
+# whose codes test_encode tests exhaustively; MXFP4 has the scales of MXFP8 and the elements of NVFP4.
 RELATED_FORMATS = (
     "int7",
     "int6",
@@ -27,7 +27,7 @@ RELATED_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "
 
 
 def table_of(values, related, name=lambda value: value):
-    """A table with the rows of these names marked `exhaustive`."""
+    """A table of values; those whose name is in `related` are marked `exhaustive`."""
     return [
         pytest.param(v, marks=[pytest.mark.exhaustive] if name(v) in related else [], id=str(name(v))) for v in values
     ]

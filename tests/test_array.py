@@ -320,7 +320,7 @@ def test_leaves_may_be_shapes_shardings_or_specs():
         ({"scale": jnp.ones((8, 64, 4))}, TypeError, "`q.scale` is float32, but mxfp8 stores float8_e8m0fnu"),
         ({"zero": jnp.ones((8, 64, 1))}, ValueError, "`q.zero` has shape"),
         ({"data": jnp.ones((8, 64, 128))}, TypeError, "`q.data` is float32, but mxfp8 stores float8_e4m3fn"),
-        ({"tensor_scale": jnp.ones((3,))}, ValueError, r"`q.tensor_scale` of shape \(3,\) does not lead"),
+        ({"tensor_scale": jnp.ones((3,))}, ValueError, r"`q.tensor_scale` of shape \(3,\) does not match"),
         ({"block": (1, 1, 1, 32)}, ValueError, "has more entries than the 3 axes"),
         ({"format": "mxfp8"}, TypeError, "`q.format` must be a Format, not 'mxfp8'"),
     ],

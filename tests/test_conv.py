@@ -23,17 +23,17 @@ WINDOWS = {
 
 
 def scaled(x, cast, axis):
-    """Ints per image and per output feature, everything else as its format has it, along features."""
+    """Quantised with one scale per image or output feature if blocks are a whole axis, else with blocks of features."""
     format, options = CASTS[cast]
     options = {k: v for k, v in options.items() if k != "rotation"}
     if (sd.find_format(format).block == (0,) and "block" not in options) or options.get("block") in ((0,), (0, 0)):
-        keep = 0 if axis == 3 else 3
-        axis, options["block"] = tuple(a for a in range(4) if a != keep), (0, 0, 0)
+        free = 0 if axis == 3 else 3
+        axis, options["block"] = tuple(a for a in range(4) if a != free), (0, 0, 0)
     return sd.quantize(x, format, axis=axis, pad=True, **options)
 
 
 def exact_conv(lhs, rhs, strides, padding, **options):
-    """lax's own convolution in float64, and of magnitudes."""
+    """The convolution by jax.lax in float64, and that of the magnitudes."""
     with jax.enable_x64(True):
 
         def conv(a, b):
@@ -83,7 +83,7 @@ def test_zero_points_of_an_image_are_no_second_convolution():
         return sd.conv_general_dilated(a, b, (1, 1), "SAME", dimension_numbers=NHWC)
 
     assert "zero points corrected by sums of codes" in sd.explain(_kernel_first(run), image, kernel)
-    sizes = [  # CUDA's branch subtracts zero points from bfloat16 codes instead
+    sizes = [  # the CUDA branch subtracts zero points from bfloat16 codes instead
         eqn.invars[0].aval.shape
         for eqn in equations(jax.make_jaxpr(run)(image, kernel).jaxpr)
         if eqn.primitive.name == "conv_general_dilated" and eqn.outvars[0].aval.dtype == jnp.int32
@@ -125,7 +125,7 @@ def test_batch_groups_and_other_layouts():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
 
 
-def test_long_integer_sums_never_wrap():
+def test_integer_accumulators_do_not_overflow():
     q = sd.quantize(jnp.ones((1, 1, 140000)), "int8", block=(0, 0, 0))
     np.testing.assert_allclose(sd.conv_general_dilated(q, q, (1,), "VALID"), [[[140000.0]]], rtol=1e-3)
 
@@ -133,7 +133,7 @@ def test_long_integer_sums_never_wrap():
 @pytest.mark.parametrize(
     ("window", "message"), [((1, "SAME"), "`window_strides` must hold"), (((1,), 1), "`padding` must")]
 )
-def test_wrong_windows_are_told_what_is_wrong(window, message):
+def test_wrong_windows_raise_errors_that_name_the_argument(window, message):
     q = sd.quantize(jnp.ones((1, 1, 8)), "int8")
     with pytest.raises(TypeError, match=message):
         sd.conv_general_dilated(q, q, *window)

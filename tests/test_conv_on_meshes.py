@@ -1,4 +1,4 @@
-"""Convolutions under recipes whose images and features are split over CPU devices are those of one device."""
+"""Training convolutions whose images and features are sharded over CPU devices match one device."""
 
 import functools
 import itertools
@@ -47,25 +47,25 @@ class Arrays(NamedTuple):
 
 @functools.cache
 def arrays() -> Arrays:
-    """Images and features of very different magnitudes, so that a scale of a part is not one of the whole."""
+    """Random arrays whose images and features differ in magnitude, so that shards differ from the tensor in amax."""
     normal = np.random.default_rng(0).normal
     x = np.exp(normal(size=(*IMAGE[:1], 1, 1, IMAGE[-1]))) * normal(size=IMAGE)
     w = np.exp(normal(size=(1, 1, *KERNEL[2:]))) * normal(size=KERNEL)
     return Arrays(*(a.astype(np.float32) for a in (x, w, normal(size=RESULT))))
 
 
-def step(recipe, **how):
-    """y, dx, dw and the next state."""
+def step(recipe, **options):
+    """A function (x, w, g, state) -> ((y, dx, dw), next state); `options` are those of `train.conv_general_dilated`."""
     key = jax.random.key(7) if recipe.stochastic else None
 
     def layer(x, w, state):
-        given = {"state": state} if recipe.delayed else {}
-        y = train.conv_general_dilated(x, w, recipe=recipe, key=key, **WINDOW, **given, **how)
+        stateful = {"state": state} if recipe.delayed else {}
+        y = train.conv_general_dilated(x, w, recipe=recipe, key=key, **WINDOW, **stateful, **options)
         return y[0] if recipe.delayed else y
 
     def run(x, w, g, state):
-        y, pull = jax.vjp(layer, x, w, state)
-        dx, dw, state = pull(g)
+        y, pullback = jax.vjp(layer, x, w, state)
+        dx, dw, state = pullback(g)
         return (y, dx, dw), state
 
     return run
@@ -79,13 +79,13 @@ def on_one_device(name: str):
 
 @functools.cache
 def bounds() -> list[np.ndarray]:
-    """What two orders of the same float32 sums may differ by, see meshes.reordered."""
+    """meshes.reordered of y, dx and dw."""
     x, w, g = map(np.abs, arrays())
-    y, pull = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
+    y, pullback = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
     window = KERNEL[0] * KERNEL[1]
-    terms = window * KERNEL[2], window * KERNEL[3], RESULT[0] * RESULT[1] * RESULT[2]
-    totals = (y, *pull(jnp.asarray(g)))
-    return [reordered(np.asarray(t), n) for t, n in zip(totals, terms, strict=True)]
+    sizes_of_k = window * KERNEL[2], window * KERNEL[3], RESULT[0] * RESULT[1] * RESULT[2]
+    magnitudes = (y, *pullback(jnp.asarray(g)))
+    return [reordered(np.asarray(m), k) for m, k in zip(magnitudes, sizes_of_k, strict=True)]
 
 
 def explicit(specs: train.Specs, recipe):
@@ -107,35 +107,35 @@ def shard_map(specs: train.Specs, recipe):
 
 
 def blocks_are_cut(name: str, layout: str) -> bool:
-    """Whether blocks down the images of wgrad are longer than what a device has."""
+    """Whether blocks along the images in wgrad are larger than the shard of a device."""
     devices = 4 if layout in ("images", "fsdp") else 2
     return any(max(cast.tile) > IMAGE[0] // devices for *_, cast in RECIPES[name].casts())
 
 
-WAYS = {"explicit": explicit, "specs": automatic, "shard_map": shard_map}
+MODES = {"explicit": explicit, "specs": automatic, "shard_map": shard_map}
 EVERY = [
     pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.exhaustive)
-    for case in itertools.product(RECIPES, LAYOUTS, WAYS)
+    for case in itertools.product(RECIPES, LAYOUTS, MODES)
     if not blocks_are_cut(*case[:2])
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "way"), EVERY)
-def test_a_convolution_on_a_mesh_is_that_of_one_device(name, layout, way):
+@pytest.mark.parametrize(("name", "layout", "mode"), EVERY)
+def test_a_convolution_on_a_mesh_matches_one_device(name, layout, mode):
     specs = LAYOUTS[layout]
-    found, state = WAYS[way](specs, RECIPES[name])
+    found, state = MODES[mode](specs, RECIPES[name])
     expected, next_state = on_one_device(name)
-    for of, value, other, allowed, spec in zip(
+    for result, value, other, allowed, spec in zip(
         ("y", "dx", "dw"), found, expected, bounds(), (specs.y, specs.x, specs.w), strict=True
     ):
-        apart = np.abs(np.asarray(value) - np.asarray(other))
-        assert (apart <= allowed).all(), f"{of} is {np.max(apart / allowed):.3g} of what is allowed apart"
-        assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, spec), value.ndim), of
+        difference = np.abs(np.asarray(value) - np.asarray(other))
+        assert (difference <= allowed).all(), f"{result} differs by {np.max(difference / allowed):.3g} x the bound"
+        assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, spec), value.ndim), result
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(next_state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_positions_and_features_in_groups_are_not_split():
+def test_sharded_positions_and_grouped_features_raise():
     x, w = jnp.ones((4, 8, 8, 64)), jnp.ones((3, 3, 64, 32))
     conv = functools.partial(train.conv_general_dilated, x, recipe="fp8_current", **WINDOW)
     with jax.set_mesh(mesh_of(AxisType.Auto)):

@@ -1,4 +1,4 @@
-"""Products of arrays that are split over eight CPU devices are those of one device, codes and scales to the bit."""
+"""Training matmuls of arrays sharded over eight CPU devices match one device, with bit-identical codes and scales."""
 
 import dataclasses
 import functools
@@ -13,8 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import (
     LAYOUTS,
+    MODES,
     REPRESENTATIVE,
-    WAYS,
     arrays,
     cases,
     first_state,
@@ -27,7 +27,7 @@ from tables import STATELESS_RECIPES, table_of
 import scaledot as sd
 from scaledot import recipes, train
 from scaledot.contraction import Contraction
-from scaledot.parallel.specs import splits_of
+from scaledot.parallel.specs import shardings_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
 from scaledot.train.dot import Dot
@@ -37,59 +37,59 @@ from scaledot.train.kind import CastRequest, Operands
 from scaledot.train.options import Options
 
 
-def along_explicit_axes(lay, recipe):
-    mesh = lay.mesh(AxisType.Explicit)
+def along_explicit_axes(layout, recipe):
+    mesh = layout.mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        return jax.jit(step(recipe, out_sharding=lay.y))(arrays().on(lay, mesh), first_state(recipe))
+        return jax.jit(step(recipe, out_sharding=layout.y))(arrays().on(layout, mesh), first_state(recipe))
 
 
-def by_specs_along_automatic_axes(lay, recipe):
-    mesh = lay.mesh(AxisType.Auto)
+def by_specs_along_automatic_axes(layout, recipe):
+    mesh = layout.mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
-        return jax.jit(step(recipe, specs=lay.specs))(arrays().on(lay, mesh), first_state(recipe))
+        return jax.jit(step(recipe, specs=layout.specs))(arrays().on(layout, mesh), first_state(recipe))
 
 
-def by_specs_inside_a_shard_map(lay, recipe):
-    mesh = lay.mesh(AxisType.Auto)
-    in_specs = (type(arrays())(lay.x, lay.w, lay.bias, lay.y), P())
-    out_specs = ({"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}, P())
-    mapped = jax.shard_map(step(recipe, specs=lay.specs), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(mapped)(arrays().on(lay, mesh), first_state(recipe))
+def by_specs_inside_a_shard_map(layout, recipe):
+    mesh = layout.mesh(AxisType.Auto)
+    in_specs = (type(arrays())(layout.x, layout.w, layout.bias, layout.y), P())
+    out_specs = ({"y": layout.y, "dx": layout.x, "dw": layout.w, "db": layout.bias}, P())
+    mapped = jax.shard_map(step(recipe, specs=layout.specs), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(mapped)(arrays().on(layout, mesh), first_state(recipe))
 
 
-RUNS = dict(zip(WAYS, (along_explicit_axes, by_specs_along_automatic_axes, by_specs_inside_a_shard_map), strict=True))
+RUNS = dict(zip(MODES, (along_explicit_axes, by_specs_along_automatic_axes, by_specs_inside_a_shard_map), strict=True))
 
 
-@pytest.mark.parametrize(("name", "layout", "way"), cases(LAYOUTS))
-def test_a_step_on_a_mesh_is_that_of_one_device(name, layout, way):
-    lay = LAYOUTS[layout]
-    found, state = RUNS[way](lay, RECIPES[name])
+@pytest.mark.parametrize(("name", "layout_name", "mode"), cases(LAYOUTS))
+def test_a_step_on_a_mesh_matches_one_device(name, layout_name, mode):
+    layout = LAYOUTS[layout_name]
+    found, state = RUNS[mode](layout, RECIPES[name])
     require_same(name, found, state)
-    specs = {"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}
-    for of, value in found.items():
-        assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, specs[of]), value.ndim), of
+    specs = {"y": layout.y, "dx": layout.x, "dw": layout.w, "db": layout.bias}
+    for result, value in found.items():
+        assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, specs[result]), value.ndim), result
 
 
-LEFT_TO_XLA = [("fp8_current", "row to sequence"), ("fp8_block", "fsdp")]
+PARTITIONED_BY_XLA = [("fp8_current", "row to sequence"), ("fp8_block", "fsdp")]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout_name"),
     [
-        pytest.param(*case, marks=() if case in LEFT_TO_XLA else pytest.mark.exhaustive)
+        pytest.param(*case, marks=() if case in PARTITIONED_BY_XLA else pytest.mark.exhaustive)
         for case in itertools.product(REPRESENTATIVE, LAYOUTS)
     ],
 )
-def test_automatic_axes_without_specs_are_left_to_xla(name, layout):
-    lay, recipe = LAYOUTS[layout], RECIPES[name]
-    mesh = lay.mesh(AxisType.Auto)
+def test_xla_partitions_automatic_axes_without_specs(name, layout_name):
+    layout, recipe = LAYOUTS[layout_name], RECIPES[name]
+    mesh = layout.mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
-        require_same(name, *jax.jit(step(recipe))(arrays().on(lay, mesh), first_state(recipe)))
+        require_same(name, *jax.jit(step(recipe))(arrays().on(layout, mesh), first_state(recipe)))
 
 
-def cast_for(kind, tensor: str, product: str, laid, x, key):
-    """The operand that a product takes."""
-    return kind.cast(CastRequest(tensor, {product: laid}, {laid: key}), x, None).operands[product]
+def cast_for(kind, tensor: str, matmul: str, resolved, x, key):
+    """The quantised operand of a matmul."""
+    return kind.cast(CastRequest(tensor, {matmul: resolved}, {resolved: key}), x, None).operands[matmul]
 
 
 def casts_of(recipe, kind):
@@ -97,90 +97,92 @@ def casts_of(recipe, kind):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout_name", LAYOUTS)
 @pytest.mark.parametrize("name", STATELESS_RECIPES)
-def test_devices_find_the_codes_and_scales_of_one(name, layout):
-    lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
+def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
+    layout, recipe, full = LAYOUTS[layout_name], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
     flat = flatten(contraction, any(cast.cuts for *_, cast in recipe.casts()))
     one = Dot(flat.flat)
-    mesh = lay.mesh(AxisType.Auto)
-    tensors, specs = {"x": whole.x, "w": whole.w, "g": whole.g}, {"x": lay.x, "w": lay.w, "g": lay.y}
+    mesh = layout.mesh(AxisType.Auto)
+    tensors, specs = {"x": full.x, "w": full.w, "g": full.g}, {"x": layout.x, "w": layout.w, "g": layout.y}
     key = jax.random.key(3)
 
     def unflattened(of: Layout, q, shape):
-        """Codes, and values, which tell scales apart."""
+        """Codes, and dequantised values, which also compare scales."""
         sizes = dict(zip(of.labels, shape, strict=True))
         q = dataclasses.replace(q, rotation=None)
         return [of.leave(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
 
-    def on_parts(x, w, g):
+    def on_shards(x, w, g):
         local = {"x": x, "w": w, "g": g}
-        splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), lay.specs, None)
-        kind = Sharded.of(one, flat, Operands(x, w, None, None), splits, Options(recipe, x.dtype))
+        shardings = shardings_of(contraction, jax.typeof(x), jax.typeof(w), layout.specs, None)
+        kind = Sharded.of(one, flat, Operands(x, w, None, None), shardings, Options(recipe, x.dtype))
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
-                cast_for(kind, t, p, part, local[t], key if part.resolved.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, shard, local[t], key if shard.resolved.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
-            for (p, t), part in casts_of(recipe, kind).items()
+            for (p, t), shard in casts_of(recipe, kind).items()
         }
 
     out_specs = {f"{p} {t}": [specs[t], specs[t]] for p, t in casts_of(recipe, one)}
-    mapped = jax.shard_map(on_parts, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out_specs)
+    mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out_specs)
     found = jax.jit(mapped)(*tensors.values())
-    for (p, t), laid in casts_of(recipe, one).items():
+    for (p, t), resolved in casts_of(recipe, one).items():
         of = flat.of_tensor(t)
-        stochastic = key if laid.cast.rounding == "stochastic" else None
-        expected = unflattened(of, cast_for(one, t, p, laid, of.enter(tensors[t]), stochastic), tensors[t].shape)
+        stochastic = key if resolved.cast.rounding == "stochastic" else None
+        expected = unflattened(of, cast_for(one, t, p, resolved, of.enter(tensors[t]), stochastic), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 
 
-def collectives_of(layout: str, recipe, kind: str):
-    """Of that kind in the compiled step."""
-    return [one for one in collectives(compiled_step(layout, recipe), LAYOUTS[layout].axes) if one.kind == kind]
+def collectives_of(layout_name: str, recipe, kind: str):
+    """The collectives of one kind in the compiled step."""
+    return [
+        one for one in collectives(compiled_step(layout_name, recipe), LAYOUTS[layout_name].axes) if one.kind == kind
+    ]
 
 
 @functools.cache
-def compiled_step(layout: str, recipe) -> str:
-    lay = LAYOUTS[layout]
-    mesh = lay.mesh(AxisType.Explicit)
+def compiled_step(layout_name: str, recipe) -> str:
+    layout = LAYOUTS[layout_name]
+    mesh = layout.mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        given = arrays().on(lay, mesh), first_state(recipe)
-        return jax.jit(step(recipe, out_sharding=lay.y)).lower(*given).compile().as_text()
+        arguments = arrays().on(layout, mesh), first_state(recipe)
+        return jax.jit(step(recipe, out_sharding=layout.y)).lower(*arguments).compile().as_text()
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "layout", table_of(["column", "row", "sequence to column", "fsdp", "all"], ["column", "row", "fsdp"])
+    "layout_name", table_of(["column", "row", "sequence to column", "fsdp", "all"], ["column", "row", "fsdp"])
 )
 @pytest.mark.parametrize("name", table_of(["fp8_current", "fp8_block", "mxfp8", "nvfp4"], ["fp8_current", "mxfp8"]))
-def test_no_operand_is_gathered_in_high_precision(name, layout):
-    gathered = collectives_of(layout, RECIPES[name], "all-gather")
+def test_no_operand_is_all_gathered_in_high_precision(name, layout_name):
+    gathered = collectives_of(layout_name, RECIPES[name], "all-gather")
     large = [one for one in gathered if one.dtype != "u8" and one.bytes > 2**15]
     assert not large, large
 
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "max_ratio"),
     [
         pytest.param("fp8_current", 0.52, marks=pytest.mark.exhaustive),
         ("fp8_block", 0.52),
         ("nvfp4", 0.3),
     ],
 )
-def test_fsdp_gathers_codes(name, most):
-    """Beside the bytes of the same weights in bfloat16."""
+def test_fsdp_all_gathers_codes(name, max_ratio):
+    """Compared with the bytes of the weights in bfloat16."""
     gathered = collectives_of("fsdp", RECIPES[name], "all-gather")
-    moved = sum(one.bytes * one.count for one in gathered)
-    assert 0 < moved <= most * 2 * arrays().w.size
+    transferred = sum(one.bytes * one.count for one in gathered)
+    assert 0 < transferred <= max_ratio * 2 * arrays().w.size
 
 
 @pytest.mark.optimized
-def test_scales_of_parts_are_a_choice():
+def test_local_amax_scope_has_fewer_all_reduces():
     local = dataclasses.replace(recipes.FP8_CURRENT, name="mine", amax_scope="local")
     small = [
         sum(one.count for one in collectives_of("column", recipe, "all-reduce") if one.bytes < 64)
@@ -189,7 +191,7 @@ def test_scales_of_parts_are_a_choice():
     assert small[1] < small[0]
 
 
-def test_what_cannot_be_split_says_why():
+def test_wrong_shardings_raise_errors_that_name_them():
     x, w = jnp.ones((4, 256, 512), jnp.bfloat16), jnp.ones((512, 64))
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     dense = functools.partial(train.dense, x, w, recipe="fp8_block")
@@ -200,13 +202,13 @@ def test_what_cannot_be_split_says_why():
             dense(specs=train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp")))
         with pytest.raises(ValueError, match=r"`specs\.x` .* has 4 entries for an array of 3 axes"):
             dense(specs=train.Specs(P("dp", None, None, None), P(), P()))
-        with pytest.raises(ValueError, match="`out_sharding` and `specs` both say"):
+        with pytest.raises(ValueError, match="`out_sharding` and `specs` both give"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), out_sharding=P("dp"))
         with pytest.raises(ValueError, match="the mesh has no axis 'sp'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), overlap="sp")
         with pytest.raises(ValueError, match="`on_indivisible` must be raise or gather, not 'drop'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
-        with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
+        with pytest.raises(ValueError, match=r"'.' of .* has global size 512 in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
         with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), a PartitionSpec for each"):
             dense(specs=P("dp"))
@@ -214,34 +216,34 @@ def test_what_cannot_be_split_says_why():
             dense(jnp.ones(1), specs=train.Specs(P("dp"), P(), P("dp")))
     with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w` \(512, 64\)"):
         dense(jnp.ones(1), specs=train.Specs(P(), P(), P()))
-    with pytest.raises(ValueError, match=r"no axis 'dp'; it has no axes; make one the context with jax\.set_mesh"):
+    with pytest.raises(ValueError, match=r"no axis 'dp'; it has no axes; set one as the context with jax\.set_mesh"):
         dense(specs=train.Specs(P("dp"), P(), P("dp")))
-    assert dense(specs=train.Specs(P(), P(), P())).shape == (4, 256, 64)  # nothing is split, and no mesh needed
+    assert dense(specs=train.Specs(P(), P(), P())).shape == (4, 256, 64)  # nothing is sharded, so no mesh is needed
     explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(explicit):
-        split = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))
+        tokens = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))
         kernel = jax.device_put(w, NamedSharding(explicit, P("tp")))
-        with pytest.raises(ValueError, match="is summed and split; say how the result lies"):
-            train.dense(split, kernel, recipe="fp8_current")
+        with pytest.raises(ValueError, match="is sharded, so the sharding of the result is ambiguous"):
+            train.dense(tokens, kernel, recipe="fp8_current")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive), AxisType.Explicit])
-def test_an_axis_that_would_cut_blocks_is_gathered_on_request(kind):
-    """And one that does not divide: 63 positions over four devices."""
+def test_on_indivisible_gather_replicates_an_axis_whose_sharding_cuts_blocks(kind):
+    """Or is uneven: 63 positions over four devices."""
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
     x, w = normal(0, (4, 64, 256)), normal(1, (256, 192))
     specs = train.Specs(P("dp", "tp"), P(None, "tp"), P("dp", None, "tp"))
 
-    def run(x, w, **how):
-        y, pull = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", **how), x, w)
-        return y, pull(jnp.ones_like(y))
+    def run(x, w, **options):
+        y, pullback = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", **options), x, w)
+        return y, pullback(jnp.ones_like(y))
 
     expected = jax.jit(run)(x, w)
     with jax.set_mesh(mesh):
-        given = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs[:2], strict=True)]
-        with pytest.raises(ValueError, match="cut blocks of 128; split it over fewer devices, make the axis"):
-            jax.jit(functools.partial(run, specs=specs))(*given)
-        found = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(*given)
+        sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs[:2], strict=True)]
+        with pytest.raises(ValueError, match="cut blocks of 128; shard it over fewer devices, make the axis"):
+            jax.jit(functools.partial(run, specs=specs))(*sharded)
+        found = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(*sharded)
         assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, specs.y), 3)
         if kind == AxisType.Auto:
             uneven = jax.jit(functools.partial(run, specs=specs, on_indivisible="gather"))(x[:, :63], w)
@@ -255,26 +257,26 @@ def plain_layer(x, w, bias, out_sharding=None):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", table_of(LAYOUTS, ("row to sequence", "sequence to column")))
-def test_results_and_gradients_lie_as_those_of_a_bfloat16_program(layout, kind, standard_promotion):
-    lay = LAYOUTS[layout]
-    mesh = lay.mesh(kind)
+@pytest.mark.parametrize("layout_name", table_of(LAYOUTS, ("row to sequence", "sequence to column")))
+def test_results_and_gradients_are_sharded_as_in_a_bfloat16_program(layout_name, kind, standard_promotion):
+    layout = LAYOUTS[layout_name]
+    mesh = layout.mesh(kind)
 
-    def step(layer, given):
-        y, pull = jax.vjp(laid_out(layer), given.x, given.w, given.bias)
-        return y, *pull(given.g)
+    def step(layer, sharded):
+        y, pullback = jax.vjp(constrained(layer), sharded.x, sharded.w, sharded.bias)
+        return y, *pullback(sharded.g)
 
-    def laid_out(layer):
+    def constrained(layer):
         if kind == AxisType.Explicit:
-            return functools.partial(layer, out_sharding=lay.y)
-        return lambda *given: jax.lax.with_sharding_constraint(layer(*given), lay.y)
+            return functools.partial(layer, out_sharding=layout.y)
+        return lambda *operands: jax.lax.with_sharding_constraint(layer(*operands), layout.y)
 
     with jax.set_mesh(mesh):
-        given = arrays().on(lay, mesh)
-        plain = jax.jit(functools.partial(step, plain_layer))(given)
-        found = jax.jit(functools.partial(step, functools.partial(train.dense, recipe="fp8_block")))(given)
-    # Along automatic axes XLA may lay a gradient otherwise than what it is of; ours lies so or so, too.
-    for a, b, spec in zip(found, plain, (lay.y, lay.x, lay.w, lay.bias), strict=True):
+        sharded = arrays().on(layout, mesh)
+        plain = jax.jit(functools.partial(step, plain_layer))(sharded)
+        found = jax.jit(functools.partial(step, functools.partial(train.dense, recipe="fp8_block")))(sharded)
+    # On automatic axes XLA may shard a bfloat16 gradient unlike its primal; ours may have either sharding.
+    for a, b, spec in zip(found, plain, (layout.y, layout.x, layout.w, layout.bias), strict=True):
         allowed = b.sharding, *([NamedSharding(mesh, spec)] if kind == AxisType.Auto else [])
         assert any(a.sharding.is_equivalent_to(sharding, a.ndim) for sharding in allowed), (a.sharding, allowed)
 
@@ -286,30 +288,30 @@ def test_results_and_gradients_lie_as_those_of_a_bfloat16_program(layout, kind, 
         pytest.param(AxisType.Explicit, id="explicit"),
     ],
 )
-def test_products_on_a_mesh_are_mapped_over_layers(kind):
-    """Stacked layers, whose axis may be split, too."""
+def test_vmap_over_stacked_layers_on_a_mesh(kind):
+    """The axis of layers may be sharded as well."""
     sizes = {"stage": 2, "dp": 2, "tp": 2}
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * 3)
     x, w = normal(0, (2, 4, 128, 256)), normal(1, (2, 256, 256))
-    how = {"out_sharding": P("dp", None, "tp")} if kind == AxisType.Explicit else {}
-    how |= {"specs": train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp"))} if kind == AxisType.Auto else {}
+    options = {"out_sharding": P("dp", None, "tp")} if kind == AxisType.Explicit else {}
+    options |= {"specs": train.Specs(P("dp"), P(None, "tp"), P("dp", None, "tp"))} if kind == AxisType.Auto else {}
 
-    def gradients(x, w, **how):
-        y, pull = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", **how), x, w)
-        return y, *pull(jnp.ones_like(y))
+    def gradients(x, w, **options):
+        y, pullback = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_block", **options), x, w)
+        return y, *pullback(jnp.ones_like(y))
 
     expected = jax.jit(jax.vmap(gradients))(x, w)
     for name in (None, "stage") if kind == AxisType.Explicit else (None,):
         with jax.set_mesh(mesh):
-            lie = P(name, "dp"), P(name, None, "tp")
-            given = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), lie, strict=True)]
-            found = jax.jit(jax.vmap(functools.partial(gradients, **how), spmd_axis_name=name))(*given)
+            specs = P(name, "dp"), P(name, None, "tp")
+            sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs, strict=True)]
+            found = jax.jit(jax.vmap(functools.partial(gradients, **options), spmd_axis_name=name))(*sharded)
         require_reordered(found, expected, jax.vmap(jnp.matmul), x, w, 512)
-        for a, spec in zip(found[1:], lie, strict=True):
+        for a, spec in zip(found[1:], specs, strict=True):
             assert a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)
 
 
-def grouped(x, w, sizes, specs=None):
+def ragged(x, w, sizes, specs=None):
     return train.ragged_dot(x, w, sizes, recipe="fp8_block", specs=specs)
 
 
@@ -322,10 +324,10 @@ def plain_convolution(x, w, sizes):
 
 
 @pytest.mark.parametrize(
-    ("verb", "plain", "x_shape", "w_shape", "specs"),
+    ("function", "plain", "x_shape", "w_shape", "specs"),
     [
         (
-            grouped,
+            ragged,
             jax.lax.ragged_dot,
             (2, 64, 256),
             (2, 4, 256, 256),
@@ -340,13 +342,13 @@ def plain_convolution(x, w, sizes):
         ),
     ],
 )
-def test_other_products_on_a_mesh_are_mapped_over_layers(verb, plain, x_shape, w_shape, specs):
+def test_vmap_over_stacked_ragged_dots_and_convolutions_on_a_mesh(function, plain, x_shape, w_shape, specs):
     x, w, sizes = normal(0, x_shape), normal(1, w_shape), jnp.array([[10, 0, 20, 34], [0, 64, 0, 0]])
 
     def gradients(specs=None):
         def of_one(x, w, sizes):
-            y, pull = jax.vjp(lambda x, w: verb(x, w, sizes, specs), x, w)
-            return y, *pull(jnp.ones_like(y))
+            y, pullback = jax.vjp(lambda x, w: function(x, w, sizes, specs), x, w)
+            return y, *pullback(jnp.ones_like(y))
 
         return jax.jit(jax.vmap(of_one))
 

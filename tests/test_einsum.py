@@ -1,4 +1,4 @@
-"""einsum: any number of operands, ellipses, diagonals, sums, on scaled and plain operands."""
+"""einsum of scaled and plain operands: any number of them, ellipses, diagonals, reductions."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def test_every_format_on_either_side(cast, sides):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "int8", "nvfp4"])
-def test_more_operands_go_in_pairs_and_are_rounded_once(name):
+def test_more_operands_are_contracted_in_pairs_and_rounded_once(name):
     x, w = normal_by_axis(0, (4, 64), jnp.bfloat16), normal_by_axis(1, (64, 32), jnp.bfloat16)
     v = normal_by_axis(2, (32, 8), jnp.bfloat16)
     qw, qv = sd.quantize(w, name, axis=0), sd.quantize(v, name, axis=0)
@@ -55,13 +55,13 @@ def test_ellipses_and_implicit_results_follow_numpy(text, shapes):
 @pytest.mark.parametrize(
     "text", ["ij->ji", "ii->i", "ii->", "ij->i", "ij,k->k", "ij,j->i", "ii,ij->j", "ij,ij->", "ij,ik->ijk"]
 )
-def test_diagonals_and_lonely_labels_are_dequantised(text):
+def test_operands_with_diagonals_or_labels_of_their_own_are_dequantised(text):
     q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
     rest = [normal_by_axis(1, (32,) * len(labels)) for labels in text.split("->")[0].split(",")[1:]]
     check_einsum(sd.einsum(text, q, *rest), text, q, *rest)
 
 
-def test_axes_of_one_broadcast_as_in_numpy():
+def test_axes_of_size_1_broadcast_as_in_numpy():
     q = sd.quantize(normal_by_axis(0, (4, 5)), "int8", axis=0)
     np.testing.assert_allclose(
         sd.einsum("ij,jk->ik", jnp.ones((3, 1)), q),
@@ -71,23 +71,23 @@ def test_axes_of_one_broadcast_as_in_numpy():
 
 
 @pytest.mark.parametrize("text", ["ij->", "ij,jk->k", "ii->i"])
-def test_the_gradient_of_a_scaled_operand_is_refused_here_too(text):
+def test_the_gradient_of_a_scaled_operand_raises(text):
     q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
     rest = [jnp.ones((32, 3))] if "," in text else []
     with pytest.raises(TypeError, match="a ScaledArray is a constant"):
         jax.grad(lambda q: jnp.sum(sd.einsum(text, q, *rest)))(q)
 
 
-def test_one_operand_makes_no_product():
+def test_one_operand_has_no_matmul():
     q = sd.quantize(normal_by_axis(0, (32, 32)), "mxfp8")
-    assert sd.explain(sd.einsum, "ij->j", q) == "nothing is multiplied or cast"
-    with pytest.raises(ValueError, match="one operand makes no product"):
+    assert sd.explain(sd.einsum, "ij->j", q) == "no matmul and no cast"
+    with pytest.raises(ValueError, match="an einsum of one operand has no matmul"):
         sd.einsum("ij->j", q, kernel="xla_codes")
     with pytest.raises(TypeError, match="must be a float dtype"):
         sd.einsum("ij->j", q, preferred_element_type=jnp.int32)
 
 
-def test_a_path_of_numpy_is_taken():
+def test_a_path_of_numpy_is_followed():
     q = sd.quantize(normal_by_axis(0, (4, 5)), "int8", axis=0)
     path = ["einsum_path", (1, 2), (0, 1)]
     check_einsum(
@@ -99,13 +99,13 @@ def test_a_path_of_numpy_is_taken():
     )
 
 
-def test_a_hidden_broadcast_is_an_error():
+def test_mismatched_sizes_of_a_label_raise():
     q = sd.quantize(jnp.ones((64, 4)), "int8", axis=0)
     with pytest.raises(ValueError, match=r"'k' of 'mk,kn->mn' is 8 and 64.*float32\[2,8\].*int8\[64,4\]"):
         sd.einsum("mk,kn->mn", jnp.ones((2, 8)), q)
 
 
-def test_plain_and_whole_numbers_beside_scaled_ones():
+def test_integer_operands_with_scaled_ones():
     q = sd.quantize(normal_by_axis(0, (8, 3)), "int8", axis=0)
     a, b = (jax.random.randint(jax.random.key(key), shape, -5, 6) for key, shape in ((1, (2, 4)), (2, (4, 8))))
     check_einsum(sd.einsum("ij,jk,kl->il", a, b, q), "ij,jk,kl->il", a, b, q)
@@ -113,13 +113,13 @@ def test_plain_and_whole_numbers_beside_scaled_ones():
     assert sd.matmul(jnp.ones((2, 8), jnp.bfloat16), jnp.ones((8, 2))).dtype == jnp.float32
 
 
-def test_each_pair_has_an_explanation():
+def test_explain_lists_the_kernel_of_each_pair():
     q = sd.quantize(jnp.ones((64, 32)), "int8", axis=0)
     text = sd.explain(sd.einsum, "mk,kn,nj->mj", jnp.ones((4, 64), jnp.bfloat16), q, jnp.ones((32, 8)))
     assert text.count("TAKEN") == 2
 
 
-def test_gradients_flow_to_plain_operands():
+def test_plain_operands_have_gradients():
     x, v = normal_by_axis(0, (4, 64)), normal_by_axis(2, (32, 8))
     q = sd.quantize(normal_by_axis(1, (64, 32)), "nvfp4", axis=0)
     with jax.default_matmul_precision("highest"):  # a pair of plain operands follows the caller's default
@@ -131,7 +131,7 @@ def test_gradients_flow_to_plain_operands():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 
 
-def test_an_axis_that_only_an_int8_array_has_is_not_summed_in_int8():
+def test_an_axis_of_one_int8_operand_is_not_reduced_in_int8():
     q = sd.quantize(jnp.ones((3, 4)), "int8", axis=0)
     y = sd.einsum("ijk,jl->il", jnp.full((2, 3, 200), 100, jnp.int8), q)
     np.testing.assert_allclose(y, np.full((2, 4), 200 * 100 * 3), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Grouped products on eight CPU devices, experts and features split over them, are those of one device."""
+"""Ragged matmuls whose experts and features are sharded over eight CPU devices match one device."""
 
 import functools
 import itertools
@@ -18,11 +18,11 @@ from scaledot import train
 from scaledot.recipes import RECIPES
 
 ROWS, GROUPS, INPUTS, OUTPUTS = 256, 8, 256, 256
-SIZES = np.array([50, 0, 77, 1, 30, 64, 0, 20])  # uneven and empty ones, and 14 rows of none
+SIZES = np.array([50, 0, 77, 1, 30, 64, 0, 20])  # uneven and empty groups, and 14 rows that belong to none
 
 
 class Layout(NamedTuple):
-    """Mesh axes and how x (rows, k), w (groups, k, n) and y (rows, n) lie."""
+    """Mesh axes, and PartitionSpecs of x (rows, k), w (groups, k, n) and y (rows, n)."""
 
     axes: dict[str, int]
     x: P
@@ -50,12 +50,12 @@ LAYOUTS = {
     "row": Layout(EXPERT_AND_TENSOR, P("ep", "tp"), P("ep", "tp"), P("ep")),
     "data": Layout({"dp": 2, "ep": 4}, P(("dp", "ep")), P("ep"), P(("dp", "ep"))),
     "fsdp": Layout({"fsdp": 2, "ep": 2}, P(("fsdp", "ep")), P("ep", "fsdp"), P(("fsdp", "ep"))),
-    "whole rows": Layout({"ep": 8}, P(), P("ep"), P()),
+    "replicated rows": Layout({"ep": 8}, P(), P("ep"), P()),
     "sequence to column": Layout(EXPERT_AND_TENSOR, P(("ep", "tp")), P("ep", None, "tp"), P("ep", "tp")),
     "row to sequence": Layout(EXPERT_AND_TENSOR, P("ep", "tp"), P("ep", "tp"), P(("ep", "tp"))),
     "repeated": Layout({"dp": 2, "ep": 4}, P("dp"), P(("dp", "ep")), P()),
 }
-REPRESENTATIVE = {  # every way to say how arrays lie, with casts of each kind
+REPRESENTATIVE = {  # every mode, with casts of each kind
     ("fp8_block", "row", "explicit"),
     ("int8", "data", "shard_map"),
     ("fp8_current", "fsdp", "specs"),
@@ -76,7 +76,7 @@ class Arrays(NamedTuple):
 
 @functools.cache
 def arrays() -> Arrays:
-    """Rows, columns and groups of very different magnitudes, so that a scale of a part is not one of the whole."""
+    """Random arrays whose rows and groups differ in magnitude, so that shards differ from the tensor in amax."""
     normal = np.random.default_rng(0).normal
     x = np.exp(normal(size=(ROWS, 1))) * normal(size=(ROWS, INPUTS))
     w = np.exp(normal(size=(GROUPS, 1, 1))) * normal(size=(GROUPS, INPUTS, OUTPUTS)) / math.sqrt(INPUTS)
@@ -84,18 +84,18 @@ def arrays() -> Arrays:
     return Arrays(*(a.astype(np.float32) for a in (x, w, bias, g)))
 
 
-def step(recipe, **how):
-    """y, dx, dw, db and the next state from arrays, sizes and a state."""
+def step(recipe, **options):
+    """A function (arrays, state, sizes) -> ({y, dx, dw, db}, next state); `options` are those of `train.ragged_dot`."""
     key = jax.random.key(7) if recipe.stochastic else None
 
     def layer(x, w, bias, state, sizes):
-        given = {"state": state} if recipe.delayed else {}
-        y = train.ragged_dot(x, w, sizes, bias, recipe=recipe, key=key, **given, **how)
+        stateful = {"state": state} if recipe.delayed else {}
+        y = train.ragged_dot(x, w, sizes, bias, recipe=recipe, key=key, **stateful, **options)
         return y[0] if recipe.delayed else y
 
     def run(arrays: Arrays, state, sizes):
-        y, pull = jax.vjp(functools.partial(layer, sizes=sizes), arrays.x, arrays.w, arrays.bias, state)
-        dx, dw, db, state = pull(arrays.g)
+        y, pullback = jax.vjp(functools.partial(layer, sizes=sizes), arrays.x, arrays.w, arrays.bias, state)
+        dx, dw, db, state = pullback(arrays.g)
         return {"y": y, "dx": dx, "dw": dw, "db": db}, state
 
     return run
@@ -107,106 +107,106 @@ def on_one_device(name: str):
     return jax.jit(step(recipe))(arrays(), first_state(recipe), jnp.asarray(SIZES))
 
 
-def bound(of: str, dtype) -> np.ndarray:
-    """What two orders of the same float32 sum may differ by (meshes.reordered); an element's next code is further."""
+def bound(result: str, dtype) -> np.ndarray:
+    """meshes.reordered of y, dx, dw or db; a changed code would differ by more."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays())
     group = np.searchsorted(np.cumsum(SIZES), np.arange(ROWS), side="right")
-    member = np.eye(GROUPS + 1)[group][:, :GROUPS]  # zeros for rows of no group
-    totals = {
+    member = np.eye(GROUPS + 1)[group][:, :GROUPS]  # zeros for rows that belong to no group
+    magnitude_and_k = {
         "y": lambda: (np.einsum("tg,tk,gkn->tn", member, x, w, optimize=True) + member @ bias, INPUTS),
         "dx": lambda: (np.einsum("tg,tn,gkn->tk", member, g, w, optimize=True), OUTPUTS),
         "dw": lambda: (np.einsum("tg,tk,tn->gkn", member, x, g, optimize=True), max(SIZES)),
         "db": lambda: (member.T @ g, max(SIZES)),
     }
-    total, terms = totals[of]()
-    return reordered(total, terms, dtype)
+    magnitude, k = magnitude_and_k[result]()
+    return reordered(magnitude, k, dtype)
 
 
 def require_same(name: str, found, state):
-    """Rows of a group are never split, so what is summed over them is the same to the bit."""
+    """As meshes.require_same; dw and db are bit-identical, because rows of a group are never sharded."""
     expected, next_state = on_one_device(name)
-    for of, value in found.items():
-        if of in ("dw", "db"):
-            np.testing.assert_array_equal(value, expected[of], of)
-        apart = np.abs(np.asarray(value, np.float64) - np.asarray(expected[of], np.float64))
-        allowed = bound(of, value.dtype)
-        worst = np.max(np.where(apart > 0, apart / np.maximum(allowed, 1e-300), 0))
-        assert worst <= 1, f"{of} is {worst:.3g} of what is allowed apart"
+    for result, value in found.items():
+        if result in ("dw", "db"):
+            np.testing.assert_array_equal(value, expected[result], result)
+        difference = np.abs(np.asarray(value, np.float64) - np.asarray(expected[result], np.float64))
+        allowed = bound(result, value.dtype)
+        worst = np.max(np.where(difference > 0, difference / np.maximum(allowed, 1e-300), 0))
+        assert worst <= 1, f"{result} differs by {worst:.3g} x the bound"
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(next_state), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def explicit(lay: Layout, recipe):
-    mesh = lay.mesh(AxisType.Explicit)
+def explicit(layout: Layout, recipe):
+    mesh = layout.mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        given = arrays().on(lay, mesh), first_state(recipe), jnp.asarray(SIZES)
-        return jax.jit(step(recipe, out_sharding=lay.y))(*given)
+        arguments = arrays().on(layout, mesh), first_state(recipe), jnp.asarray(SIZES)
+        return jax.jit(step(recipe, out_sharding=layout.y))(*arguments)
 
 
-def specs(lay: Layout, recipe):
-    mesh = lay.mesh(AxisType.Auto)
+def specs(layout: Layout, recipe):
+    mesh = layout.mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
-        given = arrays().on(lay, mesh), first_state(recipe), jnp.asarray(SIZES)
-        return jax.jit(step(recipe, specs=lay.specs))(*given)
+        arguments = arrays().on(layout, mesh), first_state(recipe), jnp.asarray(SIZES)
+        return jax.jit(step(recipe, specs=layout.specs))(*arguments)
 
 
-def shard_map(lay: Layout, recipe):
-    mesh = lay.mesh(AxisType.Auto)
-    in_specs = (Arrays(lay.x, lay.w, lay.bias, lay.y), P(), P())
-    out_specs = ({"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}, P())
-    mapped = jax.shard_map(step(recipe, specs=lay.specs), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    return jax.jit(mapped)(arrays().on(lay, mesh), first_state(recipe), jnp.asarray(SIZES))
+def shard_map(layout: Layout, recipe):
+    mesh = layout.mesh(AxisType.Auto)
+    in_specs = (Arrays(layout.x, layout.w, layout.bias, layout.y), P(), P())
+    out_specs = ({"y": layout.y, "dx": layout.x, "dw": layout.w, "db": layout.bias}, P())
+    mapped = jax.shard_map(step(recipe, specs=layout.specs), mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.jit(mapped)(arrays().on(layout, mesh), first_state(recipe), jnp.asarray(SIZES))
 
 
-WAYS = {"explicit": explicit, "specs": specs, "shard_map": shard_map}
+MODES = {"explicit": explicit, "specs": specs, "shard_map": shard_map}
 EVERY = [
     pytest.param(*case, marks=() if case in REPRESENTATIVE else pytest.mark.exhaustive)
-    for case in itertools.product(RECIPES, LAYOUTS, WAYS)
+    for case in itertools.product(RECIPES, LAYOUTS, MODES)
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "way"), EVERY)
-def test_a_step_on_a_mesh_is_that_of_one_device(name, layout, way):
-    lay, recipe = LAYOUTS[layout], RECIPES[name]
-    found, state = WAYS[way](lay, recipe)
+@pytest.mark.parametrize(("name", "layout_name", "mode"), EVERY)
+def test_a_step_on_a_mesh_matches_one_device(name, layout_name, mode):
+    layout, recipe = LAYOUTS[layout_name], RECIPES[name]
+    found, state = MODES[mode](layout, recipe)
     require_same(name, found, state)
-    asked = {"y": lay.y, "dx": lay.x, "dw": lay.w, "db": lay.bias}
-    for of, value in found.items():
-        sharding = NamedSharding(value.sharding.mesh, asked[of])
-        assert value.sharding.is_equivalent_to(sharding, value.ndim), of
+    specs = {"y": layout.y, "dx": layout.x, "dw": layout.w, "db": layout.bias}
+    for result, value in found.items():
+        sharding = NamedSharding(value.sharding.mesh, specs[result])
+        assert value.sharding.is_equivalent_to(sharding, value.ndim), result
 
 
 @pytest.mark.parametrize("flavour", [sd.linen, sd.nnx], ids=["linen", "nnx"])
-def test_layers_of_groups_take_specs(flavour):
-    lay, (x, w, bias, _) = LAYOUTS["column"], arrays()
+def test_grouped_layers_accept_specs(flavour):
+    layout, (x, w, bias, _) = LAYOUTS["column"], arrays()
     recipe = RECIPES["fp8_current"]
-    layer = flavour.GroupedDense(recipe, specs=lay.specs)
+    layer = flavour.GroupedDense(recipe, specs=layout.specs)
     apply = functools.partial(layer.apply, {}) if flavour is sd.linen else layer
-    mesh = lay.mesh(AxisType.Auto)
+    mesh = layout.mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
-        y = jax.jit(lambda *given: apply(*given))(x, w, jnp.asarray(SIZES), bias)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, lay.y), 2)
-    apart = np.abs(np.asarray(y) - np.asarray(train.ragged_dot(x, w, SIZES, bias, recipe=recipe)))
-    assert (apart <= bound("y", y.dtype)).all()
+        y = jax.jit(lambda *operands: apply(*operands))(x, w, jnp.asarray(SIZES), bias)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, layout.y), 2)
+    difference = np.abs(np.asarray(y) - np.asarray(train.ragged_dot(x, w, SIZES, bias, recipe=recipe)))
+    assert (difference <= bound("y", y.dtype)).all()
 
 
-def test_what_cannot_be_split_says_why():
-    def refused(match, specs, x=(64, 256), w=(8, 256, 64), recipe="fp8_block", **how):
+def test_wrong_shardings_raise_errors_that_name_them():
+    def raises(match, specs, x=(64, 256), w=(8, 256, 64), recipe="fp8_block", **options):
         with pytest.raises(ValueError, match=match):
-            train.ragged_dot(jnp.ones(x), jnp.ones(w), jnp.ones(w[0], int), recipe=recipe, specs=specs, **how)
+            train.ragged_dot(jnp.ones(x), jnp.ones(w), jnp.ones(w[0], int), recipe=recipe, specs=specs, **options)
 
     mesh = jax.make_mesh((2, 4), ("tp", "ep"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        fine = train.Specs(P("ep"), P("ep"), P("ep"))
-        refused("`w` has 6 groups, .* evenly over 4 devices of 'ep'; 4 or 8 would fit", fine, w=(6, 256, 64))
-        refused("`x` has 62 rows, .* evenly over 4 devices of 'ep'; 60 or 64 would fit", fine, x=(62, 256))
-        refused("`x` has no rows to split", fine, x=(0, 256))
-        refused("no axis 'expert'; it has 'tp', 'ep'", train.Specs(P("ep"), P("expert"), P("ep")))
-        refused(r"`specs\.x` .* has 3 entries for an array of 2 axes", train.Specs(P("ep", None, None), P("ep"), P()))
-        refused("`out_sharding` and `specs` both say", fine, out_sharding=P("ep"))
+        valid = train.Specs(P("ep"), P("ep"), P("ep"))
+        raises("`w` has 6 groups, .* evenly over 4 devices of 'ep'; 4 or 8 would fit", valid, w=(6, 256, 64))
+        raises("`x` has 62 rows, .* evenly over 4 devices of 'ep'; 60 or 64 would fit", valid, x=(62, 256))
+        raises("`x` has no rows to split", valid, x=(0, 256))
+        raises("no axis 'expert'; it has 'tp', 'ep'", train.Specs(P("ep"), P("expert"), P("ep")))
+        raises(r"`specs\.x` .* has 3 entries for an array of 2 axes", train.Specs(P("ep", None, None), P("ep"), P()))
+        raises("`out_sharding` and `specs` both give", valid, out_sharding=P("ep"))
         cut = train.Specs(P("ep"), P("ep", None, "tp"), P("ep", "tp"))
-        refused("`w` is split over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
-        refused("'k' .* is 256 long in `x` and 512 in `w`", fine, w=(8, 512, 64))
+        raises("`w` is sharded over 'tp' so that a device has 32 elements of an axis, which cut blocks of 128", cut)
+        raises("'k' .* has global size 256 in `x` and 512 in `w`", valid, w=(8, 512, 64))
 
 
 def test_groups_that_cannot_be_split_evenly_are_told_what_would_fit():

@@ -1,4 +1,4 @@
-"""Flax layers under recipes on meshes of CPU devices: their metadata, their specs, and what moves between devices."""
+"""Flax layers under recipes on meshes of CPU devices: their metadata, their specs, and their collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ SPECS = {
     "up": train.Specs(P("dp", "tp"), P(None, "tp"), P("dp", None, "tp")),
     "down": train.Specs(P("dp", None, "tp"), P("tp"), P("dp", "tp")),
 }
-RECIPES = ("fp8_block", "fp8_delayed", "nvfp4")  # one for each way of saving residuals and state
+RECIPES = ("fp8_block", "fp8_delayed", "nvfp4")  # without state, with state, with stochastic rounding
 
 
 def mesh_of(kind: AxisType):
@@ -28,7 +28,7 @@ def mesh_of(kind: AxisType):
 
 
 class Block(nn.Module):
-    """Kernels carry the names of their axes, as in any sharded linen model."""
+    """Kernels have logical axis names, as in any sharded linen model."""
 
     @nn.compact
     def __call__(self, x):
@@ -52,7 +52,7 @@ def gradients(model, key):
 
 
 def require_close(found, expected):
-    """What another order of float32 sums, and a rounding of the hidden layer that it turns, may change."""
+    """Up to another order of float32 accumulation, which may change the rounding of elements of the hidden layer."""
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.linalg.norm(a - b) <= 2.0**-6 * np.linalg.norm(b)
@@ -77,21 +77,21 @@ def test_a_linen_model_follows_its_specs(recipe, standard_promotion):
     logical = nn.get_partition_spec(variables)
     named = nn.logical_to_mesh_sharding(logical, mesh, [("embed", None), ("mlp", "tp")])
     assert named["params"]["up"]["kernel"].spec == P(None, "tp")
-    split = jax.device_put(nn.unbox(variables), named)
+    sharded = jax.device_put(nn.unbox(variables), named)
     with jax.set_mesh(mesh):
         tokens = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
         for overlap in ((), "tp"):
             model = sd.linen.with_recipe(Block(), recipe, specs=SPECS, overlap=overlap)
-            program = jax.jit(gradients(model, key)).lower(split, tokens).compile()
-            y, grads = program(split, tokens)
+            program = jax.jit(gradients(model, key)).lower(sharded, tokens).compile()
+            y, grads = program(sharded, tokens)
             require_close((y, grads), expected)
             if recipe == "fp8_delayed":
                 require_same_histories(grads, expected[1])
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), y.ndim)
             kernel = grads["params"]["down"]["kernel"]
             assert kernel.sharding.is_equivalent_to(named["params"]["down"]["kernel"], 2)
-            moved = collectives(program.as_text(), dict(mesh.shape))
-            large = [one for one in moved if one.axes == ("tp",) and one.bytes >= 2**14]
+            transfers = collectives(program.as_text(), dict(mesh.shape))
+            large = [one for one in transfers if one.axes == ("tp",) and one.bytes >= 2**14]
             kinds = {"collective-permute"} if overlap else {"all-gather", "reduce-scatter"}
             assert {one.kind for one in large} == kinds
             assert not [one for one in large if one.kind == "all-gather" and one.dtype != "u8"]
@@ -104,22 +104,22 @@ def test_a_pattern_of_specs_that_matches_nothing_is_named():
 
 
 class NnxBlock(nnx.Module):
-    """Explicit axes: kernels are made where they lie, and calls say where results do."""
+    """On explicit axes: kernels are initialised sharded, and `out_shardings` are those of the two results."""
 
     def __init__(self, rngs: nnx.Rngs):
         for name, sizes, axes in (("up", (WIDTH, HIDDEN), (None, "tp")), ("down", (HIDDEN, WIDTH), ("tp", None))):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
-            made = {"kernel_init": init, "use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
-            setattr(self, name, nnx.Linear(*sizes, **made))
+            options = {"kernel_init": init, "use_bias": False, "dtype": jnp.bfloat16, "rngs": rngs}
+            setattr(self, name, nnx.Linear(*sizes, **options))
 
-    def __call__(self, x, lying=(None, None)):
-        h = nnx.silu(self.up(x, out_sharding=lying[0]))
-        return self.down(h, out_sharding=lying[1])
+    def __call__(self, x, out_shardings=(None, None)):
+        h = nnx.silu(self.up(x, out_sharding=out_shardings[0]))
+        return self.down(h, out_sharding=out_shardings[1])
 
 
-def nnx_gradients(model, x, lying=(None, None)):
+def nnx_gradients(model, x, out_shardings=(None, None)):
     def loss(model, x):
-        y = model(x, lying)
+        y = model(x, out_shardings)
         return jnp.sum(jnp.square(y.astype(jnp.float32))), y
 
     (_, y), grads = nnx.value_and_grad(loss, has_aux=True, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model, x)
@@ -137,14 +137,14 @@ def test_an_nnx_model_follows_types_and_specs(recipe, standard_promotion):
     with jax.set_mesh(mesh):
         model = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3))
         tokens = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
-        lying = P("dp", None, "tp"), P("dp", "tp")
-        y, grads = nnx.jit(nnx_gradients, static_argnums=2)(model, tokens, lying)
+        out_shardings = P("dp", None, "tp"), P("dp", "tp")
+        y, grads = nnx.jit(nnx_gradients, static_argnums=2)(model, tokens, out_shardings)
         require_close((y, grads), expected)
         assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "tp")), y.ndim)
         assert tuple(grads["up"]["kernel"].sharding.spec) == (None, "tp")
     auto = mesh_of(AxisType.Auto)
     with jax.set_mesh(auto):
-        made = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3), specs=SPECS, overlap="tp")
-        y, grads = nnx.jit(nnx_gradients)(made, jax.device_put(x, NamedSharding(auto, P("dp", "tp"))))
+        model = sd.nnx.with_recipe(NnxBlock(nnx.Rngs(0)), recipe, rngs=nnx.Rngs(sr_rng=3), specs=SPECS, overlap="tp")
+        y, grads = nnx.jit(nnx_gradients)(model, jax.device_put(x, NamedSharding(auto, P("dp", "tp"))))
         require_close((y, grads), expected)
         assert y.sharding.is_equivalent_to(NamedSharding(auto, P("dp", "tp")), y.ndim)

@@ -1,7 +1,7 @@
-"""examples/processes.py: the number of processes changes no number, and a process may die.
+"""examples/processes.py: results do not depend on the number of processes, and a run resumes after a process dies.
 
-A run on 2 and on 4 processes is held to the same run in this process, bit by bit. That can be asked for: the program
-is the same, and every sum over devices has two terms, so that its order does not matter.
+Runs on 2 and 4 processes are bit-identical to a run in this process: the program is the same, and every all-reduce has
+two operands, so that its order does not matter.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 RUN = gpt_sharded.Run("fp8_delayed", steps=12, blocks=1)
 EVERY = 4
 WORDS = [f"--recipe={RUN.recipe}", f"--steps={RUN.steps}", f"--blocks={RUN.blocks}", f"--every={EVERY}"]
-SECONDS = 240  # a run is given up after; it takes a tenth of that
-# XLA_FLAGS of this process but for its number of devices: losses are equal bit by bit only between equal programs.
+SECONDS = 240  # timeout of a run, which takes a tenth of that
+# XLA_FLAGS of this process without its number of devices: only equal programs have bit-identical losses.
 FLAGS = re.sub(r"--xla_force_host_platform_device_count=\S+", "", os.environ["XLA_FLAGS"])
 ENVIRONMENT = os.environ | {"XLA_FLAGS": FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @contextlib.contextmanager
 def started(words):
-    """A command with all that it starts, none of which outlives this."""
+    """Starts a command in a session of its own, and kills the whole process group on exit."""
     cwd, pipe = Path(processes.__file__).parent.parent, subprocess.PIPE
     process = subprocess.Popen(
         words, cwd=cwd, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -80,7 +80,7 @@ def curve(mesh, program, directory):
 
 
 @pytest.mark.exhaustive
-def test_two_processes_are_one(curve, tmp_path):
+def test_two_processes_match_one(curve, tmp_path):
     with started(example("--processes=2", f"--directory={tmp_path}", *WORDS)) as launcher:
         printed, errors = launcher.communicate(timeout=SECONDS)
     assert launcher.returncode == 0, errors
@@ -90,7 +90,7 @@ def test_two_processes_are_one(curve, tmp_path):
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize(("count", "then"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.exhaustive)])
-def test_one_of_several_processes_dies_while_they_save_and_fewer_go_on(curve, tmp_path, count, then):
+def test_fewer_processes_resume_after_one_was_killed_while_saving(curve, tmp_path, count, then):
     checkpoints = tmp_path / "checkpoints"
     with started(example(f"--processes={count}", f"--directory={tmp_path}", *WORDS)) as launcher:
         numbers = re.findall(r"\d+", launcher.stdout.readline().partition("(")[2].partition(")")[0])
@@ -114,7 +114,7 @@ def test_one_of_several_processes_dies_while_they_save_and_fewer_go_on(curve, tm
 
 
 def kill_while_saving(launcher, pid, checkpoints):
-    """Kill a process in a save that cannot have ended without it, after a first whole one; returns the step of it."""
+    """Kill a process during a save that cannot complete without it, after a first complete one; returns its step."""
     deadline = time.monotonic() + SECONDS
     while launcher.poll() is None and time.monotonic() < deadline:
         if (checkpoints / str(EVERY)).exists() and unfinished_in(checkpoints):
@@ -125,7 +125,7 @@ def kill_while_saving(launcher, pid, checkpoints):
                 return int(unfinished[0].name.partition(".")[0])
             os.kill(pid, signal.SIGCONT)
         time.sleep(0.001)
-    raise AssertionError(f"no save was seen until the run ended, or in {SECONDS} s")
+    raise AssertionError(f"no unfinished save was observed before the run ended, or within {SECONDS} s")
 
 
 def unfinished_in(checkpoints):
@@ -137,12 +137,12 @@ def leaves_of(state):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def test_states_lie_as_the_table_says(program):
+def test_states_are_sharded_by_the_table(program):
     layers = {"qkv": P(None, "tensor"), "up": P(None, "tensor"), "out": P("tensor", None), "down": P("tensor", None)}
     trees = "params/params", "opt_state/0/mu", "opt_state/0/nu"
-    split = {f"{tree}/block_0/{layer}/kernel": spec for tree in trees for layer, spec in layers.items()}
+    sharded = {f"{tree}/block_0/{layer}/kernel": spec for tree in trees for layer, spec in layers.items()}
     expected = leaves_of(program.state)
-    assert {name: leaf.sharding.spec for name, leaf in expected.items() if leaf.sharding.spec != P()} == split
+    assert {name: leaf.sharding.spec for name, leaf in expected.items() if leaf.sharding.spec != P()} == sharded
     assert "params/_overwrite_with_gradient/block_0/qkv/DotGeneral_0/kernel_scale" in expected
     for state in (program.start.output_shardings, program.step.output_shardings[0]):
         found = leaves_of(state)
@@ -151,26 +151,27 @@ def test_states_lie_as_the_table_says(program):
 
 
 @pytest.mark.optimized
-def test_each_device_multiplies_its_part_of_each_kernel(mesh):
+def test_each_device_multiplies_its_shard_of_each_kernel(mesh):
     """dgrad is (tokens, k) and wgrad is (k, n), where a device has half of the tokens and a (k, n) shard of w."""
     pattern = r"= f32\[(\d+),(\d+)\]\S* dot\(.*/transpose\(jvp\(Gpt\)\)/block_0/(\w+)/DotGeneral"
     found = {}
     for *shape, layer in re.findall(pattern, gpt_sharded.compile_run(RUN, mesh).step.as_text()):
         found.setdefault(layer, set()).add(tuple(map(int, shape)))
     tokens = gpt_sharded.BATCH // 2 * gpt_sharded.LENGTH
-    parts = {"qkv": (64, 192 // 2), "out": (64 // 2, 64), "up": (64, 256 // 2), "down": (128 // 2, 64)}
-    assert found == {layer: {(tokens, k), (k, n)} for layer, (k, n) in parts.items()}
+    shards = {"qkv": (64, 192 // 2), "out": (64 // 2, 64), "up": (64, 256 // 2), "down": (128 // 2, 64)}
+    assert found == {layer: {(tokens, k), (k, n)} for layer, (k, n) in shards.items()}
 
 
 def test_a_batch_is_the_same_on_any_mesh(mesh):
     one = jax.make_mesh((1, 1), tuple(gpt_sharded.AXES), devices=jax.devices()[:1])
-    first, again, second = (np.asarray(gpt_sharded.batch(RUN, *at)) for at in ((3, mesh), (3, one), (4, mesh)))
+    steps = (3, mesh), (3, one), (4, mesh)
+    first, again, second = (np.asarray(gpt_sharded.batch(RUN, *step)) for step in steps)
     np.testing.assert_array_equal(first, again)
     assert np.mean(first == second) < 0.3
     assert len(np.unique(first, axis=0)) == len(first)
 
 
-def test_another_run_is_not_gone_on_with(curve, mesh, program, directory):
+def test_a_checkpoint_of_another_run_raises(curve, mesh, program, directory):
     other = gpt_sharded.Run(RUN.recipe, steps=30, blocks=1)
     with pytest.raises(ValueError, match=r"holds another run: Run\(.*steps=12.* and this one is Run\(.*steps=30"):
         next(gpt_sharded.fit(other, mesh, program, directory, EVERY))
@@ -185,29 +186,29 @@ def test_another_run_is_not_gone_on_with(curve, mesh, program, directory):
         (["--worker=1"], "--worker needs --coordinator and --directory"),
     ],
 )
-def test_bad_numbers_are_errors_that_name_them(words, error, capsys):
+def test_wrong_arguments_raise_errors_that_name_them(words, error, capsys):
     with pytest.raises(SystemExit):
         processes.main(words)
     assert re.search(error, capsys.readouterr().err)
 
 
-def test_processes_that_were_told_different_numbers_end_and_say_so(tmp_path):
+def test_processes_with_different_counts_exit_with_an_error(tmp_path):
     common = [f"--directory={tmp_path}", f"--coordinator=127.0.0.1:{processes.free_port()}", *WORDS]
     with (
         started(example("--worker=0", "--processes=2", *common)) as first,
         started(example("--worker=1", "--processes=4", *common)) as second,
     ):
-        for process, told in (
+        for process, message in (
             (first, "0 was told of 2 processes with 2"),
             (second, "1 was told of 4 processes with 1"),
         ):
             _, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 1
-            assert f"process {told} of 4 devices each, but it met 2 processes with 3 devices in all" in errors
+            assert f"process {message} of 4 devices each, but it met 2 processes with 3 devices in all" in errors
 
 
 @pytest.mark.end_to_end
-def test_a_process_that_nobody_joins_gives_up(tmp_path):
+def test_a_process_without_peers_times_out(tmp_path):
     words = ["--worker=0", "--processes=4", f"--directory={tmp_path}", "--patience=2", *WORDS]
     with started(example(f"--coordinator=127.0.0.1:{processes.free_port()}", *words)) as process:
         _, errors = process.communicate(timeout=SECONDS)

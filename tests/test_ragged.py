@@ -1,4 +1,4 @@
-"""ragged_dot and ragged_dot_general: groups of rows, each with its own matrix and its own scales."""
+"""ragged_dot and ragged_dot_general: groups of rows, each with a matrix and scales of its own."""
 
 import functools
 import itertools
@@ -16,12 +16,12 @@ from test_dot import CASTS, EACH_CAST, SIDES
 import scaledot as sd
 
 GROUPS = {"plain": [5, 3, 8, 8], "empty": [0, 11, 0, 13], "short": [4, 0, 5, 2], "none": [0, 0, 0, 0]}
-KEPT = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (2,))), [1], [0])
-SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+FREE = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (2,))), [1], [0])
+CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 BATCH = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [0], [])
 
 
-def scaled(x, cast, axis, whole_too=()):
+def scaled(x, cast, axis):
     format, options = CASTS[cast]
     options = dict(options)
     if options.get("block") == (0, 0):
@@ -43,7 +43,7 @@ def by_group(lhs, rhs, sizes):
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("cast", [each for each in EACH_CAST if "rotated" not in each.values[0]])
 def test_every_format_on_either_side(cast, sides):
-    # Experts of very different magnitude: a scale of the wrong group would show.
+    # Experts differ in magnitude, so that a scale of the wrong group is detected.
     lhs, rhs = (
         normal_by_axis(0, (24, 128)),
         normal_by_axis(1, (4, 128, 6)) * jnp.array([1.0, 1e-3, 1e3, 7.0])[:, None, None],
@@ -59,7 +59,7 @@ def test_every_format_on_either_side(cast, sides):
         assert not np.any(y[sum(sizes) :])
 
 
-def test_scales_of_rows_past_the_groups_do_not_matter():
+def test_scales_of_rows_past_the_last_group_are_ignored():
     lhs = sd.quantize(jnp.ones((4, 32)), "fp8_e4m3", block=(0,))
     lhs = replace(lhs, scale=lhs.scale.at[2:].set(jnp.nan))
     rhs = sd.quantize(jnp.ones((2, 32, 3)), "int8", axis=1)
@@ -68,11 +68,11 @@ def test_scales_of_rows_past_the_groups_do_not_matter():
 
 
 @pytest.mark.parametrize("cast", ["int8", "int8 tiles", "int8 zeros", "mxfp8", "nvfp4", "nf4"])
-def test_groups_may_be_summed_over(cast):
+def test_the_ragged_dim_may_be_contracted(cast):
     x, g, sizes = normal_by_axis(0, (24, 8)), normal_by_axis(1, (24, 6)), [5, 0, 8, 8]
     qx, qg = scaled(x, cast, 0), scaled(g, cast, 0)
     for lhs, rhs in ((qx, qg), (x, qg), (qx, g)):
-        y = sd.ragged_dot_general(lhs, rhs, jnp.array(sizes), SUMMED)
+        y = sd.ragged_dot_general(lhs, rhs, jnp.array(sizes), CONTRACTED)
         a, b = exact(lhs), exact(rhs)
         starts = np.cumsum([0, *sizes])
         rows = [slice(s, e) for s, e in itertools.pairwise(starts)]
@@ -81,14 +81,14 @@ def test_groups_may_be_summed_over(cast):
 
 
 @pytest.mark.parametrize("cast", ["int8", "mxfp8", "int8 zeros", "nf4"])
-@pytest.mark.parametrize("numbers", [KEPT, BATCH], ids=["kept", "batch"])
+@pytest.mark.parametrize("numbers", [FREE, BATCH], ids=["free", "batch"])
 def test_batch_axes(numbers, cast):
-    if numbers is KEPT and jax.default_backend() == "gpu":
+    if numbers is FREE and jax.default_backend() == "gpu":
         pytest.skip("jax.lax's own ragged_dot_general of these axes does not compile for CUDA (jax 0.11.2)")
     lhs = normal_by_axis(0, (2, 12, 64))
-    rhs = normal_by_axis(1, (3, 64, 2, 5)) if numbers is KEPT else normal_by_axis(1, (2, 64, 5))
+    rhs = normal_by_axis(1, (3, 64, 2, 5)) if numbers is FREE else normal_by_axis(1, (2, 64, 5))
     ql, qr = scaled(lhs, cast, 2), scaled(rhs, cast, 1)
-    sizes = jnp.array([4, 0, 6]) if numbers is KEPT else jnp.array([1, 1])
+    sizes = jnp.array([4, 0, 6]) if numbers is FREE else jnp.array([1, 1])
     expected = lax.ragged_dot_general(sd.dequantize(ql), sd.dequantize(qr), sizes, numbers, precision="highest")
     for a, b in ((ql, qr), (sd.dequantize(ql), qr), (ql, sd.dequantize(qr))):
         y = sd.ragged_dot_general(a, b, sizes, numbers)
@@ -116,7 +116,7 @@ def test_plain_operands_have_gradients(cast, dtype):
     np.testing.assert_allclose(ours.astype(jnp.float32), theirs, rtol=tolerance, atol=tolerance * 8)
 
 
-def test_a_grouped_array_and_per_expert_scales_meet():
+def test_grouped_rows_times_experts_with_scales_of_their_own():
     x, sizes = normal_by_axis(0, (16, 64)), jnp.array([3, 0, 9, 4])
     q = sd.quantize_grouped(x, sizes, "fp8_e4m3")
     w = sd.quantize(normal_by_axis(1, (4, 64, 8)), "fp8_e4m3", block=(0, 0))
@@ -125,7 +125,7 @@ def test_a_grouped_array_and_per_expert_scales_meet():
     assert "TAKEN: bfloat16 products" in sd.explain(sd.ragged_dot, q, w, sizes)
 
 
-def test_wrong_groups_are_told_what_is_wrong():
+def test_wrong_groups_raise():
     lhs, rhs = jnp.ones((4, 32)), sd.quantize(jnp.ones((2, 32, 3)), "int8", axis=1)
     with pytest.raises(ValueError, match="sum to more than 4 rows"):
         sd.ragged_dot(lhs, rhs, jnp.array([3, 3]))

@@ -1,4 +1,4 @@
-"""Where the leaves of quantised arrays lie on a mesh."""
+"""Shardings of the leaves of ScaledArrays."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ MESH = AbstractMesh((2, 4), ("dp", "tp"))
 W = jax.ShapeDtypeStruct((256, 512), jnp.float32)
 
 
-def shapes(format: str, **how) -> sd.ScaledArray:
-    return jax.eval_shape(lambda w: sd.quantize(w, format, **how), W)
+def shapes(format: str, **options) -> sd.ScaledArray:
+    return jax.eval_shape(lambda w: sd.quantize(w, format, **options), W)
 
 
 def entries(q: sd.ScaledArray) -> dict[str, tuple]:
@@ -26,7 +26,7 @@ def entries(q: sd.ScaledArray) -> dict[str, tuple]:
     return {name: tuple(spec) for name, spec in leaves.items() if spec is not None}
 
 
-SPLIT = [  # format, options, spec, specs of leaves
+CASES = [  # format, options, spec, specs of leaves
     ("mxfp8", {}, P("dp", "tp"), {"data": ("dp", "tp"), "scale": ("dp", "tp")}),
     ("fp8_e4m3", {}, P("dp", "tp"), {"data": ("dp", "tp"), "scale": (None, None)}),
     ("fp8_e4m3", {"block": (128, 128)}, P("dp", "tp"), {"data": ("dp", "tp"), "scale": ("dp", "tp")}),
@@ -42,29 +42,29 @@ SPLIT = [  # format, options, spec, specs of leaves
 ]
 
 
-@pytest.mark.parametrize(("format", "how", "spec", "expected"), SPLIT)
-def test_scales_lie_with_their_blocks(format, how, spec, expected):
-    assert entries(sharding.specs(shapes(format, **how), spec, mesh=MESH)) == expected
+@pytest.mark.parametrize(("format", "options", "spec", "expected"), CASES)
+def test_scales_are_sharded_with_their_blocks(format, options, spec, expected):
+    assert entries(sharding.specs(shapes(format, **options), spec, mesh=MESH)) == expected
 
 
-def test_scales_of_cut_blocks_are_held_whole_or_the_axis_is_gathered_or_refused():
+def test_a_sharding_that_cuts_blocks_drops_gathers_or_raises():
     q, spec = shapes("fp8_e4m3", block=(128, 128)), P("tp", None)  # 64 of 128 rows each
     assert entries(sharding.specs(q, spec, mesh=MESH)) == {"data": ("tp", None), "scale": (None, None)}
     gathered = sharding.specs(q, spec, mesh=MESH, on_indivisible="gather")
     assert entries(gathered) == {"data": (None, None), "scale": (None, None)}
-    with pytest.raises(ValueError, match="axis 0 of 256 in 4 parts of 64 would cut blocks of 128; split it in 2"):
+    with pytest.raises(ValueError, match="256 elements in 4 shards of 64 would cut blocks of 128; shard it over 2"):
         sharding.specs(q, spec, mesh=MESH, on_indivisible="raise")
     assert "would cut blocks of 128" in sharding.explain(q, spec, mesh=MESH)
 
 
-def test_what_is_wrong_is_said():
+def test_wrong_specs_raise_errors_that_name_them():
     q = shapes("mxfp8")
     with pytest.raises(ValueError, match="the mesh has no axis 'model'; it has 'dp', 'tp'"):
         sharding.specs(q, P("model"), mesh=MESH)
     with pytest.raises(ValueError, match="has 3 entries, but the array of shape"):
         sharding.specs(q, P(None, None, "tp"), mesh=MESH)
     odd = jax.ShapeDtypeStruct((10, 3), jnp.float32)
-    with pytest.raises(ValueError, match="axis 0 of 10 cannot be split evenly over 4 devices of 'tp'; 8 or 12"):
+    with pytest.raises(ValueError, match="of 10 elements cannot be sharded evenly over 4 devices of 'tp'; 8 or 12"):
         sharding.specs(odd, P("tp"), mesh=MESH)
     assert tuple(sharding.specs(odd, P("tp"), mesh=MESH, on_indivisible="gather")) == (None, None)
     with pytest.raises(ValueError, match="there is no mesh"):
@@ -75,17 +75,17 @@ def test_what_is_wrong_is_said():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "int4", "nf4"])
-def test_arrays_are_put_where_their_specs_say(format, kind):
+def test_arrays_are_placed_by_their_specs(format, kind):
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(kind,) * 2)
     q = sd.quantize(jax.random.normal(jax.random.key(0), W.shape), format)
-    split = sharding.shard(q, P("dp", "tp"), mesh=mesh)
+    sharded = sharding.shard(q, P("dp", "tp"), mesh=mesh)
     expected = sharding.shardings(q, P("dp", "tp"), mesh=mesh)
-    for leaf, where in zip(jax.tree.leaves(split), jax.tree.leaves(expected), strict=True):
-        assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    for leaf, expected_sharding in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected), strict=True):
+        assert leaf.sharding.is_equivalent_to(expected_sharding, leaf.ndim)
     with jax.set_mesh(mesh):
-        turned = jax.jit(lambda q: sharding.constrain(q, P("tp", None)))(split)
-    np.testing.assert_array_equal(np.asarray(sd.dequantize(turned)), np.asarray(sd.dequantize(q)))
-    assert turned.data.sharding.spec[0] == "tp"
+        resharded = jax.jit(lambda q: sharding.constrain(q, P("tp", None)))(sharded)
+    np.testing.assert_array_equal(np.asarray(sd.dequantize(resharded)), np.asarray(sd.dequantize(q)))
+    assert resharded.data.sharding.spec[0] == "tp"
 
 
 def test_trees_have_specs_of_their_own():
@@ -95,20 +95,22 @@ def test_trees_have_specs_of_their_own():
     assert tuple(found["b"]) == ("tp",)
 
 
-def test_logical_axes_follow_rules_of_flax_or_given_ones():
+def test_logical_axes_follow_the_rules_of_flax_or_those_passed():
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     q = sd.quantize(jnp.ones((256, 512)), "mxfp8")
     rules = [("embed", "dp"), ("mlp", "tp"), ("heads", "tp")]
 
-    def laid(names, **how):
-        return jax.jit(lambda q: sharding.apply_sharding_constraint_by_logical_axes(q, names, **how))(q)
+    def constrained(names, **options):
+        return jax.jit(lambda q: sharding.apply_sharding_constraint_by_logical_axes(q, names, **options))(q)
 
     with jax.set_mesh(mesh):
-        assert laid(("embed", "mlp"), rules=rules).scale.sharding.spec == P("dp", "tp")
+        assert constrained(("embed", "mlp"), rules=rules).scale.sharding.spec == P("dp", "tp")
         with nn.logical_axis_rules(rules):
-            assert laid(("embed", "heads")).data.sharding.spec == P("dp", "tp")
-        split = sharding.shard(q, P("dp", None), mesh=mesh)
-        kept = jax.jit(lambda q: sharding.apply_sharding_constraint_by_logical_axes(q, ("nobody", None), rules=rules))
-        assert kept(split).data.sharding.spec[0] == "dp"
+            assert constrained(("embed", "heads")).data.sharding.spec == P("dp", "tp")
+        sharded = sharding.shard(q, P("dp", None), mesh=mesh)
+        unchanged = jax.jit(
+            lambda q: sharding.apply_sharding_constraint_by_logical_axes(q, ("other", None), rules=rules)
+        )
+        assert unchanged(sharded).data.sharding.spec[0] == "dp"
     assert sharding.apply_sharding_constraint_by_logical_axes(q, ("embed", "mlp"), rules=rules) is q
-    assert tuple(sharding.logical_spec(("mlp", "heads"), rules)) == ("tp", None)  # an axis is used once
+    assert tuple(sharding.logical_spec(("mlp", "heads"), rules)) == ("tp", None)  # each mesh axis is used once

@@ -1,1 +1,1 @@
-"""The public verbs on arrays."""
+"""The public functions on arrays: quantise and dequantise, matmul, einsum, ragged matmul, convolution, explain."""

@@ -1,6 +1,7 @@
-"""From what a person writes to a frozen Plan: every argument of the verbs is checked here, once.
+"""Checks the arguments of `quantize` and related functions, and makes a CastSpec, the frozen description of a cast.
 
-Errors name the argument in backticks, give both numbers, and say what would work.
+Results are cached per shape, dtype and arguments, so that a repeated eager call is not checked again. Errors name the
+argument in backticks, give both numbers, and say what would work.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ Axis = int | tuple[int, ...]
 
 
 def make_cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad) -> CastSpec:
-    """The cast that arguments of `quantize` ask for."""
+    """The CastSpec of a call of `quantize` with these arguments."""
     axis, block = as_axis(axis), None if block is None else block_tuple(block)
     options = {"calibration": calibration, "rule": rule, "rotation": rotation, "dtype": dtype, "pad": pad}
     try:
@@ -35,7 +36,7 @@ def make_cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, p
 
 
 def as_axis(axis: Axis) -> Axis:
-    """An axis or a tuple of them, as integers."""
+    """An axis, or a tuple of axes, converted to Python integers."""
     if type(axis) is int:
         return axis
     several = isinstance(axis, (tuple, list))
@@ -46,37 +47,36 @@ def as_axis(axis: Axis) -> Axis:
 
 
 def check_hashable(arguments: dict[str, Any]) -> None:
-    """Raise for the first argument that cannot be part of a cache's key."""
+    """Raises for the first argument that is not hashable, and so cannot be part of a cache key."""
     for name, value in arguments.items():
         try:
             hash(value)
         except TypeError:
-            raise TypeError(f"`{name}` must be a value that hashes, not {value!r}") from None
+            raise TypeError(f"`{name}` must be hashable, not {value!r}") from None
 
 
 @functools.lru_cache(maxsize=4096)
 def _cast_spec(shape, input_dtype, format, axis, block, calibration, rule, rotation, dtype, pad) -> CastSpec:
-    """Checked once per shape and arguments: an eager call asks every time."""
     shape, input_dtype = tuple(shape), np.dtype(input_dtype)
     dtype = float_dtype(input_dtype if dtype is None else dtype)
-    row, ndim = _checked_format(find_format(format), rule), len(shape)
-    parsed = _checked_calibration(row, calibration)
+    format, ndim = _checked_format(find_format(format), rule), len(shape)
+    parsed = _checked_calibration(format, calibration)
     try:
-        laid = laid_block(row, block, axis, ndim)
+        resolved = resolved_block(format, block, axis, ndim)
         if parsed.method == "fixed":
-            laid = _whole_tensor(laid, block, ndim)
+            resolved = _per_tensor_block(resolved, block, ndim)
         if not pad:
-            blocks.check_divides(shape, laid)
+            blocks.check_divides(shape, resolved)
     except ValueError as error:
-        raise ValueError(f"{error} (quantising shape {shape} to {row.name})") from None
-    return CastSpec(row, laid, input_dtype, dtype, parsed, _laid_rotation(rotation, axis, shape))
+        raise ValueError(f"{error} (quantising shape {shape} to {format.name})") from None
+    return CastSpec(format, resolved, input_dtype, dtype, parsed, _rotation_on_axis(rotation, axis, shape))
 
 
 def propagating(spec: CastSpec, ndim: int) -> CastSpec:
-    """The same cast of an array of `ndim` axes, in which NaN and infinities make the matmuls that they enter NaN.
+    """The cast with NaN and infinities propagated: every matmul result that depends on one is NaN.
 
-    A block that holds one gets a NaN scale. Where one scale covers the whole array and codes can be NaN, the codes of
-    those elements are, so that other rows of the results stay finite.
+    A block that contains one gets a NaN scale. If one scale covers the whole array, of `ndim` axes, and the codes have
+    a NaN (8-bit floats), only the elements themselves become NaN, so that other rows of the result stay finite.
     """
     has_one_scale = not any(blocks.expand(spec.block, ndim))
     codes_hold_nan = spec.format.is_float and spec.format.bits == 8
@@ -84,6 +84,7 @@ def propagating(spec: CastSpec, ndim: int) -> CastSpec:
 
 
 def checked_amax_axes(spec: CastSpec, axes) -> tuple[str, ...]:
+    """`amax_axes` as a tuple; raises unless the scale is computed from an amax."""
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if axes and spec.calibration.method != "absmax":
         raise ValueError(f"`amax_axes` {axes} are for calibration 'absmax', not {spec.calibration.method!r}")
@@ -91,6 +92,7 @@ def checked_amax_axes(spec: CastSpec, axes) -> tuple[str, ...]:
 
 
 def float_array(x) -> jax.Array:
+    """`x` as a jax array of floats of at least 16 bits; raises for anything else."""
     if isinstance(x, ScaledArray):
         raise TypeError(f"`x` is already quantised ({x}); use requantize")
     check_range(x)
@@ -106,31 +108,31 @@ def _is_wide_float(dtype: np.dtype) -> bool:
 
 
 def check_range(x) -> None:
-    """Raise where a concrete float64 array holds finite numbers that float32, in which casts compute, does not."""
+    """Raises if a concrete float64 array has finite elements beyond the range of float32, in which casts compute."""
     if getattr(x, "dtype", None) != np.float64 or isinstance(x, Tracer):
         return
     module: Any = jnp if isinstance(x, jax.Array) else np
     largest = float(module.max(module.abs(x), initial=0, where=module.isfinite(x)))
     if largest > float(FLOAT32_MAX):
         raise ValueError(
-            f"`x` holds {largest:g}, and casts compute in float32, whose largest number is {FLOAT32_MAX:g}; "
-            "divide `x` by a power of two first"
+            f"`x` has an element of magnitude {largest:g}, but casts compute in float32, whose maximum is "
+            f"{FLOAT32_MAX:g}; divide `x` by a power of two first"
         )
 
 
 def float_dtype(dtype) -> np.dtype:
-    """The dtype, if it is one of floats."""
+    """`dtype` as a numpy dtype; raises unless it is a float dtype."""
     try:
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except TypeError:
         raise TypeError(f"`dtype` {dtype!r} is not a dtype") from None
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"`dtype` must be a float dtype, not {found}")
-    return found
+    if not jnp.issubdtype(parsed, jnp.floating):
+        raise TypeError(f"`dtype` must be a float dtype, not {parsed}")
+    return parsed
 
 
-def check_whole(q: ScaledArray, name: str = "q") -> None:
-    """Raise unless the leaves of a ScaledArray belong together; its constructor does not look."""
+def check_consistent(q: ScaledArray, name: str = "q") -> None:
+    """Raises unless the leaves of a ScaledArray match its format and block, which its constructor does not check."""
     if not isinstance(q, ScaledArray):
         raise TypeError(f"`{name}` must be a ScaledArray, not {type(q).__name__}")
     if not isinstance(q.format, Format):
@@ -138,10 +140,10 @@ def check_whole(q: ScaledArray, name: str = "q") -> None:
     if len(q.block) > q.ndim:
         raise ValueError(f"`{name}.block` {q.block} has more entries than the {q.ndim} axes of {q.shape}")
     grid, stored = blocks.grid(q.shape, q.block), q.format.scale_dtype(q.dtype)
-    for part, leaf in (("scale", q.scale), ("zero", q.zero)):
-        if (leaf is not None or part == "scale") and getattr(leaf, "shape", None) != grid:
-            found = getattr(leaf, "shape", leaf)
-            raise ValueError(f"`{name}.{part}` has shape {found}, but blocks of {q.block} cut {q.shape} into {grid}")
+    for field, leaf in (("scale", q.scale), ("zero", q.zero)):
+        if (leaf is not None or field == "scale") and getattr(leaf, "shape", None) != grid:
+            shape = getattr(leaf, "shape", leaf)
+            raise ValueError(f"`{name}.{field}` has shape {shape}, but blocks of {q.block} cut {q.shape} into {grid}")
     if q.format.scale != "input" and q.scale.dtype != stored:
         raise TypeError(f"`{name}.scale` is {q.scale.dtype}, but {q.format.name} stores {stored}")
     if q.data.dtype != q.format.code_dtype:
@@ -149,11 +151,13 @@ def check_whole(q: ScaledArray, name: str = "q") -> None:
     if q.format.two_level and q.tensor_scale is None:
         raise ValueError(f"`{name}.tensor_scale` is None, but {q.format.name} has two levels")
     if q.tensor_scale is not None and q.tensor_scale.shape != q.shape[: q.tensor_scale.ndim]:
-        raise ValueError(f"`{name}.tensor_scale` of shape {q.tensor_scale.shape} does not lead {q.shape}")
+        raise ValueError(
+            f"`{name}.tensor_scale` of shape {q.tensor_scale.shape} does not match the leading axes of {q.shape}"
+        )
 
 
 def _array(name: str, value) -> jax.Array:
-    """What a person gave as an array, or an error that names it."""
+    """The argument `name` as a jax array; raises TypeError if it is not an array of numbers."""
     if isinstance(value, jax.Array):
         return value
     check_byte_order(name, value)
@@ -164,22 +168,23 @@ def _array(name: str, value) -> jax.Array:
 
 
 def check_byte_order(name: str, value) -> None:
-    """Raise where a NumPy array has its bytes in the order of another machine, which jax does not hold."""
+    """Raises for a NumPy array in non-native byte order, which jax does not support."""
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         raise TypeError(
-            f"`{name}` is {dtype.name} with its bytes in the order {dtype.str!r}, and jax holds arrays of this "
-            f"machine's order; pass {name}.astype(np.{dtype.name})"
+            f"`{name}` is {dtype.name} in non-native byte order ({dtype.str!r}), which jax does not support; pass "
+            f"{name}.astype(np.{dtype.name})"
         )
 
 
 def _checked_format(format: Format, rule: str | None) -> Format:
+    """The format with its scale rule replaced by `rule` if passed; raises if its fields do not go together."""
     allowed = rules_of(format)
     if rule is not None:
         format = dataclasses.replace(format, rule=rule)
     if format.rule not in allowed:
         raise ValueError(
-            f"`rule` {format.rule!r} does not make {format.scale} scales; "
+            f"`rule` {format.rule!r} does not apply to {format.scale} scales; "
             f"{format.name} takes one of {', '.join(allowed)}"
         )
     if format.search not in (None, "four_over_six"):
@@ -208,20 +213,22 @@ def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
     parsed = calibrate.parse(text)
     if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):
         raise ValueError(
-            f"`calibration` {text!r} makes a zero point, which {format.name} cannot hold; "
+            f"`calibration` {text!r} computes a zero point, which {format.name} cannot hold; "
             "use an integer format with float32 scales, or 'absmax'"
         )
     return parsed
 
 
 def block_tuple(block: int | tuple[int, ...]) -> tuple[int, ...]:
+    """The argument `block` as a tuple of integers."""
     entries = block if isinstance(block, (tuple, list)) else (block,)
     if any(not isinstance(b, (int, np.integer)) or b < 0 for b in entries):
         raise ValueError(f"`block` {block} must hold sizes of at least 1, or 0 for a whole axis")
     return tuple(int(b) for b in entries)
 
 
-def laid_block(format: Format, block, axis: Axis, ndim: int) -> blocks.Block:
+def resolved_block(format: Format, block, axis: Axis, ndim: int) -> blocks.Block:
+    """The block size of each trailing axis, for a `block` on `axis`; the format's own block if `block` is None."""
     entries = format.block if block is None else block_tuple(block)
     if isinstance(axis, list):
         axis = tuple(axis)
@@ -230,29 +237,34 @@ def laid_block(format: Format, block, axis: Axis, ndim: int) -> blocks.Block:
     return blocks.block_on_axes(entries, axis, ndim)
 
 
-def _whole_tensor(laid: blocks.Block, block, ndim: int) -> blocks.Block:
-    if block is not None and (len(laid) != ndim or any(laid)):
-        raise ValueError(f"`calibration` 'fixed' gives one scale for the whole tensor; `block` {block} asks for more")
+def _per_tensor_block(resolved: blocks.Block, block, ndim: int) -> blocks.Block:
+    """The block of one scale for the whole tensor; raises if `block` was passed and has several scales."""
+    if block is not None and (len(resolved) != ndim or any(resolved)):
+        raise ValueError(
+            f"`calibration` 'fixed' gives one scale for the whole tensor, but `block` {block} has several; drop `block`"
+        )
     return (0,) * ndim
 
 
-def _laid_rotation(rotation: Hadamard | None, axis: Axis, shape: tuple[int, ...]) -> Hadamard | None:
+def _rotation_on_axis(rotation: Hadamard | None, axis: Axis, shape: tuple[int, ...]) -> Hadamard | None:
+    """The rotation along `axis`, or the last of several, as a negative axis."""
     if rotation is None:
         return None
     if not isinstance(rotation, Hadamard):
         raise TypeError(f"`rotation` must be a Hadamard or None, not {type(rotation).__name__}")
     if isinstance(axis, tuple) and not axis:
         raise ValueError("`rotation` needs an `axis` to run along; `axis` is ()")
-    along = axis[-1] if isinstance(axis, tuple) else axis
-    at = blocks.positive_axis(along, len(shape))
-    if shape[at] % rotation.size:
+    last = axis[-1] if isinstance(axis, tuple) else axis
+    positive = blocks.positive_axis(last, len(shape))
+    if shape[positive] % rotation.size:
         raise ValueError(
-            f"cannot rotate axis {along} of {shape[at]} in groups of {rotation.size}; pad it to a multiple"
+            f"cannot rotate axis {last} of {shape[positive]} in groups of {rotation.size}; pad it to a multiple"
         )
-    return dataclasses.replace(rotation, axis=at - len(shape))
+    return dataclasses.replace(rotation, axis=positive - len(shape))
 
 
-def key_for(rounding: str, key) -> jax.Array | None:
+def checked_key(rounding: str, key) -> jax.Array | None:
+    """The key of stochastic rounding, or None for rounding to nearest."""
     if rounding == "nearest":
         return None
     if rounding != "stochastic":
@@ -261,14 +273,16 @@ def key_for(rounding: str, key) -> jax.Array | None:
         raise ValueError("`rounding` 'stochastic' needs a `key`, such as jax.random.key(0)")
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
-        raise TypeError(f"`key` must be a key such as jax.random.key(0) gives, not {key!r}")
-    words = 0 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else 1  # axes of one key
-    if len(key.shape) != words:
-        raise ValueError(f"`key` must be one key, not an array of keys of shape {key.shape[: len(key.shape) - words]}")
+        raise TypeError(f"`key` must be a key such as jax.random.key(0) returns, not {key!r}")
+    key_ndim = 0 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else 1  # typed and raw keys
+    if len(key.shape) != key_ndim:
+        shape = key.shape[: len(key.shape) - key_ndim]
+        raise ValueError(f"`key` must be one key, not an array of keys of shape {shape}")
     return key
 
 
 def check_nan(x: jax.Array, nan: str) -> None:
+    """Raises if `nan` is "raise" and x has NaN elements."""
     if nan not in ("keep", "raise"):
         raise ValueError(f"`nan` {nan!r} is not known; use 'keep' or 'raise'")
     if nan == "keep":
@@ -280,18 +294,19 @@ def check_nan(x: jax.Array, nan: str) -> None:
         raise ValueError(f"`x` of shape {x.shape} holds {count} NaN")
 
 
-def given_scales(spec: CastSpec, x: jax.Array, scale, tensor_scale) -> tuple[Any, Any]:
+def checked_scales(spec: CastSpec, x: jax.Array, scale, tensor_scale) -> tuple[Any, Any]:
+    """The arguments `scale` and `tensor_scale` in the shapes and dtypes that the format stores; None if not passed."""
     if tensor_scale is not None:
         if not spec.format.two_level:
-            raise ValueError(f"`tensor_scale` is given, but {spec.format.name} has one level; use `scale`")
+            raise ValueError(f"`tensor_scale` was passed, but {spec.format.name} has one level of scales; use `scale`")
         tensor_scale = _array("tensor_scale", tensor_scale).astype(jnp.float32)
-        tensor_scale = _one_per_leading(tensor_scale, x.shape, spec.block)
+        tensor_scale = _per_leading_index(tensor_scale, x.shape, spec.block)
     if scale is None:
         return None, tensor_scale
     if spec.calibration != calibrate.Calibration("absmax"):
-        raise ValueError("`scale` is given, so there is nothing to calibrate; drop `calibration`")
+        raise ValueError("`scale` was passed, so there is nothing to calibrate; drop `calibration`")
     if spec.format.two_level and tensor_scale is None:
-        raise ValueError(f"`scale` of {spec.format.name} is relative to a `tensor_scale`; give both")
+        raise ValueError(f"`scale` of {spec.format.name} is relative to a `tensor_scale`; pass both")
     return _scale_as_stored(spec, x, scale), tensor_scale
 
 
@@ -309,11 +324,12 @@ def _scale_as_stored(spec: CastSpec, x: jax.Array, scale) -> jax.Array:
     return scale
 
 
-def given_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.Array | None:
+def checked_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.Array | None:
+    """The argument `multiplier`, one per block; None if not passed."""
     if multiplier is None:
         return None
     if scale is not None or spec.calibration != calibrate.Calibration("absmax"):
-        raise ValueError("`multiplier` decides the scale; drop `scale` and `calibration`")
+        raise ValueError("`multiplier` determines the scale; drop `scale` and `calibration`")
     if spec.format.scale != "float32" or spec.format.codebook is not None:
         raise ValueError(f"`multiplier` is for formats with float32 scales; {spec.format.name} has {spec.format.scale}")
     multiplier, grid = _array("multiplier", multiplier), blocks.grid(x.shape, spec.block)
@@ -326,13 +342,14 @@ def given_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.Arr
     return multiplier
 
 
-def given_zero(spec: CastSpec, x: jax.Array, scale, zero) -> jax.Array | None:
+def checked_zero(spec: CastSpec, x: jax.Array, scale, zero) -> jax.Array | None:
+    """The argument `zero`, one zero point per block; None if not passed."""
     if zero is None:
         return None
     if scale is None:
-        raise ValueError("`zero` is in units of a `scale`; give both")
+        raise ValueError("`zero` is in units of a `scale`; pass both")
     if not spec.format.is_integer:
-        raise ValueError(f"`zero` is given, but {spec.format.name} has no zero point; use an integer format")
+        raise ValueError(f"`zero` was passed, but {spec.format.name} has no zero point; use an integer format")
     zero, grid = _array("zero", zero), blocks.grid(x.shape, spec.block)
     if not jnp.issubdtype(zero.dtype, jnp.integer):
         raise TypeError(f"`zero` must hold integers, not {zero.dtype}")
@@ -341,7 +358,8 @@ def given_zero(spec: CastSpec, x: jax.Array, scale, zero) -> jax.Array | None:
     return zero
 
 
-def given_uniform(rounding: str, uniform, shape: tuple[int, ...]) -> jax.Array | None:
+def checked_uniform(rounding: str, uniform, shape: tuple[int, ...]) -> jax.Array | None:
+    """The argument `uniform`, broadcast to `shape`; None if not passed."""
     if uniform is None:
         return None
     if rounding != "stochastic":
@@ -353,8 +371,8 @@ def given_uniform(rounding: str, uniform, shape: tuple[int, ...]) -> jax.Array |
         raise ValueError(f"`uniform` has shape {uniform.shape}, which does not broadcast to {shape}") from None
 
 
-def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...], block: blocks.Block) -> jax.Array:
-    """A scalar, or an array with one entry per leading index; trailing axes of 1 may be written out."""
+def _per_leading_index(tensor_scale: jax.Array, shape: tuple[int, ...], block: blocks.Block) -> jax.Array:
+    """The tensor scale as a scalar, or with one entry per index of leading axes; trailing axes of 1 are dropped."""
     if tensor_scale.size == 1:
         return tensor_scale.reshape(())
     lead = tensor_scale.shape
@@ -363,19 +381,20 @@ def _one_per_leading(tensor_scale: jax.Array, shape: tuple[int, ...], block: blo
     if lead != shape[: len(lead)] or len(lead) > len(shape) - len(block):
         raise ValueError(
             f"`tensor_scale` of shape {tensor_scale.shape} does not match the leading axes of {shape} "
-            f"that blocks of {block} leave alone"
+            f"in front of blocks of {block}"
         )
     return tensor_scale.reshape(lead)
 
 
 def checked_groups(group_sizes, rows: int) -> jax.Array:
+    """`group_sizes` as int32 (groups,); raises unless a concrete one partitions at most `rows` rows."""
     group_sizes = _array("group_sizes", group_sizes)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"`group_sizes` must be a 1-d integer array, not {group_sizes.dtype}{group_sizes.shape}")
     if not group_sizes.size:
-        raise ValueError("`group_sizes` is empty; give one size per group")
+        raise ValueError("`group_sizes` is empty; pass one size per group")
     if not isinstance(group_sizes, Tracer):
         sizes = np.asarray(group_sizes)
         if sizes.min() < 0 or sizes.sum() > rows:
             raise ValueError(f"`group_sizes` {sizes.tolist()} must not be negative nor sum to more than {rows} rows")
-    return group_sizes.astype(jnp.int32)  # narrow or unsigned sums would wrap
+    return group_sizes.astype(jnp.int32)  # cumulative sums of narrow or unsigned integers would wrap

@@ -1,4 +1,4 @@
-"""Casts of checked arrays: make a CastProblem, ask the table, run."""
+"""Runs the casts of a checked array: makes a CastProblem, chooses a kernel from the table, and calls it."""
 
 import functools
 from typing import Any
@@ -17,49 +17,49 @@ from scaledot.programs import program
 def make_casts(
     x: jax.Array,
     views: tuple[View, ...],
-    given: CastArguments,
+    arguments: CastArguments,
     kernel: Choice = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: tuple[tuple[int, ...], ...] | None = None,
-    **wanted,
+    **fields,
 ) -> CastResult:
-    """All casts of x that the views ask for, in as few passes as a kernel of the table makes them.
+    """Casts x to all views, by one kernel that reads x once if the table has one, else by a kernel for each view.
 
-    partitioning: how XLA partitions the program, where the type of x does not say it all. members: for each axis of x,
-    the sizes of the axes that were flattened to it. `wanted` are further fields of the CastProblem.
+    partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
+    the axes that were flattened to it. `fields` are further fields of the CastProblem.
     """
-    groups = None if given.group_sizes is None else given.group_sizes.shape[0]
+    groups = None if arguments.group_sizes is None else arguments.group_sizes.shape[0]
     partitioning = partitioning.joined(partitioning_of(x))
     if groups is not None or (x.ndim != 2 and any(view.is_stochastic for view in views)):
-        partitioning = partitioning._replace(is_automatic=False)  # there is no rule for the shards of these
-    problem = _problem(x.shape, views, given.names, groups=groups, partitioning=partitioning, **wanted)
+        partitioning = partitioning._replace(is_automatic=False)  # partitioned_ops cannot partition these
+    problem = _problem(x.shape, views, arguments.names, groups=groups, partitioning=partitioning, **fields)
     if len(views) == 1 or isinstance(kernel, str):
-        return _solve(problem, kernel, x, given, members)
-    first, *others = [_solve(each, kernel, x, given, members) for each in table.passes(problem)]
+        return _solve(problem, kernel, x, arguments, members)
+    first, *others = [_solve(each, kernel, x, arguments, members) for each in table.passes(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
 @functools.lru_cache(maxsize=4096)
 def _problem(*fields, **named_fields) -> CastProblem:
-    """One object for equal problems: an eager call looks them up by identity."""
+    """The CastProblem, one object for equal fields, so that the caches of an eager call look it up by identity."""
     return CastProblem(*fields, **named_fields)
 
 
-def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, given: CastArguments, members) -> CastResult:
+def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, arguments: CastArguments, members) -> CastResult:
     chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
     if chosen.is_opaque and problem.partitioning.devices > 1:
-        made = partitioned_ops.cast(problem, chosen, x, given, members or tuple((size,) for size in x.shape))
+        result = partitioned_ops.cast(problem, chosen, x, arguments, members or tuple((size,) for size in x.shape))
     else:
-        made = program(_run, problem, chosen)(x, given)
-    return made if len(made.arrays) == 1 else made._replace(arrays=_shared(problem, made.arrays))
+        result = program(_run, problem, chosen)(x, arguments)
+    return result if len(result.arrays) == 1 else result._replace(arrays=_deduplicated(problem, result.arrays))
 
 
-def _shared(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays, one object for equal ones: what is saved of it for the backward pass is saved once."""
+def _deduplicated(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arrays, with the same object for equal views, so that it is saved as a residual once."""
     first: dict[Any, Any] = {}
     keys = ((view.spec, view.key, jax.tree.structure(q)) for view, q in zip(problem.views, arrays, strict=True))
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 
-def _run(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArguments) -> CastResult:
-    return kernel.run(problem, x, given)
+def _run(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArguments) -> CastResult:
+    return kernel.run(problem, x, arguments)

@@ -23,10 +23,10 @@ def conv_general_dilated(
     out_sharding=None,
     kernel: Choice = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` where image and kernel may be ScaledArrays.
+    """`jax.lax.conv_general_dilated` where either operand (image, kernel) may be a ScaledArray.
 
-    Scales per image and per output feature, and zero points of the image, are applied to the result of the codes'
-    convolution; any other block is multiplied out first.
+    With one scale per image and per output feature, codes are convolved and scales and zero points of the image are
+    applied to the result. An operand with other blocks is dequantised first.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> image = jnp.arange(4.0).reshape(1, 1, 4)
@@ -50,7 +50,7 @@ def conv_general_dilated(
     }
     problem = make_problem(
         "conv",
-        _labelled(numbers, keeps_images=batch_group_count == 1),
+        _contraction_of(numbers, has_image_batch=batch_group_count == 1),
         lhs,
         rhs,
         precision=precision,
@@ -68,13 +68,13 @@ def _sequence(name: str, value) -> tuple:
         raise TypeError(f"`{name}` must hold {what} for each spatial axis, not {value!r}") from None
 
 
-def _labelled(numbers: lax.ConvDimensionNumbers, keeps_images: bool) -> Contraction:
-    """Labels of image, kernel and result; only images and output features pass through a convolution unmixed."""
+def _contraction_of(numbers: lax.ConvDimensionNumbers, has_image_batch: bool) -> Contraction:
+    """Labels of image, kernel and result; the result shares labels with an operand only for images and features."""
     spatial = len(numbers.lhs_spec) - 2
-    across = labels(3 * spatial, "gncoi")
-    image = ("n" if keeps_images else "g") + "c" + across[:spatial]
-    kernel = "oi" + across[spatial : 2 * spatial]
-    result = "no" + across[2 * spatial :]
+    spatial_labels = labels(3 * spatial, "gncoi")
+    image = ("n" if has_image_batch else "g") + "c" + spatial_labels[:spatial]
+    kernel = "oi" + spatial_labels[spatial : 2 * spatial]
+    result = "no" + spatial_labels[2 * spatial :]
     return Contraction(
         *(
             "".join(of[spec.index(axis)] for axis in range(len(spec)))

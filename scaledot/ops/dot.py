@@ -20,17 +20,18 @@ def dot_general(
 ) -> jax.Array:
     """`jax.lax.dot_general` where either operand may be a ScaledArray.
 
-    Sums are float32 or exact integers, scales are applied in float32, and the result is rounded once. The result's
-    dtype is `preferred_element_type`, or the promotion of what the operands stand for. A plain operand can be
-    differentiated; a ScaledArray is a constant.
+    Accumulates in float32 (int32 for integer codes), applies scales in float32 and rounds once, to the output dtype:
+    `preferred_element_type`, or the promoted `dtype` of both operands. A plain operand is differentiable; a ScaledArray
+    is a constant.
 
     Args:
       lhs, rhs: ScaledArrays, jax or numpy arrays.
-      dimension_numbers: ((lhs summed, rhs summed), (lhs batch, rhs batch)), paired in the order given.
-      precision: of a float product, as in jax.lax; integer products are exact. CUDA's tensor cores sum 8-bit floats
-        with fewer bits than float32 has; "highest" multiplies them as bfloat16, which is exact.
-      kernel: the name of a kernel (`explain` lists them), or a function from the Problem to a name; None takes the
-        first that supports the problem.
+      dimension_numbers: ((lhs contracting dims, rhs contracting dims), (lhs batch dims, rhs batch dims)).
+      precision: of a float matmul, as in jax.lax; integer matmuls are exact. The FP8 tensor cores of CUDA devices
+        accumulate with fewer bits than float32; "highest" converts FP8 codes to bfloat16, which is exact.
+      out_sharding: of the result, as in jax.lax.
+      kernel: the name of a kernel (`explain` lists them), or a function from the Problem to a name; None is the first
+        kernel that supports the problem.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.array([[127.0, 64.0], [2.0, 0.0]]), "int8", block=(0, 0))
@@ -62,7 +63,7 @@ def matmul(
     """`jnp.matmul` where either operand may be a ScaledArray; leading axes broadcast. Arguments as in `dot_general`.
 
     >>> import jax.numpy as jnp, scaledot as sd
-    >>> w = sd.quantize(jnp.eye(64), "mxfp8", axis=0)            # blocks down the columns: along the sum
+    >>> w = sd.quantize(jnp.eye(64), "mxfp8", axis=0)            # blocks along the contracting dim
     >>> matmul(jnp.ones((3, 64)), w).shape
     (3, 64)
     """
@@ -80,12 +81,12 @@ def matmul(
     )
 
 
-Index = tuple[int | slice, ...] | None  # None keeps every axis
+Index = tuple[int | slice, ...] | None  # None: the array as it is
 
 
 @functools.lru_cache(maxsize=4096)
 def _without_broadcast(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> tuple[Contraction, Index, Index]:
-    """matmul's contraction, and how to index operands so that batch axes of 1 that meet more elements are dropped."""
+    """The contraction of matmul, and indices that drop the batch dims of size 1 of an operand that broadcast."""
     contraction = for_matmul(lhs_shape, rhs_shape)
     left, right = dict(zip(contraction.lhs, lhs_shape, strict=True)), dict(zip(contraction.rhs, rhs_shape, strict=True))
     lhs_labels, lhs_index = _without(contraction.lhs, [c for c in contraction.batch if left[c] == 1 != right[c]])

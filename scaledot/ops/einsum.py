@@ -1,4 +1,4 @@
-"""einsum on scaled and plain operands: any number of them, two at a time."""
+"""einsum on any number of scaled and plain operands, contracted two at a time."""
 
 import functools
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from scaledot.ops.operands import Array, Choice, as_operand, constant, contract,
 from scaledot.ops.quantize import dequantize
 
 
-class Term(NamedTuple):
-    """An operand and its labels."""
+class Labeled(NamedTuple):
+    """An array and a label for each of its axes."""
 
     labels: str
     array: Array
@@ -35,16 +35,15 @@ def einsum(
 ) -> jax.Array:
     """`jnp.einsum` where operands may be ScaledArrays.
 
-    More than two operands are contracted in pairs along the path that `jnp.einsum_path` finds; results in between
-    are float32. A label that only one operand has and the result has not, or that one operand has twice, needs
-    that operand's values: it is dequantised.
+    More than two operands are contracted in pairs along the path of `jnp.einsum_path`, with intermediates in float32.
+    An operand is dequantised first if it has a label twice, or one that is in no other operand and not in the result.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.ones((4, 64, 8)), "mxfp8", axis=1)
     >>> einsum("...k,hkd->...hd", jnp.ones((2, 3, 64)), w).shape
     (2, 3, 4, 8)
     """
-    arrays = [as_operand(x, f"operand {at}") for at, x in enumerate(operands)]
+    arrays = [as_operand(x, f"operand {i}") for i, x in enumerate(operands)]
     if kernel is None and not any(isinstance(x, ScaledArray) for x in arrays):
         return jnp.einsum(
             subscripts,
@@ -55,105 +54,108 @@ def einsum(
             out_sharding=out_sharding,
         )
     inputs, out = parse_einsum(subscripts, [x.ndim for x in arrays])
-    terms = [Term(labels, x) for labels, x in zip(inputs, arrays, strict=True)]
+    labeled = [Labeled(labels, x) for labels, x in zip(inputs, arrays, strict=True)]
     dtype = element_type(preferred_element_type) or functools.reduce(promoted, (x.dtype for x in arrays))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"`preferred_element_type` must be a float dtype for {' and '.join(map(str, terms))}, not {dtype}"
+            f"`preferred_element_type` must be a float dtype for {' and '.join(map(str, labeled))}, not {dtype}"
         )
-    if len(terms) == 1 and isinstance(kernel, str):
-        raise ValueError(f"`kernel` {kernel!r} is given, but one operand makes no product")
-    terms = _without_broadcast(terms, _sizes(subscripts, terms))
-    terms = [_reduced_alone(term, out + "".join(t.labels for t in terms if t is not term)) for term in terms]
-    for pair in _path(terms, out, optimize):
-        rhs, lhs = (terms.pop(at) for at in sorted(pair, reverse=True))
-        needed = out + "".join(t.labels for t in terms)
-        kept = "".join(c for c in dict.fromkeys(lhs.labels + rhs.labels) if c in needed)
-        contraction = Contraction(lhs.labels, rhs.labels, kept if terms else out)
+    if len(labeled) == 1 and isinstance(kernel, str):
+        raise ValueError(f"`kernel` {kernel!r} was passed, but an einsum of one operand has no matmul")
+    labeled = _without_broadcast(labeled, _sizes(subscripts, labeled))
+    labeled = [
+        _reduced(operand, out + "".join(other.labels for other in labeled if other is not operand))
+        for operand in labeled
+    ]
+    for pair in _path(labeled, out, optimize):
+        rhs, lhs = (labeled.pop(i) for i in sorted(pair, reverse=True))
+        needed = out + "".join(other.labels for other in labeled)
+        free = "".join(c for c in dict.fromkeys(lhs.labels + rhs.labels) if c in needed)
+        contraction = Contraction(lhs.labels, rhs.labels, free if labeled else out)
         result = contract(
             contraction,
             *_floats(lhs.array, rhs.array, accumulation_dtype(dtype)),
             precision=precision,
-            preferred_element_type=accumulation_dtype(dtype) if terms else dtype,
-            out_sharding=None if terms else out_sharding,
+            preferred_element_type=accumulation_dtype(dtype) if labeled else dtype,
+            out_sharding=None if labeled else out_sharding,
             kernel=kernel,
         )
-        terms.append(Term(contraction.out, result))
-    return _values(terms[0].array).transpose([terms[0].labels.index(c) for c in out]).astype(dtype)
+        labeled.append(Labeled(contraction.out, result))
+    return _dequantized(labeled[0].array).transpose([labeled[0].labels.index(c) for c in out]).astype(dtype)
 
 
-def two_terms(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> tuple[Term, Term, str]:
-    """The operands of an einsum of two, left with the labels that they share or that the result has; and its labels."""
+def two_operands(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> tuple[Labeled, Labeled, str]:
+    """Both operands of an einsum, each reduced to the labels of the other or of the result, and the result's labels."""
     inputs, out = parse_einsum(subscripts, [lhs.ndim, rhs.ndim])
-    terms = [Term(labels, x) for labels, x in zip(inputs, (lhs, rhs), strict=True)]
-    left, right = _without_broadcast(terms, _sizes(subscripts, terms))
-    return _reduced_alone(left, out + right.labels), _reduced_alone(right, out + left.labels), out
+    labeled = [Labeled(labels, x) for labels, x in zip(inputs, (lhs, rhs), strict=True)]
+    left, right = _without_broadcast(labeled, _sizes(subscripts, labeled))
+    return _reduced(left, out + right.labels), _reduced(right, out + left.labels), out
 
 
 def _floats(lhs: Array, rhs: Array, dtype: np.dtype) -> tuple[Array, Array]:
-    """Integers of a pair in which nothing is scaled, as floats, because what becomes of them is one."""
+    """Both operands; integers of an unscaled pair are converted to `dtype`, because the result is a float."""
     if isinstance(lhs, ScaledArray) or isinstance(rhs, ScaledArray):
         return lhs, rhs
     lhs, rhs = (x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype) for x in (lhs, rhs))
     return lhs, rhs
 
 
-def _values(x: Array) -> jax.Array:
+def _dequantized(x: Array) -> jax.Array:
     return dequantize(constant(x), jnp.float32) if isinstance(x, ScaledArray) else x
 
 
-def _sizes(subscripts: str, terms: list[Term]) -> dict[str, int]:
-    """The size that each label means; an axis of 1 broadcasts, as in numpy."""
+def _sizes(subscripts: str, labeled: list[Labeled]) -> dict[str, int]:
+    """The size of each label; an axis of size 1 broadcasts, as in numpy."""
     sizes: dict[str, int] = {}
-    for term in terms:
-        for label, size in zip(term.labels, term.array.shape, strict=True):
+    for operand in labeled:
+        for label, size in zip(operand.labels, operand.array.shape, strict=True):
             if sizes.get(label, 1) == 1:
                 sizes[label] = size
             elif size not in (1, sizes[label]):
-                every = " and ".join(map(str, terms))
-                raise ValueError(f"{label!r} of {subscripts!r} is {sizes[label]} and {size}: cannot contract {every}")
+                arrays = " and ".join(map(str, labeled))
+                raise ValueError(f"{label!r} of {subscripts!r} is {sizes[label]} and {size}: cannot contract {arrays}")
     return sizes
 
 
-def _without_broadcast(terms: list[Term], sizes: dict[str, int]) -> list[Term]:
-    """Axes of 1 that broadcast against more are dropped."""
+def _without_broadcast(labeled: list[Labeled], sizes: dict[str, int]) -> list[Labeled]:
+    """The operands without axes of size 1 that broadcast."""
 
-    def drop(term: Term) -> Term:
-        gone = [size != sizes[c] for c, size in zip(term.labels, term.array.shape, strict=True)]
-        if not any(gone):
-            return term
-        array = term.array[tuple(0 if g else slice(None) for g in gone)]
-        return Term("".join(c for c, g in zip(term.labels, gone, strict=True) if not g), array)
+    def drop(operand: Labeled) -> Labeled:
+        broadcasts = [size != sizes[c] for c, size in zip(operand.labels, operand.array.shape, strict=True)]
+        if not any(broadcasts):
+            return operand
+        array = operand.array[tuple(0 if dropped else slice(None) for dropped in broadcasts)]
+        return Labeled("".join(c for c, dropped in zip(operand.labels, broadcasts, strict=True) if not dropped), array)
 
-    return [drop(term) for term in terms]
+    return [drop(operand) for operand in labeled]
 
 
-def _reduced_alone(term: Term, needed: str) -> Term:
-    """Diagonals, and sums over labels that nobody else has."""
-    kept = "".join(c for c in dict.fromkeys(term.labels) if c in needed)
-    if kept == term.labels:
-        return term
-    values = _values(term.array)
-    return Term(kept, jnp.einsum(f"{term.labels}->{kept}", values.astype(_reduction_dtype(values.dtype))))
+def _reduced(operand: Labeled, needed: str) -> Labeled:
+    """The operand with repeated labels reduced to diagonals, and labels that are not in `needed` to sums."""
+    free = "".join(c for c in dict.fromkeys(operand.labels) if c in needed)
+    if free == operand.labels:
+        return operand
+    values = _dequantized(operand.array)
+    return Labeled(free, jnp.einsum(f"{operand.labels}->{free}", values.astype(_reduction_dtype(values.dtype))))
 
 
 def _reduction_dtype(dtype: np.dtype) -> np.dtype:
-    """What an array is reduced in; jnp.einsum reduces one array in its own dtype, in which int8 wraps around."""
+    """The dtype to reduce one array in; jnp.einsum would use that of the array, in which int8 wraps around."""
     if jnp.issubdtype(dtype, jnp.floating):
         return accumulation_dtype(dtype)
     return np.dtype(np.int32) if dtype.itemsize < 4 else np.dtype(dtype)
 
 
-def _path(terms: list[Term], out: str, optimize) -> list[tuple[int, ...]]:
-    """Pairs of positions, each replaced by its result at the end of the list."""
-    if len(terms) <= 2:
-        return [(0, 1)] * (len(terms) - 1)
-    shapes = [np.broadcast_to(np.float32(0), term.array.shape) for term in terms]
-    text = f"{','.join(term.labels for term in terms)}->{out}"
+def _path(labeled: list[Labeled], out: str, optimize) -> list[tuple[int, ...]]:
+    """Pairs of indices into the list of operands; each pair is replaced by its result at the end of the list."""
+    if len(labeled) <= 2:
+        return [(0, 1)] * (len(labeled) - 1)
+    shapes = [np.broadcast_to(np.float32(0), operand.array.shape) for operand in labeled]
+    text = f"{','.join(operand.labels for operand in labeled)}->{out}"
     if isinstance(optimize, (list, tuple)):
-        optimize = [step for step in optimize if step != "einsum_path"]  # numpy's paths start with that word
+        optimize = [step for step in optimize if step != "einsum_path"]  # the first entry of a path of numpy
     path, _ = jnp.einsum_path(text, *shapes, optimize=optimize)
-    steps = [tuple(step) for step in path if len(step) != 1]  # a step over one operand was made already
+    steps = [tuple(step) for step in path if len(step) != 1]  # reductions of one operand are done
     if any(len(step) > 2 for step in steps):
-        raise ValueError(f"`optimize` {optimize!r} takes more than two operands at a time; use 'auto' or 'optimal'")
+        raise ValueError(f"`optimize` {optimize!r} contracts more than two operands at a time; use 'auto' or 'optimal'")
     return steps

@@ -1,7 +1,7 @@
-"""Operands of a contraction as people give them: checked together, once, with errors that name both.
+"""Checks the operands of a contraction, makes a Problem of them, chooses a kernel and runs it.
 
-The arrays of a contraction are constants where they are scaled: `constant` lets a plain operand be
-differentiated and refuses the gradient of a scaled one with a sentence.
+Checks that need both operands run once per equal pair; their errors name both. Plain operands are differentiable;
+`constant` raises a TypeError for the gradient with respect to a ScaledArray.
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
 from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
-from scaledot.ops.cast_spec import check_byte_order, check_hashable, check_whole
+from scaledot.ops.cast_spec import check_byte_order, check_consistent, check_hashable
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 
 Array = jax.Array | ScaledArray
-Choice = str | Callable[[Any], str | None] | None  # a kernel's name, or a function from a problem to one
+Choice = str | Callable[[Any], str | None] | None  # the name of a kernel, or a function from a problem to a name
 
 
 def as_operand(x, name: str) -> Array:
-    """A ScaledArray whose leaves belong together, or a jax array of real numbers."""
+    """x as a jax array of real numbers, or a ScaledArray with consistent leaves; raises for anything else."""
     if isinstance(x, ScaledArray):
-        check_whole(x, name)
+        check_consistent(x, name)
         return x
     if not isinstance(x, jax.Array):
         check_byte_order(name, x)
@@ -43,16 +43,17 @@ def as_operand(x, name: str) -> Array:
 
 
 def float_operand(x, name: str) -> jax.Array:
-    """A plain array of floats that are wide enough to be quantised."""
+    """x as a plain jax array of floats of at least 16 bits, which can be quantised; raises for anything else."""
     x = as_operand(x, name)
     if isinstance(x, ScaledArray):
-        raise TypeError(f"`{name}` is already quantised ({x}); use scaledot.dot_general, which takes it as it is")
+        raise TypeError(f"`{name}` is already quantised ({x}); pass it to scaledot.dot_general instead")
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 16:
         raise TypeError(f"`{name}` must be a float array of at least 16 bits, not {x.dtype}")
     return x
 
 
 def element_type(dtype) -> np.dtype | None:
+    """The argument `preferred_element_type` as a numpy dtype."""
     if dtype is None:
         return None
     try:
@@ -62,31 +63,32 @@ def element_type(dtype) -> np.dtype | None:
 
 
 def make_problem(
-    op: str, contraction: Contraction, lhs: Array, rhs: Array, partitioning: Partitioning = ONE_DEVICE, **wanted
+    op: str, contraction: Contraction, lhs: Array, rhs: Array, partitioning: Partitioning = ONE_DEVICE, **fields
 ) -> Problem:
-    """The problem that two operands pose, after every check that needs both.
+    """The Problem of contracting two operands, after every check that needs both.
 
-    partitioning: how XLA partitions the program, where the types of the operands do not say it all.
+    partitioning: of the program by XLA, merged with that of the operands' types. `fields` are further fields of the
+    Problem, and `preferred`, which may be anything that numpy takes as a dtype.
     """
-    if isinstance(wanted.get("precision"), list):
-        wanted["precision"] = tuple(wanted["precision"])  # a Problem hashes
+    if isinstance(fields.get("precision"), list):
+        fields["precision"] = tuple(fields["precision"])  # a Problem is hashable
     try:
         left, right = operand_of(lhs, contraction.lhs), operand_of(rhs, contraction.rhs)
         if partitioning != ONE_DEVICE:
             left = dataclasses.replace(left, partitioning=left.partitioning.joined(partitioning))
-        return _problem(op, contraction, left, right, **wanted)
+        return _problem(op, contraction, left, right, **fields)
     except TypeError:
-        check_hashable(wanted)
+        check_hashable(fields)
         raise
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(op: str, contraction: Contraction, left: Operand, right: Operand, *, preferred=None, **wanted) -> Problem:
-    """Checked once for equal operands: an eager call asks every time."""
+def _problem(op: str, contraction: Contraction, left: Operand, right: Operand, *, preferred=None, **fields) -> Problem:
+    """The checked Problem, cached: an eager call with equal operands is not checked again."""
     _check_sizes(contraction, left, right)
     _check_blocks(contraction, left, right)
     _check_rotations(contraction, left, right)
-    problem = Problem(op, contraction, left, right, element_type(preferred), **wanted)
+    problem = Problem(op, contraction, left, right, element_type(preferred), **fields)
     if not problem.is_plain and not jnp.issubdtype(problem.out_dtype, jnp.floating):
         raise TypeError(f"`preferred_element_type` must be a float dtype for {left} x {right}, not {problem.out_dtype}")
     return problem
@@ -103,32 +105,35 @@ def _check_sizes(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
 
 
 def _check_blocks(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
-    """Blocks along a summed axis must nest, so that tiles of one side consist of tiles of the other."""
+    """Raises unless blocks along a contracting dim nest: blocks of one operand are unions of blocks of the other."""
     if lhs.format is None or rhs.format is None:
         return
     for label in contraction.contracted:
         a, b = sorted((lhs.block_of(label), rhs.block_of(label)))
         if a and b % a and b != lhs.size(label):
             raise ValueError(
-                f"blocks of {lhs.block_of(label)} and of {rhs.block_of(label)} along one summed axis do not nest: "
+                f"blocks of {lhs.block_of(label)} and of {rhs.block_of(label)} along one contracting dim do not nest: "
                 f"cannot contract {lhs} with {rhs}; requantize one of them"
             )
 
 
 def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
-    """A rotation along a summed axis cancels if both sides have it; along a kept axis it is undone."""
+    """Raises unless both operands have the same rotation along contracting dims, where it cancels.
+
+    A rotation along a free dim is undone by the kernel.
+    """
     left = lhs.rotation if lhs.rotated in contraction.contracted else None
     right = rhs.rotation if rhs.rotated in contraction.contracted else None
     if left is None and right is None:
         return
     if left is None or right is None:
-        one, other = ("lhs", "rhs") if right is None else ("rhs", "lhs")
+        rotated, plain = ("lhs", "rhs") if right is None else ("rhs", "lhs")
         raise ValueError(
-            f"{one} was rotated before it was quantised and {other} was not: cannot contract {lhs} with {rhs}; "
-            f"quantize {other} with the same `rotation`, or dequantize {one}"
+            f"{rotated} was rotated before it was quantised and {plain} was not: cannot contract {lhs} with {rhs}; "
+            f"quantize {plain} with the same `rotation`, or dequantize {rotated}"
         )
     if lhs.rotated != rhs.rotated or (left.size, left.mask) != (right.size, right.mask):
-        raise ValueError(f"lhs and rhs carry different rotations, {left} and {right}: cannot contract {lhs} with {rhs}")
+        raise ValueError(f"lhs and rhs have different rotations, {left} and {right}: cannot contract {lhs} with {rhs}")
 
 
 def contract(
@@ -144,13 +149,13 @@ def contract(
     partitioning: Partitioning = ONE_DEVICE,
     members: dict[str, tuple[int, ...]] | None = None,
 ) -> jax.Array:
-    """A dot of checked operands, by labels; plus a bias along the free labels of rhs, before the one rounding.
+    """The contraction of two checked operands, plus a bias along the free labels of rhs, rounded once.
 
-    partitioning: how XLA partitions the program, where the types of the operands do not say it all. members: by label,
-    the sizes of the axes that were flattened to one.
+    partitioning: of the program by XLA, merged with that of the operands' types. members: for each label, the sizes of
+    the axes that were flattened to it.
     """
-    wanted = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
-    problem = make_problem("dot", contraction, lhs, rhs, partitioning, **wanted)
+    fields = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
+    problem = make_problem("dot", contraction, lhs, rhs, partitioning, **fields)
     if problem.partitioning.devices > 1 and problem.partitioning.is_automatic:
         name = kernel(problem) if callable(kernel) else kernel
         if choose(problem, name).is_opaque:
@@ -162,7 +167,7 @@ def contract(
 def solve(
     problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None, multipliers=None
 ) -> jax.Array:
-    """The problem's result, by the kernel of that name or the first that supports it."""
+    """Runs a problem with the chosen kernel, or with the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
     return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, multipliers)
 
@@ -177,23 +182,22 @@ def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, 
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
     if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:
-        run = jax.checkpoint(run)  # differentiated, it keeps codes and not the values made of them
+        run = jax.checkpoint(run)  # saves codes as residuals, not dequantised values
     return run(lhs, rhs, group_sizes)
 
 
 @jax.custom_jvp
 def constant(q: ScaledArray) -> ScaledArray:
-    """The array itself, which has no gradient."""
+    """q itself; raises a TypeError when differentiated with respect to it."""
     return q
 
 
 def _refuse_gradient(primals: tuple[Any], tangents: tuple[Any]):
     (q,), (dq,) = primals, tangents
-    zeros = jax.tree.leaves(dq, is_leaf=_is_zero)
-    if not all(_is_zero(leaf) for leaf in zeros):
+    if not all(_is_zero(leaf) for leaf in jax.tree.leaves(dq, is_leaf=_is_zero)):
         raise TypeError(
-            f"a ScaledArray is a constant: asked for the gradient of {q}. "
-            "Differentiate with respect to the plain operand"
+            f"a ScaledArray is a constant: cannot differentiate with respect to {q}; differentiate with respect to the "
+            "plain operand"
         )
     return q, dq
 

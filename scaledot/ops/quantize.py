@@ -1,7 +1,8 @@
-"""quantize, dequantize and their relatives.
+"""quantize, dequantize and related functions.
 
-Each verb lets `ops.spec` check what a person may get wrong, and has the cast that a frozen Plan describes made by a
-kernel of the table (`ops.casts`). Being jitted inside, they run the same program eagerly and under a user's jit.
+Each function checks its arguments and makes a CastSpec of them (`ops.cast_spec`), which a kernel of the table runs
+(`ops.casts`). Casts are jitted, so that eager calls and calls under a user's jit run the same program, with the same
+bits.
 """
 
 import dataclasses
@@ -24,19 +25,19 @@ from scaledot.ops.cast_spec import (
     Axis,
     as_axis,
     block_tuple,
+    check_consistent,
     check_nan,
-    check_whole,
     checked_amax_axes,
     checked_groups,
+    checked_key,
+    checked_multiplier,
+    checked_scales,
+    checked_uniform,
+    checked_zero,
     float_array,
     float_dtype,
-    given_multiplier,
-    given_scales,
-    given_uniform,
-    given_zero,
-    key_for,
-    laid_block,
     make_cast_spec,
+    resolved_block,
 )
 from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice
@@ -65,18 +66,18 @@ def quantize(
     amax_axes: tuple[str, ...] = (),
     kernel: Choice = None,
 ) -> ScaledArray:
-    """Codes and scales of a float array.
+    """Quantises a float array to codes and scales.
 
-    The last entry of `block` (the format's own by default) lies on `axis`, the others on the axes left of it;
-    0 takes a whole axis. `q.data` has the shape of x, `q.scale` its rank and one entry per block.
-    Rounding has no gradient: what flows through a cast is 0, as through jnp.round.
+    The last entry of `block` (by default the format's) is the block size along `axis`, the entries before it those
+    along the axes to its left; 0 is a whole axis. `q.data` has the shape of x; `q.scale` has the rank of x and one
+    entry per block. The gradient is 0, as that of jnp.round.
 
     Args:
-      x: float array of at least 16 bits, which is cast from float32. Non-finite elements never influence a scale;
-        they saturate, and NaN stays NaN in 8-bit floats and becomes 0 elsewhere. A float64 number beyond float32's
-        range is an error outside jit, and counts as an infinity inside.
+      x: float array of at least 16 bits; casts compute in float32. Non-finite elements do not influence a scale:
+        infinities saturate, and NaN stays NaN in 8-bit floats and becomes 0 in other formats. A finite float64 element
+        beyond the range of float32 is an error outside jit and an infinity inside.
       format: a Format or its name.
-      axis: where the block ends; with a tuple, the axis of each entry of `block`.
+      axis: the axis of the last entry of `block`; as a tuple, the axis of each entry.
       block: elements that share a scale, e.g. (128,), (128, 128), or (0,) for one scale per channel.
       calibration: `absmax[,f]`, `rms,f`, `percentile,p`, `mse`, `fixed,a`; `minmax[,f]` and `fixed,lo,hi` give
         integer formats a zero point.
@@ -84,15 +85,16 @@ def quantize(
       rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`, or `uniform` numbers in [0, 1) that
         broadcast against x.
       rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
-      scale, tensor_scale, zero: used as they are instead of being computed; a `zero` point needs its `scale`.
-      multiplier: float32, what x is multiplied by, as delayed scaling stores it; the scale is its reciprocal.
-      pad: let the last block of an axis be short instead of raising.
-      dtype: what the result stands for, the dtype of x by default.
-      nan: "raise" refuses NaN; it needs a concrete array.
-      amax_axes: inside a shard_map, the mesh axes over which an axis with one scale, or a tensor with a scale of its
-        own, is split: the scale is that of all devices.
-      kernel: the name of a kernel (`explain` lists them), or a function from the CastProblem to a name; None takes the
-        first that supports it.
+      scale, tensor_scale, zero: used instead of computed ones; a `zero` point needs its `scale`.
+      multiplier: the quantisation multiplier, float32: x is multiplied by it, and the scale is its reciprocal, as in
+        delayed scaling.
+      pad: allow a short last block instead of raising.
+      dtype: the dtype of dequantised values, by default that of x.
+      nan: "raise" raises if x has NaN elements, which needs a concrete array.
+      amax_axes: inside a shard_map, the mesh axes over which the amax is all-reduced: those that shard an axis with one
+        scale, or any axis for a per-tensor scale. All devices then have the same scale.
+      kernel: the name of a kernel (`explain` lists them), or a function from the CastProblem to a name; None is the
+        first kernel that supports it.
 
     >>> q = quantize(jnp.array([-3, 0.1, 0.7, 2.5]), "fp8_e4m3")
     >>> q
@@ -105,8 +107,8 @@ def quantize(
     x = float_array(x)
     spec = _cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
-    given = arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
-    return make_casts(x, (view_of(spec, rounding),), given, kernel).arrays[0]
+    checked = arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
+    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
 
 
 def arguments(
@@ -120,36 +122,37 @@ def arguments(
     zero=None,
     multiplier=None,
 ) -> CastArguments:
-    """What a person gave beside x, checked."""
+    """The checked array arguments of a cast, other than x."""
     if rounding == "nearest" and uniform is scale is tensor_scale is zero is multiplier is None:
-        return _NOTHING_GIVEN
-    uniform = given_uniform(rounding, uniform, x.shape)
-    key = None if uniform is not None else key_for(rounding, key)
-    scale, tensor_scale = given_scales(spec, x, scale, tensor_scale)
-    multiplier = given_multiplier(spec, x, scale, multiplier)
-    return CastArguments((key,), (uniform,), multiplier, scale, tensor_scale, given_zero(spec, x, scale, zero))
+        return _NO_ARGUMENTS
+    uniform = checked_uniform(rounding, uniform, x.shape)
+    key = None if uniform is not None else checked_key(rounding, key)
+    scale, tensor_scale = checked_scales(spec, x, scale, tensor_scale)
+    multiplier = checked_multiplier(spec, x, scale, multiplier)
+    return CastArguments((key,), (uniform,), multiplier, scale, tensor_scale, checked_zero(spec, x, scale, zero))
 
 
-_NOTHING_GIVEN = CastArguments((None,), (None,))
+_NO_ARGUMENTS = CastArguments((None,), (None,))
 
 
 @functools.lru_cache(maxsize=4096)
 def view_of(spec: CastSpec, rounding: str) -> View:
+    """The View of a single cast, whose key is the first of the CastArguments."""
     return View(spec, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
-    """The values that a ScaledArray stands for, computed in float32 and rounded once to `dtype`.
+    """The dequantised values of a ScaledArray, computed in float32 and rounded once, to `dtype` (by default q.dtype).
 
     >>> dequantize(quantize(jnp.array([1.0, 2.0, 4.0]), "int8", block=(0,)))
     Array([1.007874, 2.015748, 4.      ], dtype=float32)
     """
-    check_whole(q)
+    check_consistent(q)
     return _dequantize(q, float_dtype(q.dtype if dtype is None else dtype))
 
 
 def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
-    """The values of q in another format, block or axis; `options` are those of `quantize`.
+    """Quantises the dequantised values of q to another format, block or axis; `options` are those of `quantize`.
 
     >>> q = quantize(jnp.ones((2, 64)), "mxfp8")
     >>> requantize(q, "nvfp4", axis=0, pad=True)
@@ -162,12 +165,12 @@ def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
 def quantize_both(
     x, format: str | Format, *, key=None, rotation=None, kernel: Choice = None, **options
 ) -> tuple[ScaledArray, ScaledArray]:
-    """Both orientations of a matrix from one read: blocks along its last axis, and along the one before.
+    """Quantises a matrix row-wise and column-wise: with blocks along its last axis, and along the one before.
 
-    Both results have the shape of x. Where the codes are the same (one scale for all, square blocks) one cast
-    serves both; otherwise each is made from x, never from the other, and stochastic rounding uses independent
-    bits: `key` for the first, `jax.random.fold_in(key, 1)` for the second. `rotation` is one Hadamard or None
-    for both, or a pair. Other `options` are those of `quantize`.
+    Both results have the shape of x. If both have the same codes (one scale per tensor, square blocks), they are one
+    array. Otherwise each is quantised from x, never from the other, and stochastic rounding uses independent random
+    bits: `key` for the first, `jax.random.fold_in(key, 1)` for the second. `rotation` is one Hadamard or None for both,
+    or a pair. Other `options` are those of `quantize`.
 
     >>> rows, columns = quantize_both(jnp.ones((64, 32)), "mxfp8")
     >>> rows.scale.shape, columns.scale.shape
@@ -178,37 +181,37 @@ def quantize_both(
         raise ValueError(f"`x` must have at least 2 axes to have two orientations, not shape {x.shape}")
     if "axis" in options:
         raise TypeError("quantize_both takes no `axis`: it quantises along the last two")
-    first, second = _pair(rotation)
-    key = key_for(options.get("rounding", "nearest"), key)
-    row_block = laid_block(find_format(format), options.pop("block", None), -1, x.ndim)
+    row_rotation, column_rotation = _pair(rotation)
+    key = checked_key(options.get("rounding", "nearest"), key)
+    row_block = resolved_block(find_format(format), options.pop("block", None), -1, x.ndim)
     column_block = _swap_last(row_block, x.ndim)
-    along = {"block": _trailing(row_block), "key": key, "rotation": first}
-    if row_block == column_block and first == second is None:
-        rows = quantize(x, format, kernel=kernel, **along, **options)
+    row_wise = {"block": _trailing(row_block), "key": key, "rotation": row_rotation}
+    if row_block == column_block and row_rotation == column_rotation is None:
+        rows = quantize(x, format, kernel=kernel, **row_wise, **options)
         return rows, rows
     column_key = None if key is None else jax.random.fold_in(key, 1)
-    down = {**_down(column_block, x.ndim), "key": column_key, "rotation": second}
-    if any(options.get(name) is not None for name in _OF_ONE_CAST):
-        rows, columns = (quantize(x, format, kernel=kernel, **each, **options) for each in (along, down))
+    column_wise = {**_column_wise(column_block, x.ndim), "key": column_key, "rotation": column_rotation}
+    if any(options.get(name) is not None for name in _ARRAY_ARGUMENTS):
+        rows, columns = (quantize(x, format, kernel=kernel, **each, **options) for each in (row_wise, column_wise))
         return rows, columns
-    return _cast_both(x, format, (along, down), kernel, **options)
+    return _cast_both(x, format, (row_wise, column_wise), kernel, **options)
 
 
-_OF_ONE_CAST = ("scale", "tensor_scale", "zero", "multiplier", "uniform")  # arguments that have the shape of its blocks
+_ARRAY_ARGUMENTS = ("scale", "tensor_scale", "zero", "multiplier", "uniform")  # which a CastProblem has for one cast
 
 
 def _cast_both(x, format, orientations, kernel: Choice, rounding="nearest", nan="keep", **options) -> Any:
-    """Both orientations as one problem; `options` are those of a Plan."""
+    """Both orientations as one CastProblem; `options` are those of a CastSpec."""
     check_nan(x, nan)
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
-    is_stochastic = key_for(rounding, keys[0]) is not None
-    views = tuple(View(spec, key=at if is_stochastic else None) for at, spec in enumerate(specs))
+    is_stochastic = checked_key(rounding, keys[0]) is not None
+    views = tuple(View(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
     return make_casts(x, views, CastArguments(keys), kernel).arrays
 
 
 def quantize_dbias(x, format: str | Format, *, kernel: Choice = None, **options) -> tuple[ScaledArray, jax.Array]:
-    """`quantize`, and the sum of the unquantised x over all axes but the last, in float32, or float64 where x is.
+    """`quantize`, and the bias gradient: the sum of x over all axes but the last, in float32, or float64 for float64 x.
 
     >>> q, dbias = quantize_dbias(jnp.ones((3, 32)), "mxfp8")
     >>> dbias.shape, float(dbias[0])
@@ -237,12 +240,12 @@ def quantize_grouped(
     amax_axes: tuple[str, ...] = (),
     kernel: Choice = None,
 ) -> ScaledArray:
-    """A matrix whose rows come in consecutive groups, each quantised as if it were alone.
+    """Quantises a matrix whose rows are in consecutive groups, each group independently.
 
-    Groups may be empty; rows past the last group become zeros. Blocks never straddle groups: down the rows
-    they start afresh in each, and the last block of a group may be short. Because group sizes may be traced,
-    scales are stored per row (`q.scale` has x's rows, `q.tensor_scale` one entry per row), so the result is an
-    ordinary ScaledArray. Inside a shard_map `amax_axes` split the features; every device has all rows.
+    Groups may be empty; rows past the last group become zeros. Blocks never straddle groups: along rows they restart
+    in each group, and the last block of a group may be short. Because group sizes may be traced, scales are stored per
+    row (`q.scale` has one row, and `q.tensor_scale` one entry, for each row of x), so the result is an ordinary
+    ScaledArray. Inside a shard_map `amax_axes` are mesh axes that shard the features; rows are not sharded.
 
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [50.0, 60.0]])
     >>> q = quantize_grouped(x, jnp.array([2, 0, 1]), "int8", block=(0, 0))
@@ -254,29 +257,28 @@ def quantize_grouped(
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
     spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
-    given = arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return make_casts(x, (view_of(spec, rounding),), given, kernel).arrays[0]
+    checked = arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
+    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
 
 
 def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:
-    """The cast of rows in groups, as arguments of `quantize_grouped` specify it; its block has rows and columns."""
+    """The CastSpec of a call of `quantize_grouped`; its block has two entries, rows and columns."""
     spec = make_cast_spec(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
-    row_block, inner = blocks.expand(spec.block, 2)
+    row_block, column_block = blocks.expand(spec.block, 2)
     if spec.format.search is not None and row_block != 1:
         raise ValueError(
-            f"`search` {spec.format.search!r} of {spec.format.name} is not offered for blocks of rows in groups"
+            f"`search` {spec.format.search!r} of {spec.format.name} is not supported for blocks across grouped rows; "
+            f"use blocks of one row, not {row_block}"
         )
     if not pad:
-        blocks.check_divides(x.shape[1:], (inner,))
+        blocks.check_divides(x.shape[1:], (column_block,))
     if spec.rotation is not None and spec.rotation.axis != -1:
-        raise ValueError("`rotation` down the rows would mix groups; rotate along the last axis")
+        raise ValueError("`rotation` along rows would mix groups; rotate along the last axis")
     return dataclasses.replace(spec, amax_axes=checked_amax_axes(spec, amax_axes))
 
 
 def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> jax.Array:
-    """Largest finite magnitude in float32: of the whole array, or of each block.
-
-    Subnormal numbers count as 0.
+    """The largest finite magnitude of the array, or of each block, in float32; subnormal numbers count as 0.
 
     >>> amax(jnp.array([[1.0, -3.0], [jnp.inf, 2.0]]))
     Array(3., dtype=float32)
@@ -318,7 +320,7 @@ def _cast_spec(
     pad: bool = False,
     amax_axes: tuple[str, ...] = (),
 ) -> CastSpec:
-    """The cast that arguments of `quantize` ask for."""
+    """The CastSpec of a call of `quantize`, with `amax_axes`."""
     spec = make_cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad)
     axes = checked_amax_axes(spec, amax_axes)
     return dataclasses.replace(spec, amax_axes=axes) if axes else spec
@@ -341,8 +343,8 @@ def _trailing(block: blocks.Block) -> blocks.Block:
     return block or (1,)
 
 
-def _down(block: blocks.Block, ndim: int) -> dict[str, Any]:
-    """Arguments for blocks that are spelt out in full, so that the last axis only says where the rotation goes."""
+def _column_wise(block: blocks.Block, ndim: int) -> dict[str, Any]:
+    """`axis` and `block` with an entry per axis; the last entry is axis -2, along which a rotation runs."""
     axes = (*(a for a in range(-ndim, 0) if a != -2), -2)
-    every = blocks.expand(block, ndim)
-    return {"axis": axes, "block": tuple(every[a] for a in axes)}
+    expanded = blocks.expand(block, ndim)
+    return {"axis": axes, "block": tuple(expanded[a] for a in axes)}

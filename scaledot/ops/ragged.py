@@ -1,4 +1,4 @@
-"""ragged_dot and ragged_dot_general on scaled and plain operands: rows in groups, each with its own matrix."""
+"""ragged_dot and ragged_dot_general (grouped GEMM) on scaled and plain operands."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` where either operand may be a ScaledArray: (m, k) x (groups, k, n) -> (m, n).
 
-    Rows come in consecutive groups and each is multiplied by its group's matrix. Groups may be empty; rows past
-    the last group give zeros. Scales of rhs may differ from group to group. vmap goes as far as jax.lax's does. Along
-    explicit mesh axes `out_sharding` must say how the result lies.
-    As in `dot_general`, tensor cores add products of 8-bit floats with few bits unless `precision` asks for more.
+    Rows of lhs are in consecutive groups, of `group_sizes`, and each group is multiplied by its own matrix of rhs.
+    Groups may be empty; rows past the last group give zeros. Scales of rhs may differ between groups. vmap is supported
+    as far as by jax.lax. If operands are sharded over explicit mesh axes, `out_sharding` is required. Accumulation and
+    `precision` as in `dot_general`.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.stack([jnp.eye(2), 3 * jnp.eye(2)]), "int8", axis=1)
@@ -43,8 +43,8 @@ def ragged_dot(
            [3., 3.],
            [0., 0.]], dtype=float32)
     """
-    wanted = {"out_sharding": out_sharding, "kernel": kernel}
-    return ragged_dot_general(lhs, rhs, group_sizes, _MATRIX_PER_GROUP, precision, preferred_element_type, **wanted)
+    options = {"out_sharding": out_sharding, "kernel": kernel}
+    return ragged_dot_general(lhs, rhs, group_sizes, _MATRIX_PER_GROUP, precision, preferred_element_type, **options)
 
 
 def ragged_dot_general(
@@ -60,23 +60,25 @@ def ragged_dot_general(
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` where either operand may be a ScaledArray.
 
-    The ragged axis of lhs may be kept (each group has a slice of rhs), summed over (the result has one slice per
-    group), or a batch axis.
+    The ragged dim of lhs may be a free dim (one slice of rhs per group), a contracting dim (one slice of the result per
+    group), or a batch dim.
     """
-    wanted = {"precision": precision, "preferred": preferred_element_type}
+    fields = {"precision": precision, "preferred": preferred_element_type}
 
     def contract(lhs, rhs, group_sizes) -> jax.Array:
-        return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **wanted)
+        return contract_groups(lhs, rhs, group_sizes, ragged_dot_dimension_numbers, kernel, **fields)
 
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     are_sharded = any(is_sharded(jax.typeof(leaf)) for leaf in jax.tree.leaves((lhs, rhs)))
     if out_sharding is None and not are_sharded:
         return contract(lhs, rhs, group_sizes)
     if out_sharding is None:
-        raise ValueError("`out_sharding` must say how the result lies where operands are split over explicit mesh axes")
-    # jax.lax has no rule for how grouped products lie along explicit axes; XLA has.
-    by_xla: Any = jax.sharding.auto_axes(contract, out_sharding=out_sharding)
-    return by_xla(lhs, rhs, jnp.asarray(group_sizes))
+        raise ValueError(
+            "operands are sharded over explicit mesh axes; pass `out_sharding`, the sharding of the result"
+        )
+    # jax.lax.ragged_dot has no sharding rule for explicit axes; XLA can partition it along automatic ones.
+    automatic: Any = jax.sharding.auto_axes(contract, out_sharding=out_sharding)
+    return automatic(lhs, rhs, jnp.asarray(group_sizes))
 
 
 def contract_groups(
@@ -87,23 +89,26 @@ def contract_groups(
     kernel: Choice,
     *,
     multipliers: tuple[jax.Array, jax.Array] | None = None,
-    **wanted,
+    **fields,
 ) -> jax.Array:
-    """ragged_dot_general whose problem says more: `group_multiple` is what group sizes are multiples of.
+    """ragged_dot_general with further `fields` of the Problem, such as `group_multiple`, which divides all group sizes.
 
-    multipliers: for results (groups, m, n), which are multiplied by them before they are rounded: (groups, 1) or
-    (groups, m), and (groups, 1) or (groups, n).
+    multipliers: a pair of (groups, 1) or (groups, m), and (groups, 1) or (groups, n), which multiply a result
+    (groups, m, n) before it is rounded.
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     numbers = ragged_dot_dimension_numbers
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
-    flat = np.ndim(group_sizes) == 1
-    if not flat and ragged in contraction.contracted:
-        raise ValueError(f"`group_sizes` must have one size for each group that is summed, not {np.shape(group_sizes)}")
-    if flat:
+    is_flat = np.ndim(group_sizes) == 1
+    if not is_flat and ragged in contraction.contracted:
+        raise ValueError(
+            "`group_sizes` must be 1-d, one size per group, if the ragged dim is contracted; it has shape "
+            f"{np.shape(group_sizes)}"
+        )
+    if is_flat:
         group_sizes = checked_groups(group_sizes, lhs.shape[contraction.lhs.index(ragged)])
-    if flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:
+    if is_flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:
         raise ValueError(f"`group_sizes` has {group_sizes.size} groups, but rhs is {operand_of(rhs, contraction.rhs)}")
     problem = make_problem(
         "ragged_dot",
@@ -112,14 +117,14 @@ def contract_groups(
         rhs,
         ragged=ragged,
         group=group,
-        gathers=flat and group in contraction.rhs,
-        **wanted,
+        gathers=is_flat and group in contraction.rhs,
+        **fields,
     )
     return solve(problem, kernel, lhs, rhs, group_sizes, multipliers=multipliers)
 
 
 def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumbers) -> tuple[Contraction, str, str]:
-    """The contraction with its axis of groups, the ragged label and the label of groups."""
+    """The contraction with a label for the group dim, the ragged label, and the group label."""
     (ragged_axis,) = _one_axis("lhs_ragged_dimensions", numbers.lhs_ragged_dimensions)
     ragged = contraction.lhs[ragged_axis]
     if ragged in contraction.contracted:

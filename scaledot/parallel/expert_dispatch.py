@@ -1,8 +1,9 @@
-"""Dispatch of rows and weights to the devices of their experts, and the way back (combine).
+"""Dispatch of rows and weights to the devices of their experts, and combine, its transpose.
 
-A route is a tuple of collectives inside a shard_map. Dispatch and combine are each other's transposes, so the result of
-a ragged matmul is combined as the gradient of an operand is, and its own gradient is dispatched. JAX would derive the
-same sums, but gather gradients by adding them to zeros, which moves twice the bytes.
+A route is a tuple of collectives inside a shard_map, each with its transpose. `dispatch` runs a route; `combine` runs
+the transposes in reverse order. The result of a ragged matmul is combined along the route of rows, and its gradient is
+dispatched. Both are a custom_vjp, because JAX would transpose a slice to a psum of zero-padded gradients instead of an
+all-gather, which transfers twice the bytes.
 """
 
 import functools
@@ -15,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from scaledot.parallel import transfer_plan
-from scaledot.parallel.transfer_plan import Split
-from scaledot.parallel.transfers import Axes, own_part
+from scaledot.parallel.transfer_plan import AxesByLabel, LabelSharding
+from scaledot.parallel.transfers import Axes, own_shard
 from scaledot.parallel.types import Like
 
 
@@ -26,116 +27,125 @@ class Gather(NamedTuple):
     axis: int
     axes: Axes
 
-    def there(self, x: jax.Array, start) -> jax.Array:
+    def forward(self, x: jax.Array, start) -> jax.Array:
         return lax.all_gather(x, self.axes, axis=self.axis, tiled=True, to="invarying")
 
-    def back(self, x: jax.Array, start) -> jax.Array:
-        return own_part(x, self.axis, self.axes)
+    def transpose(self, x: jax.Array, start) -> jax.Array:
+        return own_shard(x, self.axis, self.axes)
 
 
-class Cut(NamedTuple):
-    """The transpose of Gather: each device takes its own shard of an axis."""
+class Slice(NamedTuple):
+    """The transpose of Gather: each device takes its own shard of a replicated axis."""
 
     axis: int
     axes: Axes
 
-    def there(self, x: jax.Array, start) -> jax.Array:
-        return own_part(x, self.axis, self.axes)
+    def forward(self, x: jax.Array, start) -> jax.Array:
+        return own_shard(x, self.axis, self.axes)
 
-    def back(self, x: jax.Array, start) -> jax.Array:
+    def transpose(self, x: jax.Array, start) -> jax.Array:
         return lax.all_gather(x, self.axes, axis=self.axis, tiled=True, to="invarying")
 
 
-class Exchange(NamedTuple):
-    """All-to-all: an axis that is sharded over mesh axes is gathered, and `split` sharded over them instead."""
+class AllToAll(NamedTuple):
+    """All-to-all over mesh axes that shard `gathered_axis`: gathers it and shards `sharded_axis` instead."""
 
-    axis: int
-    split: int
+    gathered_axis: int
+    sharded_axis: int
     axes: Axes
 
-    def there(self, x: jax.Array, start) -> jax.Array:
-        return lax.all_to_all(x, self.axes, split_axis=self.split, concat_axis=self.axis, tiled=True)
+    def forward(self, x: jax.Array, start) -> jax.Array:
+        return self._all_to_all(x, self.sharded_axis, self.gathered_axis)
 
-    def back(self, x: jax.Array, start) -> jax.Array:
-        return lax.all_to_all(x, self.axes, split_axis=self.axis, concat_axis=self.split, tiled=True)
+    def transpose(self, x: jax.Array, start) -> jax.Array:
+        return self._all_to_all(x, self.gathered_axis, self.sharded_axis)
+
+    def _all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int) -> jax.Array:
+        return lax.all_to_all(x, self.axes, split_axis=split_axis, concat_axis=concat_axis, tiled=True)
 
 
-class Rows(NamedTuple):
-    """All rows, which are sharded over `axes`, those of a device's own groups first; `groups` shard the groups.
+class GatherRows(NamedTuple):
+    """All-gather of rows over `axes`, rolled so that those of the device's own groups are first.
 
-    On the way back every row is one device's own and zeros from the others, so the reduction is exact.
+    group_axes: the mesh axes that shard the groups. In the transpose each row is nonzero on one device, so reducing
+    over `group_axes` is exact in any dtype.
     """
 
     axes: Axes
-    groups: Axes
+    group_axes: Axes
 
-    def there(self, x: jax.Array, start) -> jax.Array:
+    def forward(self, x: jax.Array, start) -> jax.Array:
         x = lax.all_gather(x, self.axes, tiled=True, to="invarying") if self.axes else x
         return jnp.roll(x, -start, axis=0)
 
-    def back(self, x: jax.Array, start) -> jax.Array:
+    def transpose(self, x: jax.Array, start) -> jax.Array:
         x = jnp.roll(x, start, axis=0)
-        for is_added, axes in itertools.groupby(self.axes, self.groups.__contains__):
-            along = tuple(axes)
-            x = lax.psum_scatter(x, along, tiled=True) if is_added else own_part(x, 0, along)
-        elsewhere = tuple(axis for axis in self.groups if axis not in self.axes)
-        return lax.psum(x, elsewhere) if elsewhere else x
+        for is_reduced, group in itertools.groupby(self.axes, self.group_axes.__contains__):
+            axes = tuple(group)
+            x = lax.psum_scatter(x, axes, tiled=True) if is_reduced else own_shard(x, 0, axes)
+        rest = tuple(axis for axis in self.group_axes if axis not in self.axes)
+        return lax.psum(x, rest) if rest else x
 
 
-Route = tuple[Gather | Cut | Exchange | Rows, ...]
+Route = tuple[Gather | Slice | AllToAll | GatherRows, ...]
 
 
-def route_of_rows(labels: str, split: Split, work: dict[str, Axes]) -> Route:
-    """From a device's shard of the rows to the rows of its groups."""
+def route_of_rows(labels: str, sharding: LabelSharding, work: AxesByLabel) -> Route:
+    """The route from a device's shard of the rows to the rows of its groups.
+
+    labels: of rows and features. sharding: of the array. work: the mesh axes that shard groups ("g") and features.
+    """
     rows, feature = labels
-    moves = transfer_plan.moves_between(feature, dict(split), work)
-    gathers, cuts = _gathers_and_cuts(labels, moves)
-    return *gathers, Rows(dict(split).get(rows, ()), work["g"]), *cuts
+    plan = transfer_plan.transfers_between(feature, dict(sharding), work)
+    gathers, slices = _gathers_and_slices(labels, plan)
+    return *gathers, GatherRows(dict(sharding).get(rows, ()), work["g"]), *slices
 
 
-def route_of_weights(labels: str, split: Split, work: dict[str, Axes]) -> Route:
-    """From a device's shard of the weights, or of the biases, to those of its groups."""
-    has, steps = dict(split), []
-    for axis in work["g"][len(has.get("g", ())) :]:
-        along = next((c for c, axes in split if axis in axes), None)
-        if along is None:
-            steps.append(Cut(0, (axis,)))
+def route_of_weights(labels: str, sharding: LabelSharding, work: AxesByLabel) -> Route:
+    """The route from a device's shard of the weights, or of the biases, to the weights of its groups."""
+    remaining, steps = dict(sharding), []
+    for axis in work["g"][len(remaining.get("g", ())) :]:
+        label = next((c for c, axes in sharding if axis in axes), None)
+        if label is None:
+            steps.append(Slice(0, (axis,)))
         else:
-            steps.append(Exchange(labels.index(along), 0, (axis,)))
-            has[along] = tuple(a for a in has[along] if a != axis)
-    gathers, cuts = _gathers_and_cuts(labels, transfer_plan.moves_between(labels[1:], has, work))
-    return *steps, *gathers, *cuts
+            steps.append(AllToAll(labels.index(label), 0, (axis,)))
+            remaining[label] = tuple(a for a in remaining[label] if a != axis)
+    gathers, slices = _gathers_and_slices(labels, transfer_plan.transfers_between(labels[1:], remaining, work))
+    return *steps, *gathers, *slices
 
 
-def _gathers_and_cuts(labels: str, moves: transfer_plan.Transfers) -> tuple[Route, Route]:
-    gathers = tuple(Gather(labels.index(c), axes) for c, axes in moves.gathered)
-    return gathers, tuple(Cut(labels.index(c), axes) for c, axes in moves.cut)
+def _gathers_and_slices(labels: str, plan: transfer_plan.Transfers) -> tuple[Route, Route]:
+    gathers = tuple(Gather(labels.index(c), axes) for c, axes in plan.gathered)
+    return gathers, tuple(Slice(labels.index(c), axes) for c, axes in plan.sliced)
 
 
 def dispatch(route: Route, x: jax.Array, start: jax.Array) -> jax.Array:
-    """x on the devices that work on it. start: the first row, among all, of a device's own groups."""
-    return cast(jax.Array, _moved(route, True, x, start))
+    """Runs the collectives of a route on x. start: the global index of the first row of the device's own groups."""
+    return cast(jax.Array, _run_route(route, False, x, start))
 
 
 def combine(route: Route, y: jax.Array, start: jax.Array) -> jax.Array:
-    return cast(jax.Array, _moved(route, False, y, start))
+    """Runs the transpose of a route on y."""
+    return cast(jax.Array, _run_route(route, True, y, start))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(route: Route, there: bool, x: jax.Array, start: jax.Array) -> jax.Array:
-    """x after the route, or after its way back in reverse order; either is the transpose of the other."""
-    for step in route if there else reversed(route):
-        x = (step.there if there else step.back)(x, start)
+def _run_route(route: Route, transposed: bool, x: jax.Array, start: jax.Array) -> jax.Array:
+    for step in reversed(route) if transposed else route:
+        x = (step.transpose if transposed else step.forward)(x, start)
     return x
 
 
-def _moved_forward(route: Route, there: bool, x: jax.Array, start: jax.Array):
-    return _moved(route, there, x, start), (start, Like.of(x))
+def _run_route_fwd(route: Route, transposed: bool, x: jax.Array, start: jax.Array):
+    return _run_route(route, transposed, x, start), (start, Like.of(x))
 
 
-def _moved_backward(route: Route, there: bool, kept: tuple[jax.Array, Like], g: jax.Array) -> tuple[jax.Array, Any]:
-    start, like = kept
-    return like.reduced(cast(jax.Array, _moved(route, not there, g, start))), np.zeros((), jax.dtypes.float0)
+def _run_route_bwd(
+    route: Route, transposed: bool, residuals: tuple[jax.Array, Like], g: jax.Array
+) -> tuple[jax.Array, Any]:
+    start, like = residuals
+    return like.reduced(cast(jax.Array, _run_route(route, not transposed, g, start))), np.zeros((), jax.dtypes.float0)
 
 
-_moved.defvjp(_moved_forward, _moved_backward)
+_run_route.defvjp(_run_route_fwd, _run_route_bwd)

@@ -1,12 +1,17 @@
-"""Matmuls whose operands, or whose results, travel between devices while parts of them are being computed.
+"""Collective matmuls: contractions that overlap the transfers of their operands, or of their result, with compute.
 
-A Partition says what devices gather, multiply, reduce and scatter. Along a mesh axis that is to `overlap`, an operand
-is not gathered before it is multiplied: its shards arrive around a ring, each is multiplied as it comes, and no device
-ever holds the whole. A result is not computed before it is scattered: each device's shard of it is summed on the way
-there. Forward and backward these are each other's transposes.
+A TransferPlan lists the collectives of a sharded contraction. Along a mesh axis in `overlap`, one of them becomes a
+ring of collective-permutes:
+
+* all-gather and matmul: shards of an operand arrive around the ring, and each is multiplied on arrival. The gathered
+  operand is never materialised.
+* matmul and reduce-scatter: accumulators of the result's shards move around the ring, and every device adds its partial
+  result.
+
+Each of the two is the transpose of the other, so the backward pass of one is the other.
 
 On 4 devices that shard the rows of x (4096, k), a device first multiplies its own 1024 rows, then those of its two
-neighbours, which arrived meanwhile, then those of the device opposite.
+neighbours, transferred meanwhile, then those of the device opposite.
 """
 
 from collections.abc import Callable
@@ -18,57 +23,65 @@ from jax import lax
 
 from scaledot.contraction import Contraction
 from scaledot.parallel import transfer_plan, transfers
-from scaledot.parallel.transfer_plan import STAYS, Axes, TransferPlan, Transfers
+from scaledot.parallel.transfer_plan import NO_TRANSFERS, Axes, TransferPlan, Transfers
 from scaledot.parallel.types import vary_as
 
 
 class RingOperand(NamedTuple):
-    """An operand of a contraction, maybe flattened: `open` restores one axis for each label, `close` undoes that."""
+    """An operand of a contraction. `unflatten` gives it one axis per label; `flatten` is the inverse.
+
+    sizes: of the labels, on this device.
+    """
 
     labels: str
     value: Any
     sizes: dict[str, int]
-    open: Callable[[Any, dict[str, int]], Any] = lambda x, sizes: x
-    close: Callable[[Any], Any] = lambda x: x
+    unflatten: Callable[[Any, dict[str, int]], Any] = lambda x, sizes: x
+    flatten: Callable[[Any], Any] = lambda x: x
 
-    def opened(self) -> Any:
-        return self.open(self.value, self.sizes)
+    def unflattened(self) -> Any:
+        return self.unflatten(self.value, self.sizes)
 
-    def with_contents(self, opened: Any) -> "RingOperand":
-        return self._replace(value=self.close(opened), sizes=dict(zip(self.labels, opened.shape, strict=True)))
+    def with_value(self, unflattened: Any) -> "RingOperand":
+        """The operand with another value, passed with one axis per label."""
+        sizes = dict(zip(self.labels, unflattened.shape, strict=True))
+        return self._replace(value=self.flatten(unflattened), sizes=sizes)
 
-    def moved(self, moves: Transfers) -> "RingOperand":
-        if moves == STAYS:
+    def transferred(self, plan: Transfers) -> "RingOperand":
+        if plan == NO_TRANSFERS:
             return self
-        return self.with_contents(transfer_plan.moved(self.opened(), self.labels, moves))
+        return self.with_value(transfer_plan.transfer(self.unflattened(), self.labels, plan))
 
 
 class Ring(NamedTuple):
-    """A ring along one mesh axis: of shards of an operand (side 0 or 1) or of partial sums (None), along a label."""
+    """A ring along one mesh axis that replaces a collective along one label.
 
-    side: int | None
+    operand: 0 if shards of lhs are transferred, 1 for rhs, None for accumulators of the result.
+    """
+
+    operand: int | None
     label: str
     axis: str
 
 
 def ring_of(plan: TransferPlan, overlap: Axes) -> Ring | None:
-    """The ring that replaces a transfer of the plan: the first that runs along one of the axes to overlap alone."""
+    """The ring that replaces the first all-gather or reduce-scatter of the plan over exactly one axis of `overlap`."""
     for axis in overlap:
-        for side, moves in enumerate((plan.lhs, plan.rhs)):
-            cut = {c for c, _ in moves.cut}
-            for c, axes in moves.gathered:
-                if axes == (axis,) and c not in cut:
-                    return Ring(side, c, axis)
+        for operand, of_operand in enumerate((plan.lhs, plan.rhs)):
+            sliced = {c for c, _ in of_operand.sliced}
+            for c, axes in of_operand.gathered:
+                if axes == (axis,) and c not in sliced:
+                    return Ring(operand, c, axis)
         for c, axes in plan.scattered:
             if axes == (axis,):
                 return Ring(None, c, axis)
     return None
 
 
-def adds(plan: TransferPlan, contraction: Contraction, overlap: Axes) -> bool:
-    """Whether the result is accumulated from several matmuls, whose results must then be float32."""
+def accumulates_partials(plan: TransferPlan, contraction: Contraction, overlap: Axes) -> bool:
+    """Whether the result is accumulated from several matmuls, which must then have float32 results."""
     ring = ring_of(plan, overlap)
-    return bool(plan.summed) or (ring is not None and ring.label in contraction.contracted)
+    return bool(plan.reduced_axes) or (ring is not None and ring.label in contraction.contracted)
 
 
 def contract_overlapped(
@@ -79,73 +92,80 @@ def contract_overlapped(
     multiply: Callable[[Any, Any, dict[str, int]], jax.Array],
     overlap: Axes = (),
 ) -> jax.Array:
-    """The contraction with the transfers of the plan. multiply: of two operands' values and the sizes of all labels."""
+    """Runs a contraction with the collectives of a plan, one of them as a ring along an axis of `overlap`.
 
-    def times(sides: tuple[RingOperand, RingOperand]) -> jax.Array:
-        left, right = sides
+    multiply: (value of lhs, value of rhs, sizes of all labels) -> result, called on each pair of shards.
+    """
+
+    def matmul(left: RingOperand, right: RingOperand) -> jax.Array:
         return multiply(left.value, right.value, left.sizes | right.sizes)
 
     ring = ring_of(plan, overlap)
     rest = plan if ring is None else _without(plan, ring)
-    sides = lhs.moved(rest.lhs), rhs.moved(rest.rhs)
+    operands = lhs.transferred(rest.lhs), rhs.transferred(rest.rhs)
     if ring is None:
-        total = times(sides)
-    elif ring.side is None:
-        total = _sums_around(sides, ring, times)
+        result = matmul(*operands)
+    elif ring.operand is None:
+        result = _matmul_reduce_scatter(operands, ring, matmul)
     else:
-        total = _parts_around(contraction.out, sides, ring.side, ring, times)
-    return transfer_plan.added(total, contraction.out, rest)
+        result = _all_gather_matmul(contraction.out, operands, ring.operand, ring, matmul)
+    return transfer_plan.reduce_partials(result, contraction.out, rest)
 
 
 def _without(plan: TransferPlan, ring: Ring) -> TransferPlan:
-    """The transfers of a plan that a ring does not replace."""
-    if ring.side is None:
-        summed = tuple(axis for axis in plan.summed if axis != ring.axis)
-        return plan._replace(summed=summed, scattered=tuple(each for each in plan.scattered if each[0] != ring.label))
-    name = ("lhs", "rhs")[ring.side]
-    moves: Transfers = getattr(plan, name)
-    gathered = tuple(each for each in moves.gathered if each[0] != ring.label)
-    return plan._replace(**{name: moves._replace(gathered=gathered)})
+    """The plan less the collective that the ring replaces."""
+    if ring.operand is None:
+        reduced_axes = tuple(axis for axis in plan.reduced_axes if axis != ring.axis)
+        scattered = tuple(each for each in plan.scattered if each[0] != ring.label)
+        return plan._replace(reduced_axes=reduced_axes, scattered=scattered)
+    name = ("lhs", "rhs")[ring.operand]
+    of_operand: Transfers = getattr(plan, name)
+    gathered = tuple(each for each in of_operand.gathered if each[0] != ring.label)
+    return plan._replace(**{name: of_operand._replace(gathered=gathered)})
 
 
-def _parts_around(out: str, sides: tuple[RingOperand, RingOperand], side: int, ring: Ring, times) -> jax.Array:
-    """All-gather and matmul: each shard of one operand is multiplied as it arrives, by its part of the other."""
-    mine, other = sides[side], sides[1 - side]
+def _all_gather_matmul(
+    out: str, operands: tuple[RingOperand, RingOperand], gathered: int, ring: Ring, matmul
+) -> jax.Array:
+    """Multiplies each shard of one operand on arrival, by the matching shard of the other if the ring is along K."""
+    operand, other = operands[gathered], operands[1 - gathered]
     count = lax.axis_size(ring.axis)
-    whole = other.opened() if ring.label in other.labels else None
+    unflattened = other.unflattened() if ring.label in other.labels else None
 
-    def step(total: jax.Array | None, index: jax.Array, part) -> jax.Array:
-        facing = other
-        if whole is not None:
-            facing = other.with_contents(transfers.part(whole, other.labels.index(ring.label), index, count))
-        arrived = mine.with_contents(part)
-        term = times((arrived, facing) if side == 0 else (facing, arrived))
+    def step(total: jax.Array | None, index: jax.Array, shard) -> jax.Array:
+        arrived, matching = operand.with_value(shard), other
+        if unflattened is not None:
+            axis = other.labels.index(ring.label)
+            matching = other.with_value(transfers.shard_at(unflattened, axis, index, count))
+        result = matmul(arrived, matching) if gathered == 0 else matmul(matching, arrived)
         if ring.label in out:
-            return _placed(total, term, out.index(ring.label), index, count)
-        return term if total is None else total + term
+            return _write_shard(total, result, out.index(ring.label), index, count)
+        return result if total is None else total + result
 
-    return transfers.fold_parts(step, mine.opened(), mine.labels.index(ring.label), ring.axis)
+    return transfers.fold_ring(step, operand.unflattened(), operand.labels.index(ring.label), ring.axis)
 
 
-def _placed(total: jax.Array | None, term: jax.Array, axis: int, index: jax.Array, count: int) -> jax.Array:
-    """The result with the part of one device written at its place; zeros elsewhere if there is none yet."""
-    size = term.shape[axis]
+def _write_shard(total: jax.Array | None, shard: jax.Array, axis: int, index: jax.Array, count: int) -> jax.Array:
+    """`total`, or zeros if it is None, with a shard written at index `index` of `count` along the axis."""
+    size = shard.shape[axis]
     if total is None:
-        shape = (*term.shape[:axis], size * count, *term.shape[axis + 1 :])
-        total = vary_as(jnp.zeros(shape, term.dtype), term)
-    return lax.dynamic_update_slice_in_dim(total, term, index * size, axis)
+        shape = (*shard.shape[:axis], size * count, *shard.shape[axis + 1 :])
+        total = vary_as(jnp.zeros(shape, shard.dtype), shard)
+    return lax.dynamic_update_slice_in_dim(total, shard, index * size, axis)
 
 
-def _sums_around(sides: tuple[RingOperand, RingOperand], ring: Ring, times) -> jax.Array:
-    """Matmul and reduce-scatter: partial sums travel towards their device, and every hop adds its own term."""
+def _matmul_reduce_scatter(operands: tuple[RingOperand, RingOperand], ring: Ring, matmul) -> jax.Array:
+    """Computes the partial result for each device just before its accumulator arrives, and adds it."""
     count = lax.axis_size(ring.axis)
 
-    def term(opened: list[Any], index) -> jax.Array:
+    def partial(values: list[Any], index) -> jax.Array:
         left, right = (
-            side if x is None else side.with_contents(transfers.part(x, side.labels.index(ring.label), index, count))
-            for side, x in zip(sides, opened, strict=True)
+            operand
+            if x is None
+            else operand.with_value(transfers.shard_at(x, operand.labels.index(ring.label), index, count))
+            for operand, x in zip(operands, values, strict=True)
         )
-        return times((left, right))
+        return matmul(left, right)
 
-    opened = [side.opened() if ring.label in side.labels else None for side in sides]
-    return transfers.summed_on_the_way(term, opened, ring.axis)
+    values = [operand.unflattened() if ring.label in operand.labels else None for operand in operands]
+    return transfers.ring_reduce_scatter(partial, values, ring.axis)

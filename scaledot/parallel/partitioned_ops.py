@@ -1,11 +1,11 @@
-"""Casts and matmuls by kernels, as Operations that XLA partitions along automatic mesh axes.
+"""Casts and matmuls by Pallas kernels as Operations with custom partitioning along automatic mesh axes.
 
-Kernels work on matrices, whose rows are often several collapsed dims, such as (batch, sequence). If both are sharded,
-the rows of a device are not contiguous in the matrix, and no sharding of a matrix describes them. So an operation takes
-and returns arrays with those dims (the members of an `Axis`) apart, and each device collapses them in its shard.
+Kernels take matrices, whose rows are often several collapsed dims, such as (batch, sequence). If both are sharded, the
+rows of a device are not contiguous in the matrix, and no sharding of a matrix expresses that. So the arrays of an
+operation have these dims separate (the members of a `CollapsedDim`), and each device collapses them in its shard.
 
-For x (8, 2048, 4096) sharded as (fsdp=4, tp=2, -) a device casts a shard (2, 1024, 4096) as a matrix (2048, 4096). Its
-codes are results of shape (8, 2048, 4096), and its 1x128 scales of shape (8, 2048, 32), both sharded as x is.
+For x (8, 2048, 4096) sharded as (fsdp=4, tp=2, -) a device casts its shard (2, 1024, 4096) as a matrix (2048, 4096).
+The operation returns codes (8, 2048, 4096) and scales of 1×128 blocks (8, 2048, 32), both sharded as x is.
 """
 
 import dataclasses
@@ -29,54 +29,54 @@ from scaledot.numerics import blocks
 from scaledot.numerics.rounding import raw_key
 from scaledot.parallel import transfer_plan
 from scaledot.parallel.custom_partition import Arrays, Leaf, Shards, run_partitioned
-from scaledot.parallel.shard_indices import Axis, Sharding, Sizes, first_index
-from scaledot.parallel.transfer_plan import Split
+from scaledot.parallel.shard_indices import CollapsedDim, Sizes, first_index
+from scaledot.parallel.transfer_plan import AxesByLabel, LabelSharding, TransferPlan
 from scaledot.parallel.types import ONE_DEVICE
 from scaledot.programs import for_types, program
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """An array of the shape of a matrix, or of the shape of its scales, with the Axis of each dim; None for size 1."""
+    """The shape of a matrix or of its scales, and the CollapsedDim of each dim; None for a dim of size 1."""
 
     shape: Sizes
-    axes: tuple[Axis | None, ...]
+    dims: tuple[CollapsedDim | None, ...]
 
     @property
     def leaf(self) -> Leaf:
         shape, names = [], []
-        for size, axis in zip(self.shape, self.axes, strict=True):
-            shape += [size] if axis is None else axis.open(size)
-            names += [None] if axis is None else axis.labels
+        for size, dim in zip(self.shape, self.dims, strict=True):
+            shape += [size] if dim is None else dim.expand(size)
+            names += [None] if dim is None else dim.labels
         return Leaf(tuple(shape), tuple(names))
 
-    def shard(self, sharding: Sharding, mesh) -> "Flat":
-        axes = tuple(None if axis is None else axis.shard(sharding, mesh) for axis in self.axes)
-        sizes = zip(self.shape, self.axes, axes, strict=True)
+    def shard(self, sharding: AxesByLabel, mesh) -> "Flat":
+        dims = tuple(None if dim is None else dim.shard(sharding, mesh) for dim in self.dims)
+        sizes = zip(self.shape, self.dims, dims, strict=True)
         shape = (size if old is None or new is None else size * new.size // old.size for size, old, new in sizes)
-        return Flat(tuple(shape), axes)
+        return Flat(tuple(shape), dims)
 
 
-def flat_arrays(tree: Any, axes: Sequence[Axis]) -> Any:
-    """The pytree of a quantised matrix in any layout of `kernels.layouts`, or an array, with a Flat for each leaf."""
+def flat_leaves(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
+    """The pytree of a quantised matrix in any layout of `kernels.layouts`, or an array, with a Flat as each leaf."""
     if isinstance(tree, Transposed):
-        return dataclasses.replace(tree, stored=flat_arrays(tree.stored, axes[::-1]))
+        return dataclasses.replace(tree, stored=flat_leaves(tree.stored, dims[::-1]))
     if isinstance(tree, RowPairs):
-        return dataclasses.replace(tree, stored=flat_arrays(tree.stored, axes))
+        return dataclasses.replace(tree, stored=flat_leaves(tree.stored, dims))
     if not isinstance(tree, ScaledArray):
-        return Flat(tree.shape, tuple(axes))
+        return Flat(tree.shape, tuple(dims))
 
     def of_blocks(a: Any) -> Flat:
-        return Flat(a.shape, tuple(None if size == 1 else axis for size, axis in zip(a.shape, axes, strict=True)))
+        return Flat(a.shape, tuple(None if size == 1 else dim for size, dim in zip(a.shape, dims, strict=True)))
 
-    def constant(a: Any) -> Flat:
+    def replicated(a: Any) -> Flat:
         return Flat(a.shape, (None,) * len(a.shape))
 
     return dataclasses.replace(
         tree,
-        data=Flat(tree.data.shape, tuple(axes)),
+        data=Flat(tree.data.shape, tuple(dims)),
         scale=of_blocks(tree.scale),
-        tensor_scale=None if tree.tensor_scale is None else constant(tree.tensor_scale),
+        tensor_scale=None if tree.tensor_scale is None else replicated(tree.tensor_scale),
         zero=None if tree.zero is None else of_blocks(tree.zero),
     )
 
@@ -85,63 +85,67 @@ def _reshaped(arrays: Arrays, shapes: Sequence[Sizes]) -> tuple[jax.Array, ...]:
     return tuple(a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True))
 
 
-def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArguments, members) -> CastResult:
-    """The casts of x by a kernel, in a program that XLA partitions. members: sizes, for each axis of x."""
-    leaves, tree = jax.tree.flatten(given._replace(keys=jax.tree.map(raw_key, given.keys)))
+def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArguments, members) -> CastResult:
+    """Runs the casts of x by a kernel in a program that XLA partitions.
+
+    members: for each axis of x, the sizes of the dims that were collapsed to it.
+    """
+    leaves, tree = jax.tree.flatten(arguments._replace(keys=jax.tree.map(raw_key, arguments.keys)))
     operation = Cast(problem, kernel, members, tuple(leaf.shape for leaf in leaves), tree)
-    made = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
-    return jax.tree.unflatten(operation.tree, _reshaped(made, [flat.shape for flat in operation.flats]))
+    results = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
+    return jax.tree.unflatten(operation.tree, _reshaped(results, [flat.shape for flat in operation.flats]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """The casts of one matrix. given: the shapes of its CastArguments, which every device has whole."""
+    """The casts of one matrix, as an Operation.
+
+    members: for each dim, the sizes of the dims that were collapsed to it. argument_shapes: of the leaves of its
+    CastArguments, which are replicated.
+    """
 
     problem: CastProblem
     kernel: Kernel
     members: tuple[Sizes, ...]
-    given: tuple[Sizes, ...]
-    given_tree: Any
+    argument_shapes: tuple[Sizes, ...]
+    argument_tree: Any
 
     contracted = ""
 
     @functools.cached_property
-    def axes(self) -> tuple[Axis, ...]:
+    def dims(self) -> tuple[CollapsedDim, ...]:
         fresh = iter(labels(sum(map(len, self.members))))
         multiples = (self._multiple(axis) for axis in range(len(self.problem.shape)))
-        return tuple(Axis.of(fresh, *each) for each in zip(self.members, multiples, strict=True))
+        return tuple(CollapsedDim.of(fresh, *each) for each in zip(self.members, multiples, strict=True))
 
     def _multiple(self, axis: int) -> int:
-        """The size along an axis that shards must be multiples of, so that no block or rotation group is cut."""
+        """What the size of shards along an axis must be a multiple of, so that no block or rotation group is cut."""
         ndim, multiple = len(self.problem.shape), 1
         for view in self.problem.views:
             rotation = view.spec.rotation
             block = blocks.expand(view.spec.block, ndim)[axis]
-            turned = rotation.size if rotation is not None and rotation.axis % ndim == axis else 1
-            multiple = math.lcm(multiple, max(block, 1), turned, 2 if view.spec.format.bits == 4 else 1)
+            rotation_group = rotation.size if rotation is not None and rotation.axis % ndim == axis else 1
+            multiple = math.lcm(multiple, max(block, 1), rotation_group, 2 if view.spec.format.bits == 4 else 1)
         return multiple
 
     @functools.cached_property
     def _result(self) -> CastResult:
         """The types of the results."""
         x = jax.ShapeDtypeStruct(self.problem.shape, self.problem.dtype)
-        given = [
-            jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(self.given, self._given_dtypes, strict=True)
-        ]
+        arguments = map(jax.ShapeDtypeStruct, self.argument_shapes, self._argument_dtypes)
         run = program(_run_cast, self.problem, self.kernel)
         with for_types():
-            return jax.eval_shape(run, x, jax.tree.unflatten(self.given_tree, given))
+            return jax.eval_shape(run, x, jax.tree.unflatten(self.argument_tree, arguments))
 
     @property
-    def _given_dtypes(self) -> list[Any]:
-        """Words of keys, and then floats."""
-        arguments = jax.tree.unflatten(self.given_tree, range(len(self.given)))
+    def _argument_dtypes(self) -> list[Any]:
+        """uint32 for the words of raw keys, which are the first leaves, float32 for all others."""
+        arguments = jax.tree.unflatten(self.argument_tree, range(len(self.argument_shapes)))
         keys = len(jax.tree.leaves(arguments.keys))
-        return [jnp.uint32] * keys + [jnp.float32] * (len(self.given) - keys)
+        return [jnp.uint32] * keys + [jnp.float32] * (len(self.argument_shapes) - keys)
 
     @property
     def _is_stochastic(self) -> bool:
-        """Random numbers are drawn by the indices of elements in the whole matrix."""
         return any(view.is_stochastic for view in self.problem.views)
 
     @property
@@ -152,85 +156,88 @@ class Cast:
     def flats(self) -> list[Flat]:
         arrays, amax, sums = self._result
         of_amax = None if amax is None else Flat((), ())
-        of_sums = None if sums is None else Flat(sums.shape, self.axes[-1:])
-        return jax.tree.leaves(([flat_arrays(q, self.axes) for q in arrays], of_amax, of_sums))
+        of_sums = None if sums is None else Flat(sums.shape, self.dims[-1:])
+        return jax.tree.leaves(([flat_leaves(q, self.dims) for q in arrays], of_amax, of_sums))
 
     @property
     def operands(self) -> tuple[Leaf, ...]:
-        given = (Leaf(shape, (None,) * len(shape)) for shape in self.given)
-        return Flat(self.problem.shape, self.axes).leaf, *given
+        arguments = (Leaf(shape, (None,) * len(shape)) for shape in self.argument_shapes)
+        return Flat(self.problem.shape, self.dims).leaf, *arguments
 
     @property
     def results(self) -> tuple[Leaf, ...]:
         return tuple(flat.leaf for flat in self.flats)
 
     def run(self, arrays: Arrays) -> Arrays:
-        x, *given = arrays
-        made = self._cast(self.problem, x, jax.tree.unflatten(self.given_tree, given))
-        return _reshaped(jax.tree.leaves(made), [leaf.shape for leaf in self.results])
-
-    def _cast(self, problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
-        return program(_run_cast, problem, self.kernel)(x.reshape(problem.shape), given)
-
-    def _run_shards(self, mesh, sharding: Sharding, arrays: Arrays) -> Arrays:
         x, *leaves = arrays
-        given: CastArguments = jax.tree.unflatten(self.given_tree, leaves)
-        if self._is_stochastic:
-            given = given._replace(offset=first_index(self.axes, sharding, mesh))
-        made = self._reduced(self._cast(self._shard(mesh, sharding), x, given), sharding)
-        return _reshaped(jax.tree.leaves(made), [flat.shard(sharding, mesh).leaf.shape for flat in self.flats])
+        result = self._cast(self.problem, x, jax.tree.unflatten(self.argument_tree, leaves))
+        return _reshaped(jax.tree.leaves(result), [leaf.shape for leaf in self.results])
 
-    def _reduced(self, made: CastResult, sharding: Sharding) -> CastResult:
-        """With amax and column sums all-reduced over the devices that hold other shards."""
-        every = tuple(axis for axes in sharding.values() for axis in axes)
-        down = tuple(axis for along in self.axes[:-1] for c in along.labels for axis in sharding.get(c, ()))
-        return made._replace(
-            amax=lax.pmax(made.amax, every) if made.amax is not None and every else made.amax,
-            column_sums=lax.psum(made.column_sums, down) if made.column_sums is not None and down else made.column_sums,
+    def _cast(self, problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
+        return program(_run_cast, problem, self.kernel)(x.reshape(problem.shape), arguments)
+
+    def _run_shards(self, mesh, sharding: AxesByLabel, arrays: Arrays) -> Arrays:
+        x, *leaves = arrays
+        arguments: CastArguments = jax.tree.unflatten(self.argument_tree, leaves)
+        if self._is_stochastic:  # random numbers are drawn by global indices
+            arguments = arguments._replace(offset=first_index(self.dims, sharding, mesh))
+        result = self._all_reduced(self._cast(self._shard(mesh, sharding), x, arguments), sharding)
+        return _reshaped(jax.tree.leaves(result), [flat.shard(sharding, mesh).leaf.shape for flat in self.flats])
+
+    def _all_reduced(self, result: CastResult, sharding: AxesByLabel) -> CastResult:
+        """All-reduces amax over all mesh axes of x, and column sums over those that shard its rows."""
+        all_axes = tuple(axis for axes in sharding.values() for axis in axes)
+        row_axes = tuple(axis for dim in self.dims[:-1] for c in dim.labels for axis in sharding.get(c, ()))
+        amax, sums = result.amax, result.column_sums
+        return result._replace(
+            amax=lax.pmax(amax, all_axes) if amax is not None and all_axes else amax,
+            column_sums=lax.psum(sums, row_axes) if sums is not None and row_axes else sums,
         )
 
-    def shards(self, mesh: Any, operands: Sequence[Sharding], results: Sequence[Sharding]) -> Shards:
-        sharding = self._fitting(mesh, operands[0])
-        operands, results = [sharding, *({} for _ in self.given)], [sharding] * len(self.results)
+    def shards(self, mesh: Any, operands: Sequence[AxesByLabel], results: Sequence[AxesByLabel]) -> Shards:
+        sharding = self._supported_sharding(mesh, operands[0])
+        operands, results = [sharding, *({} for _ in self.argument_shapes)], [sharding] * len(self.results)
         return Shards(operands, results, functools.partial(self._run_shards, mesh, sharding))
 
-    def _fitting(self, mesh, wanted: Sharding) -> Sharding:
+    def _supported_sharding(self, mesh, propagated: AxesByLabel) -> AxesByLabel:
         """The sharding of x, less dims whose shards would be uneven, cut blocks, or not be supported by the kernel."""
-        sharding = dict(wanted)
-        misfits = [Axis.cut_member, *([Axis.scattered_member] if self._is_stochastic else [])]
-        while cut := next((c for of in misfits for axis in self.axes if (c := of(axis, sharding, mesh))), None):
-            del sharding[cut]
+        sharding = dict(propagated)
+        checks = [CollapsedDim.indivisible_member]
+        if self._is_stochastic:
+            checks.append(CollapsedDim.noncontiguous_member)
+        while label := next((c for check in checks for dim in self.dims if (c := check(dim, sharding, mesh))), None):
+            del sharding[label]
         while sharding and self.kernel.problem_reason(self._shard(mesh, sharding)) is not None:
             sharding.popitem()
         return sharding
 
-    def _shard(self, mesh, sharding: Sharding) -> CastProblem:
-        """The casts of a shard. Scales that extend beyond it follow from an amax over several devices."""
-        shape = tuple(axis.shard(sharding, mesh).size for axis in self.axes)
+    def _shard(self, mesh, sharding: AxesByLabel) -> CastProblem:
+        """The casts of a shard. The amax of a block that extends over several devices is all-reduced."""
+        shape = tuple(dim.shard(sharding, mesh).size for dim in self.dims)
+        specs = [dataclasses.replace(v.spec, amax_axes=self._amax_axes(v.spec, sharding)) for v in self.problem.views]
         views = tuple(
-            dataclasses.replace(view, spec=dataclasses.replace(view.spec, amax_axes=self._shared(view.spec, sharding)))
-            for view in self.problem.views
+            dataclasses.replace(view, spec=spec) for view, spec in zip(self.problem.views, specs, strict=True)
         )
-        row_length = self.axes[-1].size if self._is_stochastic else None
+        row_length = self.dims[-1].size if self._is_stochastic else None
         fields = {"shape": shape, "views": views, "row_length": row_length, "partitioning": ONE_DEVICE}
         return dataclasses.replace(self.problem, **fields)
 
-    def _shared(self, spec, sharding: Sharding) -> tuple[str, ...]:
-        """The mesh axes over which the amax of a scale is all-reduced."""
-        tile = blocks.expand(spec.block, len(self.axes))
-        whole = (axis for axis, size in zip(self.axes, tile, strict=True) if size == 0 or spec.format.two_level)
-        return tuple(name for axis in whole for c in axis.labels for name in sharding.get(c, ()))
+    def _amax_axes(self, spec, sharding: AxesByLabel) -> tuple[str, ...]:
+        """The mesh axes over which an amax is all-reduced: those of dims that one scale covers entirely."""
+        block = blocks.expand(spec.block, len(self.dims))
+        covered = (dim for dim, size in zip(self.dims, block, strict=True) if size == 0 or spec.format.two_level)
+        return tuple(name for dim in covered for c in dim.labels for name in sharding.get(c, ()))
 
 
-def _run_cast(problem: CastProblem, kernel: Kernel, x: jax.Array, given: CastArguments) -> CastResult:
-    return kernel.run(problem, x, given)
+def _run_cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArguments) -> CastResult:
+    return kernel.run(problem, x, arguments)
 
 
 def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, members: dict[str, Sizes]) -> jax.Array:
-    """lhs (m, k) times rhs (k, n), both quantised, plus a bias (n,), as one operation that XLA partitions.
+    """lhs (m, k) @ rhs (k, n) + bias (n,) with quantised operands, as one Operation in a program that XLA partitions.
 
-    kernel: the name of a kernel for the shards; None for the first in the table that supports them. members: by label
-    of the contraction, the sizes of the dims that were collapsed to it.
+    kernel: the name of a kernel for the shards; None for the first in the table that supports them. members: for each
+    label of the contraction, the sizes of the dims that were collapsed to it.
     """
     arrays, tree = jax.tree.flatten((lhs, rhs, bias))
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
@@ -241,7 +248,10 @@ def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, members: dict
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A contraction of two scaled operands, plus a bias."""
+    """A contraction of two scaled operands, plus a bias, as an Operation.
+
+    types, tree: the leaves of (lhs, rhs, bias) and their pytree structure.
+    """
 
     problem: Problem
     kernel: str | None
@@ -251,48 +261,49 @@ class Matmul:
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        """Of the labels of the problem."""
+        """The sizes of the labels of the problem."""
         return {
             c: size for operand in self.problem.operands for c, size in zip(operand.labels, operand.shape, strict=True)
         }
 
     @functools.cached_property
-    def axes(self) -> dict[str, Axis]:
-        members = dict(self.members)
-        every = [members.get(c, (size,)) for c, size in self.sizes.items()]
-        fresh = iter(labels(sum(map(len, every))))
-        return {c: Axis.of(fresh, sizes, self._multiple(c)) for c, sizes in zip(self.sizes, every, strict=True)}
+    def dims(self) -> dict[str, CollapsedDim]:
+        known = dict(self.members)
+        members = {c: known.get(c, (size,)) for c, size in self.sizes.items()}
+        fresh = iter(labels(sum(map(len, members.values()))))
+        return {c: CollapsedDim.of(fresh, sizes, self._multiple(c)) for c, sizes in members.items()}
 
     def _multiple(self, label: str) -> int:
+        """What the size of shards along a label must be a multiple of, so that no block or rotation group is cut."""
         multiple = 1
         for operand in self.problem.operands:
             if label in operand.labels:
                 block = operand.block_of(label)
-                turned = operand.rotation.size if operand.rotation is not None and operand.rotated == label else 1
-                multiple = math.lcm(multiple, 1 if block == operand.size(label) else block, turned)
+                rotation = operand.rotation if operand.rotated == label else None
+                rotation_group = 1 if rotation is None else rotation.size
+                multiple = math.lcm(multiple, 1 if block == operand.size(label) else block, rotation_group)
         return multiple
 
     @functools.cached_property
-    def opened(self) -> Contraction:
+    def expanded(self) -> Contraction:
         """The contraction before dims were collapsed: a label for every member."""
         c = self.problem.contraction
-        return Contraction(*("".join(self.axes[label].labels for label in of) for of in (c.lhs, c.rhs, c.out)))
+        return Contraction(*("".join(self.dims[label].labels for label in of) for of in (c.lhs, c.rhs, c.out)))
 
     @property
     def contracted(self) -> str:
-        return self.opened.contracted
+        return self.expanded.contracted
 
     @functools.cached_property
     def flats(self) -> list[Flat]:
         lhs, rhs, bias = jax.tree.unflatten(self.tree, self.types)
         c = self.problem.contraction
-        of = (lhs, c.lhs), (rhs, c.rhs), (bias, c.rhs_free)
-        return [
-            flat for q, names in of if q is not None for flat in jax.tree.leaves(flat_arrays(q, self._along(names)))
-        ]
+        labelled = (lhs, c.lhs), (rhs, c.rhs), (bias, c.rhs_free)
+        trees = [flat_leaves(q, self._dims_of(names)) for q, names in labelled if q is not None]
+        return jax.tree.leaves(trees)
 
-    def _along(self, names: str) -> list[Axis]:
-        return [self.axes[c] for c in names]
+    def _dims_of(self, names: str) -> list[CollapsedDim]:
+        return [self.dims[c] for c in names]
 
     @property
     def operands(self) -> tuple[Leaf, ...]:
@@ -302,79 +313,80 @@ class Matmul:
     def results(self) -> tuple[Leaf, ...]:
         return (self._result({}, None),)
 
-    def _result(self, sharding: Sharding, mesh) -> Leaf:
-        out = [
-            axis if mesh is None else axis.shard(sharding, mesh) for axis in self._along(self.problem.contraction.out)
-        ]
-        return Flat(tuple(axis.size for axis in out), tuple(out)).leaf
+    def _result(self, sharding: AxesByLabel, mesh) -> Leaf:
+        """The result if `mesh` is None, else a device's shard of it."""
+        dims = self._dims_of(self.problem.contraction.out)
+        dims = dims if mesh is None else [dim.shard(sharding, mesh) for dim in dims]
+        return Flat(tuple(dim.size for dim in dims), tuple(dims)).leaf
 
     def run(self, arrays: Arrays) -> Arrays:
         y = self._multiplied(self.problem, *self._matrices(arrays, self.flats))
         return (y.reshape(self.results[0].shape),)
 
     def _matrices(self, arrays: Arrays, flats: Sequence[Flat]) -> tuple[Any, Any, Any]:
-        """lhs, rhs and bias, or shards of them, with their dims collapsed again."""
+        """lhs, rhs and bias, or their shards, with dims collapsed."""
         return jax.tree.unflatten(self.tree, _reshaped(arrays, [flat.shape for flat in flats]))
 
     def _multiplied(self, problem: Problem, lhs, rhs, bias) -> jax.Array:
-        problem = dataclasses.replace(problem, lhs=_on_one(problem.lhs), rhs=_on_one(problem.rhs))
+        problem = dataclasses.replace(problem, lhs=_on_one_device(problem.lhs), rhs=_on_one_device(problem.rhs))
         return program(_run_matmul, problem, table.choose(problem, self.kernel))(lhs, rhs, bias)
 
-    def shards(self, mesh: Any, operands: Sequence[Sharding], results: Sequence[Sharding]) -> Shards:
-        plan, lhs, rhs = self._plan(mesh, *self._splits(operands, results))
+    def shards(self, mesh: Any, operands: Sequence[AxesByLabel], results: Sequence[AxesByLabel]) -> Shards:
+        plan, lhs, rhs = self._plan(mesh, *self._code_shardings(operands, results))
         out = dict(plan.out)
         counts = [jax.tree.structure(q).num_leaves for q in jax.tree.unflatten(self.tree, self.types)]
         shardings = [each for each, count in zip((lhs, rhs, out), counts, strict=True) for _ in range(count)]
         flats = [flat.shard(sharding, mesh) for flat, sharding in zip(self.flats, shardings, strict=True)]
         return Shards(shardings, [out], lambda arrays: self._run_shards(mesh, plan, {**lhs, **rhs}, arrays, flats))
 
-    def _splits(self, operands: Sequence[Sharding], results: Sequence[Sharding]) -> tuple[Split, Split, Split]:
-        """How the codes of both operands and the result are sharded."""
-        first_of_rhs = jax.tree.structure(jax.tree.unflatten(self.tree, self.types)[0]).num_leaves
-        found = operands[0], operands[first_of_rhs], results[0]
-        return tuple(tuple(each.items()) for each in found)  # pyright: ignore[reportReturnType]
+    def _code_shardings(self, operands: Sequence[AxesByLabel], results: Sequence[AxesByLabel]) -> list[LabelSharding]:
+        """The shardings of the codes of lhs, of the codes of rhs, and of the result."""
+        codes_of_rhs = jax.tree.structure(jax.tree.unflatten(self.tree, self.types)[0]).num_leaves
+        return [tuple(each.items()) for each in (operands[0], operands[codes_of_rhs], results[0])]
 
-    def _plan(self, mesh, lhs: Split, rhs: Split, out: Split) -> tuple[transfer_plan.TransferPlan, Sharding, Sharding]:
-        """What devices do, and how both operands are sharded when they are multiplied.
+    def _plan(
+        self, mesh, lhs: LabelSharding, rhs: LabelSharding, out: LabelSharding
+    ) -> tuple[TransferPlan, AxesByLabel, AxesByLabel]:
+        """The transfer plan, and the shardings of both operands in the matmul of shards, after their transfers.
 
-        Axes whose shards would be uneven or cut blocks are left whole.
+        Dims whose shards would be uneven or cut blocks are replicated.
         """
         while True:
-            plan = transfer_plan.make_transfer_plan(self.opened, lhs, rhs, out)
-            left, right = transfer_plan.after(lhs, plan.lhs), transfer_plan.after(rhs, plan.rhs)
+            plan = transfer_plan.make_transfer_plan(self.expanded, lhs, rhs, out)
+            left, right = transfer_plan.sharding_after(lhs, plan.lhs), transfer_plan.sharding_after(rhs, plan.rhs)
             shardings = left, right, dict(plan.out)
-            every = (axis.cut_member(sharding, mesh) for sharding in shardings for axis in self.axes.values())
-            cut = next(filter(None, every), None)
-            if cut is None:
+            members = (dim.indivisible_member(sharding, mesh) for sharding in shardings for dim in self.dims.values())
+            indivisible = next(filter(None, members), None)
+            if indivisible is None:
                 return plan, left, right
-            lhs, rhs, out = (tuple((c, axes) for c, axes in split if c != cut) for split in (lhs, rhs, out))
+            lhs, rhs, out = (tuple((c, axes) for c, axes in each if c != indivisible) for each in (lhs, rhs, out))
 
-    def _run_shards(
-        self, mesh, plan: transfer_plan.TransferPlan, work: Sharding, arrays: Arrays, flats: Sequence[Flat]
-    ):
-        """The matmul of shards. Partial sums are reduced in the dtype of sums, and only then the bias is added."""
+    def _run_shards(self, mesh, plan: TransferPlan, work: AxesByLabel, arrays: Arrays, flats: Sequence[Flat]):
+        """The matmul of shards. Partial results are reduced in the accumulation dtype before the bias is added."""
         problem, (lhs, rhs, bias) = self._shard(mesh, work), self._matrices(arrays, flats)
         dtype = problem.out_dtype
-        added_last = bias if plan.summed else None
-        if plan.summed:
+        late_bias = bias if plan.reduced_axes else None
+        if plan.reduced_axes:
             problem, bias = dataclasses.replace(problem, preferred=accumulation_dtype(dtype)), None
-        total = self._multiplied(problem, lhs, rhs, bias).reshape(self._result(work, mesh).shape)
-        total = transfer_plan.added(total, self.opened.out, plan)
-        if added_last is not None:
-            axes = [self.axes[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
-            names, sizes = "".join(axis.labels for axis in axes), [size for axis in axes for size in axis.sizes]
-            total += lay(LabeledScale(added_last.astype(total.dtype).reshape(sizes), names), self.opened.out)
-        return (total.astype(dtype),)
+        y = self._multiplied(problem, lhs, rhs, bias).reshape(self._result(work, mesh).shape)
+        y = transfer_plan.reduce_partials(y, self.expanded.out, plan)
+        if late_bias is not None:
+            dims = [self.dims[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
+            names, sizes = "".join(dim.labels for dim in dims), [size for dim in dims for size in dim.sizes]
+            y += lay(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
+        return (y.astype(dtype),)
 
-    def _shard(self, mesh, work: Sharding) -> Problem:
-        def of(operand: Operand) -> Operand:
-            shape = tuple(self.axes[c].shard(work, mesh).size for c in operand.labels)
+    def _shard(self, mesh, work: AxesByLabel) -> Problem:
+        """The problem of the shards."""
+
+        def shard(operand: Operand) -> Operand:
+            shape = tuple(self.dims[c].shard(work, mesh).size for c in operand.labels)
             return dataclasses.replace(operand, shape=shape)
 
-        return dataclasses.replace(self.problem, lhs=of(self.problem.lhs), rhs=of(self.problem.rhs))
+        return dataclasses.replace(self.problem, lhs=shard(self.problem.lhs), rhs=shard(self.problem.rhs))
 
 
-def _on_one(operand: Operand) -> Operand:
+def _on_one_device(operand: Operand) -> Operand:
     return dataclasses.replace(operand, partitioning=ONE_DEVICE)
 
 

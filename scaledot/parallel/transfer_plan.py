@@ -1,14 +1,21 @@
-"""Chooses the collectives of a sharded contraction: what devices gather, multiply, reduce and scatter.
+"""Chooses the collectives of a sharded contraction from the shardings of its operands and of its result.
 
-The operands and the result are sharded in given ways. Along each mesh axis the work is partitioned by one label:
+Along each mesh axis the work is partitioned by one label of the contraction:
 
-* a contracted label that both operands are sharded along: every device has partial sums, which are all-reduced, or
-  reduce-scattered where the result is sharded along that mesh axis;
-* otherwise the label of the result that is sharded along it: operands that are sharded differently are all-gathered.
+* a contracted label, if the mesh axis shards it in both operands: every device computes a partial result, and partial
+  results are all-reduced, or reduce-scattered if the mesh axis shards the result;
+* otherwise the label of the result that the mesh axis shards: operands with another sharding are all-gathered.
 
-Operands are gathered as codes and scales, and partial sums reduced in float32.
+Operands are all-gathered as codes and scales. Partial results are reduced in float32.
+
+Example, y (s, n) = x (s, k) @ w (k, n) over "tp":
+
+* row parallelism, x (s, k@tp) and w (k@tp, n): partial results, all-reduced for y (s, n), reduce-scattered for
+  y (s@tp, n);
+* column parallelism, x (s@tp, k) and w (k, n@tp) for y (s, n@tp): x is all-gathered.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,135 +27,148 @@ from scaledot.parallel import transfers
 from scaledot.parallel.transfers import Axes
 from scaledot.parallel.types import axis_names
 
-Split = tuple[tuple[str, Axes], ...]  # labels and the mesh axes that they are split over, the slowest first
+LabelSharding = tuple[tuple[str, Axes], ...]  # hashable: (label, mesh axes that shard it, major to minor)
+AxesByLabel = Mapping[str, Axes]  # the same as a mapping
 
 
 class Transfers(NamedTuple):
-    """What an operand goes through before it is multiplied: labels that are gathered, then labels that are cut."""
+    """Transfers of an operand before its matmul: labels to all-gather, then labels to slice to the device's shard."""
 
-    gathered: Split = ()
-    cut: Split = ()
+    gathered: LabelSharding = ()
+    sliced: LabelSharding = ()
 
 
-STAYS = Transfers()
+NO_TRANSFERS = Transfers()
 
 
 class TransferPlan(NamedTuple):
-    """What devices do. `summed`: the mesh axes over which parts of sums are added; `scattered`: those among them that
-    leave each device a part of the result; `out`: how the result lies then."""
+    """The collectives of a sharded contraction.
+
+    lhs, rhs: transfers of the operands. reduced_axes: mesh axes over which partial results are reduced. scattered:
+    labels of the result that are reduce-scattered, over some of `reduced_axes`; the others are all-reduced. out: the
+    sharding of the result.
+    """
 
     lhs: Transfers
     rhs: Transfers
-    summed: Axes
-    scattered: Split
-    out: Split
+    reduced_axes: Axes
+    scattered: LabelSharding
+    out: LabelSharding
 
 
-def split_of(labels: str, spec: PartitionSpec) -> Split:
-    """The labels of an array that a PartitionSpec splits.
+def label_sharding(labels: str, spec: PartitionSpec) -> LabelSharding:
+    """The sharded labels of an array with a PartitionSpec, and their mesh axes.
 
-    >>> split_of("bsk", PartitionSpec(("dp", "fsdp"), None, "tp"))
+    >>> label_sharding("bsk", PartitionSpec(("dp", "fsdp"), None, "tp"))
     (('b', ('dp', 'fsdp')), ('k', ('tp',)))
     """
     return tuple((c, axis_names(entry)) for c, entry in zip(labels, spec, strict=False) if entry)
 
 
-def spec_of(labels: str, split: Split) -> PartitionSpec:
-    known = dict(split)
-    return PartitionSpec(*(known.get(c) for c in labels))
+def spec_of(labels: str, sharding: LabelSharding) -> PartitionSpec:
+    """The PartitionSpec of an array with these labels: the inverse of `label_sharding`."""
+    axes = dict(sharding)
+    return PartitionSpec(*(axes.get(c) for c in labels))
 
 
-def make_transfer_plan(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> TransferPlan:
-    """What devices do where operands lie as given and the result is to lie as given.
+def make_transfer_plan(
+    contraction: Contraction, lhs: LabelSharding, rhs: LabelSharding, out: LabelSharding
+) -> TransferPlan:
+    """The collectives for operands sharded as `lhs` and `rhs`. `out` is the requested sharding of the result.
+
+    The plan's own `out` may differ from the requested one, and the caller reshards.
 
     >>> row_parallel = make_transfer_plan(Contraction("sk", "kn", "sn"), (("k", ("tp",)),), (("k", ("tp",)),), ())
-    >>> row_parallel.summed
+    >>> row_parallel.reduced_axes
     ('tp',)
-    >>> column_wise = (("n", ("tp",)),)
-    >>> gathered = make_transfer_plan(Contraction("sk", "kn", "sn"), (("s", ("tp",)),), column_wise, column_wise)
-    >>> gathered.lhs
-    Transfers(gathered=(('s', ('tp',)),), cut=())
+    >>> column_parallel = (("n", ("tp",)),)
+    >>> plan = make_transfer_plan(Contraction("sk", "kn", "sn"), (("s", ("tp",)),), column_parallel, column_parallel)
+    >>> plan.lhs
+    Transfers(gathered=(('s', ('tp',)),), sliced=())
     """
-    shared = _shared(contraction, lhs, rhs, out)
-    summed = tuple(axis for c in contraction.contracted for axis in shared.get(c, ()))
-    wanted = dict(out)
-    scattered, left = [], []
+    work = _work_sharding(contraction, lhs, rhs, out)
+    reduced_axes = tuple(axis for c in contraction.contracted for axis in work.get(c, ()))
+    requested = dict(out)
+    scattered, result = [], []
     for c in contraction.out:
-        has, wants = shared.get(c, ()), wanted.get(c, ())
-        added = wants[len(has) :] if wants[: len(has)] == has and set(wants[len(has) :]) <= set(summed) else ()
-        scattered.append((c, added))
-        left.append((c, has + added))
+        computed, target = work.get(c, ()), requested.get(c, ())
+        extra = target[len(computed) :]
+        can_scatter = target[: len(computed)] == computed and set(extra) <= set(reduced_axes)
+        scattered.append((c, extra if can_scatter else ()))
+        result.append((c, computed + extra if can_scatter else computed))
     return TransferPlan(
-        moves_between(contraction.lhs, dict(lhs), shared),
-        moves_between(contraction.rhs, dict(rhs), shared),
-        summed,
+        transfers_between(contraction.lhs, dict(lhs), work),
+        transfers_between(contraction.rhs, dict(rhs), work),
+        reduced_axes,
         _nonempty(scattered),
-        _nonempty(left),
+        _nonempty(result),
     )
 
 
-def _shared(contraction: Contraction, lhs: Split, rhs: Split, out: Split) -> dict[str, Axes]:
-    """For each label the mesh axes over which devices partition the work along it, the slowest first."""
-    left, right, result = ({axis: label for label, axes in split for axis in axes} for split in (lhs, rhs, out))
+def _work_sharding(
+    contraction: Contraction, lhs: LabelSharding, rhs: LabelSharding, out: LabelSharding
+) -> dict[str, Axes]:
+    """For each label the mesh axes over which the work is partitioned along it, major to minor."""
+    left, right, result = ({axis: label for label, axes in each for axis in axes} for each in (lhs, rhs, out))
     partitioned = {
         axis: _partitioned_label(contraction, left.get(axis), right.get(axis), result.get(axis))
         for axis in (*left, *right, *result)
     }
-    splits = (*out, *lhs, *rhs)  # the result's order of mesh axes comes first, so that it needs no resharding
-    return {label: _partitioning_axes(label, partitioned, splits) for label, _ in splits}
+    shardings = (*out, *lhs, *rhs)  # mesh axes in the order of the requested result, so that it needs no resharding
+    return {label: _partitioning_axes(label, partitioned, shardings) for label, _ in shardings}
 
 
 def _partitioned_label(contraction: Contraction, left: str | None, right: str | None, result: str | None) -> str:
-    """The label along which one mesh axis partitions the work; it shards these labels of lhs, rhs and the result."""
+    """The label along which a mesh axis partitions the work, if it shards these labels of lhs, rhs and the result."""
     if left is not None and left == right and left in contraction.contracted:
-        return left  # devices hold matching parts of both operands: they multiply these and add up the results
+        return left  # both operands are sharded alike along K: no operand is transferred, partial results are reduced
     return next(label for label in (result, left, right) if label is not None)
 
 
-def _partitioning_axes(label: str, partitioned: dict[str, str], splits: Split) -> Axes:
+def _partitioning_axes(label: str, partitioned: dict[str, str], shardings: LabelSharding) -> Axes:
     """The mesh axes that partition the work along a label, in the order in which they first shard it."""
-    sharding = (axis for other, axes in splits if other == label for axis in axes)
+    sharding = (axis for other, axes in shardings if other == label for axis in axes)
     return tuple(dict.fromkeys(axis for axis in sharding if partitioned[axis] == label))
 
 
-def moves_between(labels: str, split: dict[str, Axes], shared: dict[str, Axes]) -> Transfers:
-    """From how an operand is split to how the work is; axes that are split alike in front stay."""
-    gathered, cut = [], []
+def transfers_between(labels: str, source: AxesByLabel, target: AxesByLabel) -> Transfers:
+    """The transfers that reshard an operand from `source` to `target`; their common leading mesh axes stay."""
+    gathered, sliced = [], []
     for c in labels:
-        has, wants = split.get(c, ()), shared.get(c, ())
-        same = next((i for i, (a, b) in enumerate(zip(has, wants, strict=False)) if a != b), min(len(has), len(wants)))
-        gathered.append((c, has[same:]))
-        cut.append((c, wants[same:]))
-    return Transfers(_nonempty(gathered), _nonempty(cut))
+        old, new = source.get(c, ()), target.get(c, ())
+        same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        gathered.append((c, old[same:]))
+        sliced.append((c, new[same:]))
+    return Transfers(_nonempty(gathered), _nonempty(sliced))
 
 
-def after(split: Split, moves: Transfers) -> dict[str, Axes]:
-    """How an operand is sharded after its transfers."""
-    axes = dict(split)
-    for c, gathered in moves.gathered:
+def sharding_after(sharding: LabelSharding, transfers: Transfers) -> dict[str, Axes]:
+    """The sharding of an operand after its transfers."""
+    axes = dict(sharding)
+    for c, gathered in transfers.gathered:
         axes[c] = axes[c][: -len(gathered)]
-    for c, cut in moves.cut:
-        axes[c] = (*axes.get(c, ()), *cut)
+    for c, sliced in transfers.sliced:
+        axes[c] = (*axes.get(c, ()), *sliced)
     return axes
 
 
-def _nonempty(split: list[tuple[str, Axes]]) -> Split:
-    return tuple((c, axes) for c, axes in split if axes)
+def _nonempty(sharding: list[tuple[str, Axes]]) -> LabelSharding:
+    return tuple((c, axes) for c, axes in sharding if axes)
 
 
-def moved(x: Any, labels: str, moves: Transfers) -> Any:
-    """An operand, plain or quantised, as the work is split; inside a shard_map."""
-    for c, axes in moves.gathered:
-        x = transfers.gathered(x, labels.index(c), axes)
-    for c, axes in moves.cut:
-        x = transfers.own_part(x, labels.index(c), axes)
+def transfer(x: Any, labels: str, plan: Transfers) -> Any:
+    """A plain or quantised operand after its transfers; to be called inside a shard_map."""
+    for c, axes in plan.gathered:
+        x = transfers.all_gather(x, labels.index(c), axes)
+    for c, axes in plan.sliced:
+        x = transfers.own_shard(x, labels.index(c), axes)
     return x
 
 
-def added(total: jax.Array, labels: str, partition: TransferPlan) -> jax.Array:
-    """The sum of all devices' parts, or each one's share of it."""
-    for c, axes in partition.scattered:
-        total = lax.psum_scatter(total, axes, scatter_dimension=labels.index(c), tiled=True)
-    scattered = {axis for _, axes in partition.scattered for axis in axes}
-    left = tuple(axis for axis in partition.summed if axis not in scattered)
-    return lax.psum(total, left) if left else total
+def reduce_partials(partial: jax.Array, labels: str, plan: TransferPlan) -> jax.Array:
+    """Reduce-scatters the partial results of all devices along `plan.scattered` and all-reduces them otherwise."""
+    for c, axes in plan.scattered:
+        partial = lax.psum_scatter(partial, axes, scatter_dimension=labels.index(c), tiled=True)
+    scattered = {axis for _, axes in plan.scattered for axis in axes}
+    rest = tuple(axis for axis in plan.reduced_axes if axis not in scattered)
+    return lax.psum(partial, rest) if rest else partial

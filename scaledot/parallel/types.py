@@ -1,13 +1,13 @@
-"""What JAX's types and arrays say about mesh axes.
+"""Mesh axes of JAX types and arrays: shardings, varying manual axes, and whether XLA partitions the program.
 
 A mesh axis is explicit, automatic or manual:
 
-* Along explicit axes the type of an array holds its sharding. JAX infers most shardings of results; a reshape that
-  splits a sharded axis into blocks has to be told.
-* Along automatic axes XLA partitions the program. It cannot partition Pallas kernels, so these need to know whether it
-  would (`Partitioning`).
-* Along manual axes, inside a shard_map, an array is a device's shard, and its type says whether shards differ (vary).
-  A primitive without a rule and a custom_vjp have to set that themselves.
+* Along explicit axes the sharding is part of an array's type. JAX infers the sharding of most results, but not that of
+  a reshape that splits a sharded axis into blocks (`reshape_sharded`).
+* Along automatic axes XLA partitions the program. It cannot partition Pallas kernels, so their support depends on
+  whether it does (`Partitioning`).
+* Along manual axes, inside a shard_map, an array is a device's shard, and its type holds the axes along which shards
+  differ (vary). The results of a primitive without a rule for that, and of a custom_vjp, have to be cast (`vary_as`).
 
 For an x of type `bfloat16[8@dp,512]{V:tp}`, on 2 devices along "dp" and 4 along "tp": `explicit_axes(x, 0)` is "dp",
 `shards(x, 0)` is 2 and `varying(x)` is {"tp"}.
@@ -27,7 +27,7 @@ from scaledot.parallel.divisibility import misfit
 
 
 def explicit_axes(x: jax.Array, axis: int) -> Any:
-    """The explicit mesh axes that an axis is sharded over: a name, several, or None."""
+    """The explicit mesh axes that an axis is sharded over, as an entry of a PartitionSpec."""
     spec = jax.typeof(x).sharding.spec
     return spec[axis] if axis < len(spec) else None
 
@@ -44,23 +44,23 @@ def shards(x: jax.Array, axis: int) -> int:
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec: a name, several, or None."""
+    """The mesh axes of an entry of a PartitionSpec (a name, a tuple of names, or None) as a tuple."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def check_blocks(x: jax.Array, axis: int, block: int) -> None:
-    """Raise where the explicit sharding of an axis cuts blocks."""
+    """Raises if the explicit sharding of an axis cuts blocks."""
     found = misfit(x.shape[axis], shards(x, axis), block)
     if found is not None:
         raise ValueError(
-            f"axis {axis} of {found.size} is split over {explicit_axes(x, axis)!r} into {found.devices} parts of "
-            f"{found.shard}, which cut blocks of {block}; split it in {found.fewer_devices}, make it "
-            f"{found.fitting_size} long, or gather it first with jax.sharding.reshard"
+            f"axis {axis} of {found.size} elements is sharded over {explicit_axes(x, axis)!r} into {found.devices} "
+            f"shards of {found.shard}, which cut blocks of {block}; shard it over {found.fewer_devices} devices, pad "
+            f"it to {found.fitting_size} elements, or replicate it first with jax.sharding.reshard"
         )
 
 
 def reshape_sharded(x: jax.Array, shape: Sequence[int], spec: Sequence[Any]) -> jax.Array:
-    """x.reshape(shape), with that sharding where x is sharded over explicit mesh axes."""
+    """x.reshape(shape), whose result is sharded as `spec` if x is sharded over explicit mesh axes."""
     type = jax.typeof(x)
     if not is_sharded(type):
         return x.reshape(shape)
@@ -81,7 +81,7 @@ def _varying(type: Any) -> frozenset:
 
 
 def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """x, typed to vary along every manual axis that the others vary along."""
+    """x, cast (`lax.pcast`) to vary along every manual axis that the others vary along."""
     axes = frozenset().union(*map(varying, others)) - varying(x)
     return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
@@ -89,7 +89,7 @@ def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Like:
-    """The type of a primal, which is all that its cotangent needs to know of it."""
+    """The type of a primal, saved as a residual in its place: a cotangent has to match the type only."""
 
     type: Any = dataclasses.field(metadata={"static": True})
 
@@ -98,19 +98,19 @@ class Like:
         return cls(jax.typeof(x))
 
     def reduced(self, cotangent: jax.Array) -> jax.Array:
-        """A cotangent summed over the manual axes along which it varies and its primal does not."""
+        """Reduces (psum) a cotangent over the manual axes along which it varies and its primal does not."""
         axes = varying(cotangent) - _varying(self.type)
         return lax.psum(cotangent, tuple(axes)) if axes else cotangent
 
 
 class Partitioning(NamedTuple):
-    """Over how many devices XLA partitions a program, and whether along automatic mesh axes alone."""
+    """The number of devices over which XLA partitions a program, and whether all their mesh axes are automatic."""
 
     devices: int = 1
     is_automatic: bool = True
 
     def joined(self, other: "Partitioning") -> "Partitioning":
-        """That of a program with arrays of both."""
+        """The partitioning of a program that has arrays with either."""
         if self == other or other == ONE_DEVICE:
             return self
         return Partitioning(max(self.devices, other.devices), self.is_automatic and other.is_automatic)
@@ -120,12 +120,12 @@ ONE_DEVICE = Partitioning()
 
 
 def partitioning_of(*arrays: jax.Array) -> Partitioning:
-    """How XLA may partition a program of these arrays.
+    """How XLA may partition a program that computes with these arrays.
 
-    The devices are those of meshes: of the context (jax.set_mesh), and of the arrays' types, which name the mesh of a
-    NamedSharding inside jit, too, along automatic axes as along explicit ones. Axes of a surrounding shard_map do not
-    count. What types do not say is not seen: `in_shardings` of jit for arrays that are not placed so yet, and a mesh
-    that is a context by `with mesh`. A kernel is right there, too, but XLA then gathers its operands on every device.
+    The devices are those of the mesh of the context (`jax.set_mesh`) and of the meshes of the arrays' types, which
+    include the mesh of a NamedSharding inside jit as well, for automatic and explicit axes. Axes of a surrounding
+    shard_map are excluded. Not detected are `in_shardings` of jit that differ from the arrays' own shardings, and a
+    mesh entered by `with mesh`: kernels are correct then, but XLA all-gathers their operands to every device.
     """
     context = jax.sharding.get_abstract_mesh()
     found = ONE_DEVICE if context.empty else _partitioning(context)
@@ -147,7 +147,7 @@ def _partitioning_of(array: jax.Array) -> Partitioning:
 
 
 def _partitioning(mesh: Any) -> Partitioning:
-    """Over the axes of a mesh that are not those of a surrounding shard_map."""
+    """The partitioning over the axes of a mesh that are not manual."""
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     sizes = [size for size, kind in kinds if kind != AxisType.Manual]
     devices = math.prod(sizes)
@@ -157,10 +157,10 @@ def _partitioning(mesh: Any) -> Partitioning:
 
 
 def partition_reason(partitioning: Partitioning) -> str | None:
-    """Why Pallas kernels are not taken in a program that XLA partitions."""
+    """Why Pallas kernels do not run in a program with this partitioning; None if they do."""
     if partitioning.devices == 1 or partitioning.is_automatic:
         return None
     return (
-        f"XLA partitions this over {partitioning.devices} devices; such a kernel runs on one, inside a shard_map over "
-        "all mesh axes, or as a dot of two scaled matrices and their casts where all mesh axes are automatic"
+        f"XLA partitions this program over {partitioning.devices} devices; Pallas kernels run on one device, inside a "
+        "shard_map over all mesh axes, or, if all mesh axes are automatic, as casts and matmuls of two scaled matrices"
     )

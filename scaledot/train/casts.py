@@ -16,7 +16,7 @@ from scaledot import state as states
 from scaledot.kernels.spec import View, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_program
 from scaledot.numerics.rounding import Key, Stream, raw_key
-from scaledot.ops.cast_spec import given_multiplier
+from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import make_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
@@ -166,7 +166,7 @@ class Arrays:
             for matmul, resolved in request.resolved.items()
         )
         multiplier = (
-            None if request.multiplier is None else given_multiplier(views[0].spec, x, None, request.multiplier)
+            None if request.multiplier is None else checked_multiplier(views[0].spec, x, None, request.multiplier)
         )
         sums = request.sums and self.out.endswith(self.features)
         wanted = {"amax": request.amax, "column_sums": sums, "row_length": request.row_length}

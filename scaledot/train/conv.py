@@ -18,7 +18,7 @@ from scaledot.contraction import Contraction, labels
 from scaledot.ops.conv import conv_general_dilated as scaled_conv
 from scaledot.ops.operands import float_operand
 from scaledot.ops.quantize import dequantize
-from scaledot.parallel.specs import Splits, splits_of
+from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Recipe
 from scaledot.state import State
@@ -84,7 +84,7 @@ def conv_general_dilated(
     if reason is not None:
         raise ValueError(reason)
     kind, operands, state = Conv(window, partitioning_of(x, w)), Operands(x, w, None, None), how.checked_state(state, w)
-    splits = splits_of(kind.contraction, jax.typeof(x), jax.typeof(w), how.specs, how.out_sharding)
+    splits = shardings_of(kind.contraction, jax.typeof(x), jax.typeof(w), how.specs, how.out_sharding)
     if splits is None:
         return how.returned(*multiply(Step(kind, how), operands, state, key))
     _check_splits(splits, features_too=feature_group_count == 1)
@@ -120,7 +120,7 @@ def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str
     return None
 
 
-def _check_splits(splits: Splits, features_too: bool) -> None:
+def _check_splits(splits: Shardings, features_too: bool) -> None:
     """Raise where windows would need what other devices have."""
     for tensor, split in zip("xwy", splits, strict=True):
         for label, axes in split:

@@ -9,9 +9,9 @@ import jax
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
 from scaledot.kernels.layouts import logical, stored
-from scaledot.ops.einsum import two_terms
+from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
-from scaledot.parallel.specs import Splits, splits_of
+from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
@@ -87,7 +87,7 @@ def einsum(
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     shape = w.shape
     how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    (x_labels, x), (w_labels, w), out = two_terms(subscripts, x, w)
+    (x_labels, x), (w_labels, w), out = two_operands(subscripts, x, w)
     if codes is not None and w.shape != shape:
         raise ValueError(f"{subscripts!r} sums or broadcasts axes of {codes.spec} alone, which was cast as it is")
     return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
@@ -141,7 +141,7 @@ def contract_under(
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
-    splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
     if splits is None:
         return options.returned(*_contract_whole(options, contraction, operands, state, key, codes))
     if codes is not None:
@@ -176,7 +176,7 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
 
 
-def _contract_sharded(options: Options, contraction: Contraction, splits: Splits, operands: Operands, state, key):
+def _contract_sharded(options: Options, contraction: Contraction, splits: Shardings, operands: Operands, state, key):
     """Operands that are sharded as the splits say, multiplied inside a shard_map."""
     flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
     kind = Sharded.of(Dot(flat.flat), flat, operands, splits, options)

@@ -24,11 +24,19 @@ from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import Key, Positions, flat_index, seeds_of, uniform_at
 from scaledot.parallel import transfer_plan
 from scaledot.parallel.divisibility import misfit
-from scaledot.parallel.overlap import RingOperand, adds, contract_overlapped, ring_of
-from scaledot.parallel.shard_indices import Axis, first_index, flattened, padded, positions
+from scaledot.parallel.overlap import RingOperand, accumulates_partials, contract_overlapped, ring_of
+from scaledot.parallel.shard_indices import CollapsedDim, first_index, flattened, padded, positions
 from scaledot.parallel.sharding import constrain
-from scaledot.parallel.specs import Splits, are_shards, check_axes, cut_sentence, device_count, mesh_of, whole_sizes
-from scaledot.parallel.transfer_plan import Axes, Split, spec_of
+from scaledot.parallel.specs import (
+    Shardings,
+    are_manual,
+    check_axes,
+    cut_blocks_message,
+    device_count,
+    global_sizes,
+    mesh_of,
+)
+from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
 from scaledot.programs import run_as_program
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
@@ -58,16 +66,16 @@ class Sharded:
     flat: Flattened
     sizes: tuple[tuple[str, int], ...]
     mesh: Any
-    splits: Splits
+    splits: Shardings
     amax_scope: str
     overlap: Axes = ()
 
     @classmethod
-    def of(cls, kind: LocalKind, flat: Flattened, operands: Operands, splits: Splits, options: Options) -> "Sharded":
+    def of(cls, kind: LocalKind, flat: Flattened, operands: Operands, splits: Shardings, options: Options) -> "Sharded":
         """For these operands, on the mesh that they are sharded over or that of the context."""
         mesh = mesh_of(operands.x, operands.w)
         check_axes(mesh, (*splits.axes, *options.overlap))
-        sizes = whole_sizes(flat.contraction, operands.x, operands.w, splits, mesh)
+        sizes = global_sizes(flat.contraction, operands.x, operands.w, splits, mesh)
         return cls(kind, flat, sizes, mesh, splits, options.recipe.amax_scope, options.overlap)
 
     @property
@@ -86,7 +94,7 @@ class Sharded:
         resolved: Any = self.kind.resolve_cast(cast, matmul, tensor)
         cut = next(self._cuts(resolved, matmul, tensor), None)
         if cut is not None:
-            is_whole = not are_shards(self.mesh, self.splits.axes)
+            is_whole = not are_manual(self.mesh, self.splits.axes)
             raise ValueError(cut.sentence + (", or gather it with on_indivisible='gather'" if is_whole else ""))
         return ShardCast(tensor, resolved, () if cast.delayed else self._amax_axes(tensor, resolved))
 
@@ -123,7 +131,7 @@ class Sharded:
         """The matmul of shards with its transfers; a bias is added to the result once, before it is rounded."""
         plan, local = self.plan(matmul.name), matmul.on_shards
         ring = ring_of(plan, self.overlap)
-        is_summed = adds(plan, self.contraction.of(matmul.name), self.overlap)
+        is_summed = accumulates_partials(plan, self.contraction.of(matmul.name), self.overlap)
         # Where terms are reduced, or columns of the result travel, a device cannot add the bias to what it multiplies.
         is_added_last = is_summed or (ring is not None and ring.label in self.contraction.rhs_free)
         if bias is not None and is_added_last:
@@ -161,8 +169,8 @@ class Sharded:
             layout.labels,
             q,
             self._shard_sizes(tensor),
-            open=lambda q, sizes: layout.leave(_with_rotation(q, None), sizes),
-            close=lambda x: _with_rotation(layout.enter(x), rotation),
+            unflatten=lambda q, sizes: layout.leave(_with_rotation(q, None), sizes),
+            flatten=lambda x: _with_rotation(layout.enter(x), rotation),
         )
 
     def _axes(self, tensor: str, label: str) -> Axes:
@@ -176,9 +184,9 @@ class Sharded:
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """The mesh axes over which labels of an operand are cut when it is multiplied: after its transfers."""
         plan, side = self.plan(matmul), PRODUCTS[matmul].index(tensor)
-        axes = transfer_plan.after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[side])
+        axes = transfer_plan.sharding_after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[side])
         ring = ring_of(plan, self.overlap)
-        if ring is not None and ring.side != side and ring.label in self._layout(tensor).labels:
+        if ring is not None and ring.operand != side and ring.label in self._layout(tensor).labels:
             axes[ring.label] = (*axes.get(ring.label, ()), ring.axis)  # a part of it for each shard that arrives
         return axes
 
@@ -218,7 +226,7 @@ class Sharded:
 
     def _without(self, labels: set[str]) -> "Sharded":
         splits = (tuple((c, axes) for c, axes in split if c not in labels) for split in self.splits)
-        return dataclasses.replace(self, splits=Splits(*splits))
+        return dataclasses.replace(self, splits=Shardings(*splits))
 
     def _cuts(self, resolved: ResolvedCast, matmul: str, tensor: str) -> Iterator[Cut]:
         """Axes of which a device would hold, or multiply, parts of what has one scale or is rotated together."""
@@ -239,22 +247,22 @@ class Sharded:
         over, behind = axes[members[last]], math.prod(sizes[c] for c in members[last + 1 :])
         found = misfit(sizes[members[last]] * behind, device_count(self.mesh, over), block)
         if found is not None:
-            yield Cut(members[last], cut_sentence(tensor, over, found, what))
+            yield Cut(members[last], cut_blocks_message(tensor, over, found, what))
 
-    def _contiguous_axes(self, request: CastRequest) -> list[Axis] | None:
+    def _contiguous_axes(self, request: CastRequest) -> list[CollapsedDim] | None:
         """The axes of a matrix that is rounded stochastically, if a shard of it is a run of each; None otherwise.
 
         Then the index of an element follows from that of the first one. An axis that is padded for a rotation is longer
         than its members.
         """
         layout, sizes = self._layout(request.tensor), dict(self.sizes)
-        axes = [Axis(members, tuple(sizes[c] for c in members)) for members in map(layout.members, layout.flat)]
+        axes = [CollapsedDim(members, tuple(sizes[c] for c in members)) for members in map(layout.members, layout.flat)]
         rotations = ((on.resolved.cast.rotation, on.resolved.rotated_axis) for on in request.distinct)
         is_padded = any(rotation and axes[axis].size % rotation.size for rotation, axis in rotations)
         if not request.is_stochastic or len(axes) != 2 or is_padded:
             return None
         sharding = dict(getattr(self.splits, request.tensor))
-        return None if any(axis.scattered_member(sharding, self.mesh) for axis in axes) else axes
+        return None if any(axis.noncontiguous_member(sharding, self.mesh) for axis in axes) else axes
 
     def _uniform(self, on: ShardCast, key: Key, shape: tuple[int, ...]) -> jax.Array:
         """What one device would draw for these elements: by their indices in the whole flattened array."""
@@ -286,7 +294,7 @@ def multiply_sharded(kind: Sharded, options: Options, operands: Operands, state:
     """The result and the next state; inside a shard_map over its mesh axes, of operands that are shards already."""
     options = dataclasses.replace(options, out_sharding=None)
     _check_bias(kind, operands.bias)
-    if are_shards(kind.mesh, kind.splits.axes):
+    if are_manual(kind.mesh, kind.splits.axes):
         return multiply(Step(kind, options), operands, state, key)
     if callable(options.kernel):
         return _multiply_whole(table.tables(), kind, options, operands, state, key)
@@ -295,7 +303,7 @@ def multiply_sharded(kind: Sharded, options: Options, operands: Operands, state:
 
 def _check_bias(kind: Sharded, bias: jax.Array | None) -> None:
     sizes, axes, features = dict(kind.sizes), dict(kind.splits.g), kind.contraction.rhs_free
-    if are_shards(kind.mesh, kind.splits.axes):
+    if are_manual(kind.mesh, kind.splits.axes):
         sizes = {c: size // device_count(kind.mesh, axes.get(c, ())) for c, size in sizes.items()}
     expected = tuple(sizes[c] for c in features)
     if bias is not None and bias.shape != expected:
@@ -313,7 +321,7 @@ def _multiply_whole(tables, kind: Sharded, options: Options, operands: Operands,
 def _mapped(kind: Sharded, options: Options, operands: Operands, state: State, key) -> tuple[jax.Array, State]:
     """A matmul of whole arrays, of which every device computes its shard."""
     contraction, plan = kind.contraction, kind.plan("fwd")
-    splits = Splits(_split_further(kind.splits.x, plan.lhs), _split_further(kind.splits.w, plan.rhs), plan.out)
+    splits = Shardings(_split_further(kind.splits.x, plan.lhs), _split_further(kind.splits.w, plan.rhs), plan.out)
     step = Step(dataclasses.replace(kind, splits=splits), options)
     features = contraction.rhs_free
     of_bias = tuple((c, axes) for c, axes in plan.out if c in features)
@@ -335,7 +343,7 @@ def _mapped(kind: Sharded, options: Options, operands: Operands, state: State, k
     return mapped(x, w, bias, state, key)
 
 
-def _split_further(split: Split, moves: transfer_plan.Transfers) -> Split:
+def _split_further(split: LabelSharding, moves: transfer_plan.Transfers) -> LabelSharding:
     """A split with the cuts that need nothing from other devices."""
     known, gathered = dict(split), {c for c, _ in moves.gathered}
-    return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.cut if c not in gathered}).items())
+    return tuple((known | {c: known.get(c, ()) + axes for c, axes in moves.sliced if c not in gathered}).items())

@@ -34,17 +34,17 @@ from scaledot.parallel.expert_dispatch import combine, dispatch, route_of_rows, 
 from scaledot.parallel.shard_indices import padded, positions
 from scaledot.parallel.sharding import constrain
 from scaledot.parallel.specs import (
-    Splits,
-    are_shards,
+    Shardings,
+    are_manual,
     check_axes,
-    cut_sentence,
+    cut_blocks_message,
     device_count,
+    global_sizes,
     mesh_of,
-    splits_of,
-    whole_sizes,
+    shardings_of,
 )
-from scaledot.parallel.transfer_plan import Split, spec_of
-from scaledot.parallel.transfers import Axes, own_part
+from scaledot.parallel.transfer_plan import LabelSharding, spec_of
+from scaledot.parallel.transfers import Axes, own_shard
 from scaledot.programs import run_as_program
 from scaledot.recipes import Cast
 from scaledot.state import State
@@ -61,19 +61,19 @@ _IN_WORDS = {"t": "rows", "g": "groups", "k": "features to sum over", "n": "feat
 class Experts(NamedTuple):
     """How the arrays of a ragged matmul are sharded over a mesh. sizes: of the labels of whole arrays."""
 
-    splits: Splits
+    splits: Shardings
     sizes: dict[str, int]
     mesh: Any
 
 
 def experts_of(x: jax.Array, w: jax.Array, specs, out_sharding) -> Experts | None:
     """How operands are sharded and the result is to be; None where nothing is."""
-    splits = splits_of(LABELS, jax.typeof(x), jax.typeof(w), specs, out_sharding)
+    splits = shardings_of(LABELS, jax.typeof(x), jax.typeof(w), specs, out_sharding)
     if splits is None:
         return None
     mesh = mesh_of(x, w)
     check_axes(mesh, splits.axes)
-    sizes = dict(whole_sizes(LABELS, x, w, splits, mesh))
+    sizes = dict(global_sizes(LABELS, x, w, splits, mesh))
     if not sizes["t"]:
         raise ValueError("`x` has no rows to split over a mesh; give it some that belong to no group")
     for name, split in zip("xwy", splits, strict=True):
@@ -112,7 +112,7 @@ def multiply_experts(
         options.recipe.amax_scope,
     )
     step = Step(kind, options)
-    if are_shards(mesh, experts.splits.axes):
+    if are_manual(mesh, experts.splits.axes):
         return _multiply_shards(step, experts.splits, tuple(work.items()), operands, state, key)
     static = table.tables(), step, experts.splits, tuple(work.items()), mesh
     if callable(options.kernel):
@@ -120,7 +120,9 @@ def multiply_experts(
     return run_as_program(_multiply_whole, *static, arrays=(operands, state, key))
 
 
-def _multiply_whole(tables, step: Step, splits: Splits, work: Split, mesh, operands: Operands, state: State, key):
+def _multiply_whole(
+    tables, step: Step, splits: Shardings, work: LabelSharding, mesh, operands: Operands, state: State, key
+):
     """A ragged matmul of whole arrays, of which every device computes its share; kernels are those of the tables."""
     x, w, y = map(spec_of, (LABELS.lhs, LABELS.rhs, LABELS.out), splits)
     rest = PartitionSpec()
@@ -139,8 +141,8 @@ def _work(experts: Experts) -> dict[str, Axes]:
     groups = _sharing_groups(experts, x, w, y)
     of_w = *_only("k", w, groups), *_only("n", w, groups)
     plan = transfer_plan.make_transfer_plan(_FEATURES, _only("k", x, groups), of_w, _only("n", y, groups))
-    columns = tuple(axis for axis in dict(plan.out).get("n", ()) if axis not in plan.summed)
-    return {"g": groups, "k": plan.summed, "n": columns}
+    columns = tuple(axis for axis in dict(plan.out).get("n", ()) if axis not in plan.reduced_axes)
+    return {"g": groups, "k": plan.reduced_axes, "n": columns}
 
 
 def _sharing_groups(experts: Experts, x: dict[str, Axes], w: dict[str, Axes], y: dict[str, Axes]) -> Axes:
@@ -165,16 +167,16 @@ def _sharing_groups(experts: Experts, x: dict[str, Axes], w: dict[str, Axes], y:
     return groups
 
 
-def _only(label: str, split: dict[str, Axes], without: Axes) -> Split:
+def _only(label: str, split: dict[str, Axes], without: Axes) -> LabelSharding:
     axes = tuple(axis for axis in split.get(label, ()) if axis not in without)
     return ((label, axes),) if axes else ()
 
 
-def _of_bias(splits: Splits) -> Split:
+def _of_bias(splits: Shardings) -> LabelSharding:
     return tuple((c, axes) for c, axes in splits.w if c in _BIAS)
 
 
-def _multiply_shards(step: Step, splits: Splits, shared: Split, operands: Operands, state: State, key):
+def _multiply_shards(step: Step, splits: Shardings, shared: LabelSharding, operands: Operands, state: State, key):
     """Of shards of x, w, bias and the result as they are given, of what is between as the work is shared."""
     (x, w, bias, groups), work = operands, dict(shared)
     assert groups is not None
@@ -205,7 +207,7 @@ class ShardedRagged:
     """
 
     kind: LocalRagged
-    work: Split
+    work: LabelSharding
     sizes: tuple[tuple[str, int], ...]
     amax_scope: str
     has_batch = False
@@ -251,7 +253,7 @@ class ShardedRagged:
 
     def _own(self, groups: jax.Array) -> jax.Array:
         axes = self._axes("g")
-        return own_part(groups, 0, axes) if axes else groups
+        return own_shard(groups, 0, axes) if axes else groups
 
     def _tiles(self, tensor: str, resolved) -> tuple[tuple[str, int], ...]:
         """Labels of features, and how many elements of each share a scale."""
@@ -276,7 +278,7 @@ class ShardedRagged:
         axes = self._axes(label)
         found = misfit(dict(self.sizes)[label], lax.axis_size(axes), block) if axes else None
         if found is not None:
-            raise ValueError(f"{cut_sentence(tensor, axes, found, what)}, or gather it first")
+            raise ValueError(f"{cut_blocks_message(tensor, axes, found, what)}, or gather it first")
 
     def _uniform(self, on: ShardCast, key: Key, shape: tuple[int, ...], groups: jax.Array) -> jax.Array:
         """What one device would draw for these elements: by their indices among all rows, or in a group's matrix."""

@@ -8,7 +8,7 @@ from scaledot.compat.qwix.array import QArray, as_scaled
 from scaledot.formats import NF4_CODEBOOK, Format
 from scaledot.numerics import blocks
 from scaledot.numerics.scale import beside
-from scaledot.ops.cast_spec import check_whole
+from scaledot.ops.cast_spec import check_consistent
 
 
 def from_qwix(array) -> ScaledArray:
@@ -27,7 +27,7 @@ def to_qwix(scaled: ScaledArray, *, fold: bool = False):
     """
     import qwix  # pyright: ignore[reportMissingImports]
 
-    check_whole(scaled, "scaled")
+    check_consistent(scaled, "scaled")
     _check_holds(scaled, fold)
     scale = _float_scale(scaled)
     if scaled.tensor_scale is not None:
