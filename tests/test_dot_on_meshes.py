@@ -30,11 +30,11 @@ from scaledot.contraction import Contraction
 from scaledot.parallel.specs import splits_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
-from scaledot.train.dot import Dot
-from scaledot.train.dot_sharded import Sharded
-from scaledot.train.flatten import Layout, flatten
-from scaledot.train.kind import CastRequest, Operands
+from scaledot.train.dot import DotOp
+from scaledot.train.dot_sharded import ShardedOp
+from scaledot.train.flatten import Flattening, flatten
 from scaledot.train.options import Options
+from scaledot.train.train_op import CastRequest, Operands
 
 
 def along_explicit_axes(lay, recipe):
@@ -93,7 +93,7 @@ def cast_for(kind, tensor: str, product: str, laid, x, key):
 
 
 def casts_of(recipe, kind):
-    return {(p, t): kind.lay(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
+    return {(p, t): kind.resolve_cast(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
 
 
 @pytest.mark.optimized
@@ -103,25 +103,25 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
     lay, recipe, whole = LAYOUTS[layout], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
     flat = flatten(contraction, any(cast.cuts for *_, cast in recipe.casts()))
-    one = Dot(flat.flat)
+    one = DotOp(flat.flat)
     mesh = lay.mesh(AxisType.Auto)
     tensors, specs = {"x": whole.x, "w": whole.w, "g": whole.g}, {"x": lay.x, "w": lay.w, "g": lay.y}
     key = jax.random.key(3)
 
-    def unflattened(of: Layout, q, shape):
+    def unflattened(of: Flattening, q, shape):
         """Codes, and values, which tell scales apart."""
         sizes = dict(zip(of.labels, shape, strict=True))
         q = dataclasses.replace(q, rotation=None)
-        return [of.leave(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
+        return [of.unflatten(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
 
     def on_parts(x, w, g):
         local = {"x": x, "w": w, "g": g}
         splits = splits_of(contraction, jax.typeof(x), jax.typeof(w), lay.specs, None)
-        kind = Sharded.of(one, flat, Operands(x, w, None, None), splits, Options(recipe, x.dtype))
+        kind = ShardedOp.of(one, flat, Operands(x, w, None, None), splits, Options(recipe, x.dtype))
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
-                cast_for(kind, t, p, part, local[t], key if part.laid.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, part, local[t], key if part.resolved.cast.rounding == "stochastic" else None),
                 local[t].shape,
             )
             for (p, t), part in casts_of(recipe, kind).items()
@@ -133,7 +133,7 @@ def test_devices_find_the_codes_and_scales_of_one(name, layout):
     for (p, t), laid in casts_of(recipe, one).items():
         of = flat.of_tensor(t)
         stochastic = key if laid.cast.rounding == "stochastic" else None
-        expected = unflattened(of, cast_for(one, t, p, laid, of.enter(tensors[t]), stochastic), tensors[t].shape)
+        expected = unflattened(of, cast_for(one, t, p, laid, of.flatten(tensors[t]), stochastic), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 
@@ -204,11 +204,11 @@ def test_what_cannot_be_split_says_why():
             dense(specs=train.Specs(P("dp"), P(), P("dp")), out_sharding=P("dp"))
         with pytest.raises(ValueError, match="the mesh has no axis 'sp'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), overlap="sp")
-        with pytest.raises(ValueError, match="`on_indivisible` must be raise or gather, not 'drop'"):
+        with pytest.raises(ValueError, match="`on_indivisible` must be 'raise' or 'gather', not 'drop'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
         with pytest.raises(ValueError, match=r"'.' of .* is 512 long in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
-        with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), a PartitionSpec for each"):
+        with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), three PartitionSpecs"):
             dense(specs=P("dp"))
         with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w`, here \(64,\)"):
             dense(jnp.ones(1), specs=train.Specs(P("dp"), P(), P("dp")))
