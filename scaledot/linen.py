@@ -1,23 +1,23 @@
-"""Recipes in Flax linen, through its own seams: `dot_general_cls`, and interception for models that have none.
+"""Recipes in Flax linen, through `dot_general_cls` or, for models without such an argument, method interceptors.
 
     nn.Dense(features, dot_general_cls=sd.linen.make_dot_general_cls("mxfp8"))
     model = sd.linen.with_recipe(model, "fp8_delayed")        # every Dense, DenseGeneral, Einsum and Conv of a model
-    print(sd.linen.explain(model, x))                         # which layers those are, and which stay as they are
+    print(sd.linen.explain(model, x))                         # the recipe of each layer, or why it has none
 
-Parameters are not touched. Only a recipe with delayed scaling makes variables, in the collection
-`_overwrite_with_gradient`, which Flax's TrainState replaces by its gradient and keeps from the optimizer: float32
-`x_scale` (the factor that x is multiplied by, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and
-`grad`. They must be differentiated together with the parameters, `jax.grad(loss)(variables)`: a gradient with respect
-to `params` alone raises. A forward pass under jit cannot tell a history that was never trained from one that was.
+Parameters are unchanged. Only recipes with delayed scaling create variables, in the collection
+`_overwrite_with_gradient`, which Flax's TrainState overwrites with its gradient and hides from the optimizer: float32
+`x_scale` (the quantisation multiplier of x, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and `grad`.
+They must be differentiated together with the parameters, `jax.grad(loss)(variables)`: a gradient with respect to
+`params` alone raises. Inside jit, a forward pass with a history that was never trained cannot be detected.
 
-Stochastic rounding draws keys from the rng stream `sr_rng` or, where `apply` is given none, as everywhere in linen from
-its default stream `params`.
+Stochastic rounding draws keys from the rng stream `sr_rng`, or from linen's default stream `params` if `apply` has no
+such stream.
 
-On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
-products, as in `scaledot.train.dot_general`.
+On a mesh, `specs` has the PartitionSpecs of x, w and the result of a layer, and `overlap` the mesh axes along which
+collectives overlap with matmuls, as in `scaledot.train.dot_general`.
 
-A layer that is called twice merges what both calls have seen. Where it is called twice through a lifted transform
-(nn.remat, or nn.scan with the collection broadcast), the calls can only see each other if the collection is mutable:
+A layer that is called twice merges the amaxes of both calls. If the calls are in a lifted transform (nn.remat, or
+nn.scan with the collection broadcast), this needs a mutable collection:
 `model.apply(variables, x, mutable=["_overwrite_with_gradient"])`.
 """
 
@@ -49,52 +49,53 @@ from scaledot.train.weight_codes import promote_around
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
-DEFAULT_STREAM = "params"  # from which linen's make_rng draws where there is no stream of the name
+DEFAULT_STREAM = "params"  # linen's make_rng falls back to it if there is no stream of the requested name
 
-# States by root scope and module path. A layer that is called again must start from the state that its last call
-# returned (see `scaledot.state`). Where variables are immutable, as in most losses, linen has no place for that state:
-# collections refuse writes, and nn.Dense builds a new DotGeneral for every call. Each `apply` and lifted transform has
-# its own root scope, so no tracer reaches another trace, and a weak key frees the states with their scope.
+# States by root scope and module path. A second call of a layer must start from the state that its first call returned
+# (see `scaledot.state`). With immutable variables, as in most losses, linen cannot store that state: collections reject
+# writes, and nn.Dense creates a new DotGeneral in every call. Each `apply` and lifted transform has its own root scope,
+# so no tracer leaks to another trace, and the weak key frees the states with their scope.
 _RETURNED_STATES: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]] = weakref.WeakKeyDictionary()
 
 
 class Quantized(nn.Module):
-    """A product under a recipe; owns the state of delayed scaling and nothing else."""
+    """Base class of matmuls under a recipe; its only variables are the state of delayed scaling."""
 
     recipe: Recipe
 
     @nn.nowrap
-    def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
-        """The verb of `train`, with this module's state and key.
+    def under_recipe(self, function: Callable[..., Any], *args, **kwargs) -> jax.Array:
+        """Calls a function of `scaledot.train` with the recipe, the state and a key of this module.
 
-        An initialising pass makes the state and multiplies unquantised: it needs shapes, and no kernel to be compiled.
+        Initialisation creates the state and multiplies unquantised, because only shapes matter there and no kernels
+        need to be compiled.
         """
         if self.is_initializing():
             if self.recipe.delayed:
                 self._current_state()
-            return verb(*args, recipe=UNQUANTISED, **kwargs)
+            return function(*args, recipe=UNQUANTISED, **kwargs)
         if self.recipe.stochastic:
             kwargs["key"] = self._key()
         if not self.recipe.delayed:
-            return verb(*args, recipe=self.recipe, **kwargs)
-        y, state = verb(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
+            return function(*args, recipe=self.recipe, **kwargs)
+        y, state = function(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
         self._hand_on(state)
         return y
 
     @nn.nowrap
     def _key(self) -> jax.Array | None:
-        """A key from the stream of stochastic rounding or linen's default one; None where neither was given."""
+        """A key from the stream `sr_rng` or linen's default stream; None if `apply` has neither."""
         has_stream = self.has_rng(KEY_STREAM) or self.has_rng(DEFAULT_STREAM)
         return self.make_rng(KEY_STREAM) if has_stream else None
 
     @nn.nowrap
     def _current_state(self) -> State:
-        """The state in the variables, or where these are immutable the one that the previous call returned, if any."""
+        """The state in the variables or, if these are immutable, the state that the previous call returned, if any."""
         initial = init_state(self.recipe)
         if not self.has_variable(STATE_COLLECTION, "x_scale") and not self.is_mutable_collection(STATE_COLLECTION):
             raise ValueError(
-                f"{self.recipe.name} keeps state, but the variables have no {STATE_COLLECTION!r} for "
-                f"{'/'.join(self.path)!r}; give all that init returned: "
+                f"{self.recipe.name} uses delayed scaling, but the variables have no {STATE_COLLECTION!r} for "
+                f"{'/'.join(self.path)!r}; pass all collections that init returned: "
                 f"apply({{'params': ..., {STATE_COLLECTION!r}: ...}}, ...), and TrainState.create(params=variables)"
             )
         stored = {t: self._variables(t, history) for t, history in initial.items()}
@@ -111,7 +112,7 @@ class Quantized(nn.Module):
 
     @nn.nowrap
     def _hand_on(self, state: State) -> None:
-        """Keeps the state for the next call of this layer."""
+        """Stores the state for the next call of this layer."""
         if self.is_mutable_collection(STATE_COLLECTION):
             for tensor, (history, multiplier) in state.items():
                 self.put_variable(STATE_COLLECTION, f"{TENSOR_NAMES[tensor]}_amax_history", history)
@@ -121,25 +122,25 @@ class Quantized(nn.Module):
 
     @property
     def _returned_states(self) -> dict[tuple[str, ...], State]:
-        """The states that modules returned in this `apply` or lifted transform, by path."""
+        """The states that calls of modules returned within this `apply` or lifted transform, by module path."""
         assert self.scope is not None
         return _RETURNED_STATES.setdefault(self.scope.root, {})
 
 
 class OnMesh(Quantized):
-    """A product under a recipe that knows how its arrays lie."""
+    """Base class of matmuls under a recipe with shardings of operands and result."""
 
     specs: train.Specs | None = None
     overlap: str | tuple[str, ...] = ()
     on_indivisible: str = "raise"
 
     @nn.nowrap
-    def lying(self, out_sharding) -> dict[str, Any]:
-        """Arguments about the mesh. A model is initialised with few examples, which need not divide by it."""
+    def mesh_arguments(self, out_sharding) -> dict[str, Any]:
+        """The keyword arguments about the mesh; no `specs` in `init`, whose example batch may not divide by it."""
         if self.is_initializing():
             return {"out_sharding": out_sharding}
-        how = {"specs": self.specs, "overlap": self.overlap, "on_indivisible": self.on_indivisible}
-        return {"out_sharding": out_sharding, **how}
+        keywords = {"specs": self.specs, "overlap": self.overlap, "on_indivisible": self.on_indivisible}
+        return {"out_sharding": out_sharding, **keywords}
 
 
 class DotGeneral(OnMesh):
@@ -147,8 +148,8 @@ class DotGeneral(OnMesh):
 
     @nn.compact
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
-        wanted = dimension_numbers, precision, preferred_element_type
-        return self.under_recipe(train.dot_general, x, w, *wanted, **self.lying(out_sharding))
+        arguments = dimension_numbers, precision, preferred_element_type
+        return self.under_recipe(train.dot_general, x, w, *arguments, **self.mesh_arguments(out_sharding))
 
 
 class Einsum(OnMesh):
@@ -156,24 +157,24 @@ class Einsum(OnMesh):
 
     @nn.compact
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
-        wanted = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return self.under_recipe(train.einsum, subscripts, x, w, **wanted, **self.lying(out_sharding))
+        keywords = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return self.under_recipe(train.einsum, subscripts, x, w, **keywords, **self.mesh_arguments(out_sharding))
 
 
 class ConvGeneralDilated(OnMesh):
-    """`jax.lax.conv_general_dilated` under a recipe, as nn.Conv calls it; `overlap` has no effect on it."""
+    """`jax.lax.conv_general_dilated` under a recipe, as nn.Conv calls it; `overlap` is ignored."""
 
     @nn.compact
     def __call__(self, x, w, window_strides, padding, *, out_sharding=None, **window):
-        how = self.lying(out_sharding)
-        how.pop("overlap", None)
-        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **how)
+        keywords = self.mesh_arguments(out_sharding)
+        keywords.pop("overlap", None)
+        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **keywords)
 
 
 class GroupedDense(Quantized):
-    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n).
+    """`train.ragged_dot` under a recipe: x (rows, k), kernel (groups, k, n), group_sizes (groups,) -> (rows, n).
 
-    specs: how they lie on a mesh, as in `train.ragged_dot`.
+    specs: the PartitionSpecs of x, kernel and result.
     """
 
     specs: train.Specs | None = None
@@ -182,9 +183,9 @@ class GroupedDense(Quantized):
     def __call__(
         self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None, out_sharding=None
     ):
-        how = {"out_sharding": out_sharding, "specs": self.specs}
+        keywords = {"out_sharding": out_sharding, "specs": self.specs}
         return self.under_recipe(
-            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **how
+            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **keywords
         )
 
 
@@ -211,7 +212,7 @@ def make_einsum_cls(
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
 ) -> type[Einsum]:
-    """A class whose instances are called as `jnp.einsum(subscripts, x, kernel)`, for projections of attention."""
+    """A module class with `__call__(subscripts, x, kernel)` like `jnp.einsum`, for attention projections."""
     return _with_default(Einsum, recipe, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
 
 
@@ -223,16 +224,17 @@ def make_conv_general_dilated_cls(
 
 
 def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
-    """A class whose instances are called with (x, kernel, group_sizes), for the experts of a mixture."""
+    """A module class with `__call__(x, kernel, group_sizes)`, for mixture-of-experts layers."""
     return _with_default(GroupedDense, recipe)
 
 
 def merge_states(*collections: Mapping[str, Any]) -> dict[str, Any]:
-    """One `_overwrite_with_gradient` of those that several gradient calls gave; see `scaledot.state.merge`."""
+    """Merges the `_overwrite_with_gradient` collections of several gradient calls; see `scaledot.state.merge`."""
     return unflatten_dict(merge_named(*(flatten_dict(collection) for collection in collections)))
 
 
 def _with_default(base, recipe: str | Recipe, **fields):
+    """A subclass of a module class with defaults for its fields."""
     defaults = {"recipe": find_recipe(recipe), **fields}
     return type(
         base.__name__,
@@ -249,35 +251,34 @@ def recipes_by_path(
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
 ):
-    """Inside, every Dense, DenseGeneral, Einsum and Conv of any linen model takes the recipe that its path has.
+    """A context manager inside which every Dense, DenseGeneral, Einsum and Conv uses the recipe of its path.
 
-    Layers that were given a `dot_general` or `conv_general_dilated` of their own keep it. Layers to which a rule gives
-    a recipe that they cannot take stay as they are, and a warning names them. Flax caches what nn.jit has traced
-    without regard to interception: inside nn.jit give layers a `dot_general_cls` instead. Other arguments as in
-    `with_recipe`.
+    Layers with a `dot_general` or `conv_general_dilated` of their own keep it. Layers that do not support the recipe of
+    their path stay unquantised, with a warning that names them. nn.jit caches traces regardless of interceptors: inside
+    nn.jit, set the `dot_general_cls` of layers instead. Other arguments as in `with_recipe`.
     """
-    chosen = rules if isinstance(rules, RecipesByPath) else RecipesByPath(rules)
-    lying = specs if isinstance(specs, PathPatterns) else PathPatterns(specs, "specs")
-    with _intercepted(chosen, lying, overlap, on_indivisible):
+    recipes = rules if isinstance(rules, RecipesByPath) else RecipesByPath(rules)
+    specs = specs if isinstance(specs, PathPatterns) else PathPatterns(specs, "specs")
+    with _intercepted(recipes, specs, overlap, on_indivisible):
         yield
-    warn_of_overlooked(chosen.layers, stacklevel=3)
+    warn_of_overlooked(recipes.layers, stacklevel=3)
 
 
-def _intercepted(chosen: RecipesByPath, lying: PathPatterns, overlap: str | tuple[str, ...], on_indivisible: str):
-    """A context in which layers take the recipes that are chosen for them."""
+def _intercepted(recipes: RecipesByPath, specs: PathPatterns, overlap: str | tuple[str, ...], on_indivisible: str):
+    """A context manager inside which layers use the recipe and specs of their paths."""
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
         layer = context.module
-        recipe = _recipe_for(layer, context.method_name, chosen, args, kwargs)
+        recipe = _recipe_for(layer, context.method_name, recipes, args, kwargs)
         if recipe is None:
             return call(*args, **kwargs)
-        specs = lying.value_for("/".join(layer.path))
-        on_mesh = {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
+        layer_specs = specs.value_for("/".join(layer.path))
+        on_mesh = {"specs": layer_specs, "overlap": overlap, "on_indivisible": on_indivisible}
         if isinstance(layer, nn.Einsum):
             with _fields_set(layer, _promotion(layer)):
                 return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
-        seam, product = _SEAMS[isinstance(layer, nn.Conv)]
-        fields = {f"{seam}_cls": _with_default(product, recipe, **on_mesh), **_promotion(layer)}
+        seam, matmul = _SEAMS[isinstance(layer, nn.Conv)]
+        fields = {f"{seam}_cls": _with_default(matmul, recipe, **on_mesh), **_promotion(layer)}
         with _fields_set(layer, fields):
             return call(*args, **kwargs)
 
@@ -285,28 +286,28 @@ def _intercepted(chosen: RecipesByPath, lying: PathPatterns, overlap: str | tupl
 
 
 def _recipe_for(
-    layer: nn.Module, method: str, chosen: RecipesByPath, args: tuple, kwargs: dict[str, Any]
+    layer: nn.Module, method: str, recipes: RecipesByPath, args: tuple, kwargs: dict[str, Any]
 ) -> Recipe | None:
-    """The recipe for this call of a layer's method; None where it multiplies by no kernel, or has to stay as it is."""
+    """The recipe for this call of a layer's method; None if it has no kernel to multiply by or stays unquantised."""
     multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
     if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
         return None
     inputs = args[0] if args else kwargs.get("inputs")
     obstacle = functools.partial(_obstacle, layer, inputs)
-    return chosen.decide("/".join(layer.path), type(layer).__name__, _own_product(layer), obstacle)
+    return recipes.decide("/".join(layer.path), type(layer).__name__, _own_product(layer), obstacle)
 
 
 @contextlib.contextmanager
 def _fields_set(layer: nn.Module, fields: Mapping[str, Any]):
-    """Sets fields of a bound layer for one call.
+    """A context manager that sets fields of a bound layer for one call.
 
-    Calling `layer.clone` with the fields set would not touch the layer, but linen would record it as one more call:
-    `capture_intermediates` would return each output twice, and interceptors would run again.
+    Linen would record a call of a `layer.clone` with these fields as one more call: `capture_intermediates` would
+    return each output twice, and interceptors would run twice.
     """
     before = {name: getattr(layer, name) for name in fields}
     try:
         for name, value in fields.items():
-            object.__setattr__(layer, name, value)  # a bound module refuses assignments
+            object.__setattr__(layer, name, value)  # bound modules are frozen
         yield
     finally:
         for name, value in before.items():
@@ -314,10 +315,10 @@ def _fields_set(layer: nn.Module, fields: Mapping[str, Any]):
 
 
 def promote_dtype(*args, dtype=None, inexact=True) -> list[Any]:
-    """`flax.linen.dtypes.promote_dtype` of arrays that lets a `train.CastWeight` pass.
+    """`flax.linen.dtypes.promote_dtype` that also accepts a `train.CastWeight`, and returns it unchanged.
 
     For layers with a `dot_general_cls` whose parameters come from `train.CastWeights.attach`; `with_recipe` sets it.
-    A weight that was cast from another dtype than the layer computes in is refused.
+    Raises ValueError for a weight that was quantised in another dtype than the layer computes in.
 
     >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"), promote_dtype=promote_dtype)
     >>> params = layer.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
@@ -329,29 +330,29 @@ def promote_dtype(*args, dtype=None, inexact=True) -> list[Any]:
 
 
 def _promotion(layer: nn.Module) -> dict[str, Any]:
-    """The field with which a layer passes on a CastWeight; one with a `promote_dtype` of its own keeps that."""
-    held = getattr(layer, "promote_dtype", None)
-    if held is None and isinstance(layer.get_variable("params", "kernel"), train.CastWeight):
+    """The field `promote_dtype` with which a layer accepts a CastWeight; {} if the layer has one of its own."""
+    current = getattr(layer, "promote_dtype", None)
+    if current is None and isinstance(layer.get_variable("params", "kernel"), train.CastWeight):
         raise TypeError(
             f"{type(layer).__name__} {'/'.join(layer.path)!r} has no `promote_dtype` in this version of Flax, and so "
             "cannot take a CastWeight; leave its kernel out with `select` of cast_weights, or update Flax"
         )
-    return {"promote_dtype": promote_dtype} if held is dtypes.promote_dtype else {}
+    return {"promote_dtype": promote_dtype} if current is dtypes.promote_dtype else {}
 
 
 _SEAMS = ("dot_general", DotGeneral), ("conv_general_dilated", ConvGeneralDilated)
-_WITHOUT_SEAM = (nn.ConvTranspose, nn.ConvLocal, nn.OptimizedLSTMCell, nn.Embed)  # of nn.Embed the method `attend`
+_WITHOUT_SEAM = (nn.ConvTranspose, nn.ConvLocal, nn.OptimizedLSTMCell, nn.Embed)  # nn.Embed: its method `attend`
 _MULTIPLIES = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, *_WITHOUT_SEAM[:-1])
 
 
 def _own_product(layer: nn.Module) -> str | None:
-    """The seam of a layer for which it was given a product."""
+    """The field, such as "dot_general", with which a layer was given a matmul of its own; None if it has none."""
     fields = ((seam, f) for seam, _ in _SEAMS for f in (seam, f"{seam}_cls"))
     return next((seam for seam, field in fields if getattr(layer, field, None) is not None), None)
 
 
 def _obstacle(layer: nn.Module, inputs: Any, recipe: Recipe) -> str | None:
-    """Why a layer cannot take a recipe."""
+    """Why a layer does not support a recipe; None if it does."""
     if isinstance(layer, _WITHOUT_SEAM):
         return "Flax has no hook for its contraction"
     if isinstance(layer, nn.Conv):
@@ -360,8 +361,8 @@ def _obstacle(layer: nn.Module, inputs: Any, recipe: Recipe) -> str | None:
     return None
 
 
-def _einsum_layer(layer: nn.Einsum, product: Einsum, inputs, einsum_str: str | None = None) -> jax.Array:
-    """What nn.Einsum computes; it has no seam of its own for the product."""
+def _einsum_layer(layer: nn.Einsum, einsum: Einsum, inputs, einsum_str: str | None = None) -> jax.Array:
+    """`nn.Einsum.__call__` with another einsum function, for which nn.Einsum has no field."""
     text = nn.module.merge_param("einsum_str", layer.einsum_str, einsum_str)
     kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
     (_, kernel_labels), out = parse_einsum(text, [jnp.ndim(inputs), kernel.ndim])
@@ -371,13 +372,13 @@ def _einsum_layer(layer: nn.Einsum, product: Einsum, inputs, einsum_str: str | N
         shape = [sizes[c] for c in out if c in sizes]
         bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
     inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y = product(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
+    y = einsum(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
     return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A method of a model under its rules. Equal for equal models and rules, so that jax.jit traces it once for all."""
+    """A method of a WithRecipe. Equal for equal models and rules, so that jax.jit shares their traces."""
 
     owner: "WithRecipe"
     __name__: str
@@ -387,9 +388,9 @@ class Run:
 
 
 class WithRecipe:
-    """A model whose `init`, `apply` and relatives run under rules; everything else is the model's own.
+    """A model whose `init`, `apply`, `lazy_init` and `tabulate` run under rules; other attributes are the model's.
 
-    Two are equal if their models and rules are.
+    Two WithRecipes are equal if their models and rules are.
     """
 
     _RUNS = ("init", "init_with_output", "lazy_init", "apply", "tabulate")
@@ -403,7 +404,7 @@ class WithRecipe:
         on_indivisible: str = "raise",
     ):
         self.model, self._rules, self._specs, self._how = model, rules, specs, (overlap, on_indivisible)
-        by_path = (patterns.by_path for patterns in self._patterns())  # a misspelt recipe is found here
+        by_path = (patterns.by_path for patterns in self._patterns())  # raises for a misspelt recipe
         self._key = _frozen((model, *by_path, self._how))
         self._hash = hash(self._key)
 
@@ -426,15 +427,15 @@ class WithRecipe:
             raise AttributeError(f"{name!r} would lose the rules; use apply, clone, or `with recipes_by_path(rules):`")
         if name not in self._RUNS:
             return getattr(self.model, name)
-        self.__dict__[name] = Run(self, name)  # kept: jax.jit forgets what it traced of an object that is gone
+        self.__dict__[name] = Run(self, name)  # cached: jax.jit drops the traces of a function that is freed
         return self.__dict__[name]
 
     def _run(self, name: str, *args, **kwargs):
-        """A method of the model, under the rules."""
+        """Calls a method of the model under the rules."""
         rules, specs = self._patterns()
         with _intercepted(rules, specs, *self._how):
             result = getattr(self.model, name)(*args, **kwargs)
-        if kwargs.get("method") is None:  # another method may well use a part of the model
+        if kwargs.get("method") is None:  # other methods may use only some layers
             rules.check_all_matched()
             specs.check_all_matched()
         warn_of_overlooked(rules.layers, stacklevel=3)
@@ -455,7 +456,7 @@ class WithRecipe:
 
 
 def _frozen(value: Any) -> Any:
-    """What can be hashed and is equal for equal models: containers go by their contents, the rest by identity."""
+    """A hashable key that is equal for equal models: containers by contents, unhashable values by identity."""
     if isinstance(value, nn.Module):
         fields = (field.name for field in dataclasses.fields(value) if field.name != "parent")
         return type(value), *(_frozen(getattr(value, name)) for name in fields)
@@ -478,16 +479,16 @@ def with_recipe(
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
 ) -> WithRecipe:
-    """The model with low-precision products in every Dense, DenseGeneral, Einsum and Conv that the rules name.
+    """The model with quantised matmuls in every Dense, DenseGeneral, Einsum and Conv that the rules match.
 
-    Layers that cannot take the recipe that a rule gives them, such as ConvTranspose, stay as they are, and a warning
-    names them; `explain` lists what each layer takes.
+    Layers that do not support the recipe of their rule, such as ConvTranspose, stay unquantised, with a warning that
+    names them; `explain` lists the recipe of each layer.
 
     Args:
-      rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
-      specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
-      overlap: mesh axes along which transfers overlap with products.
-      on_indivisible: what to do where devices would have parts of blocks: "raise", or "gather" that axis first.
+      rules: a recipe for all layers, or {path pattern: recipe or None}; the first match applies.
+      specs: PartitionSpecs of x, w and result: `train.Specs` for all layers, or {path pattern: Specs or None}.
+      overlap: mesh axes along which collectives overlap with matmuls.
+      on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that axis first.
 
     >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
     >>> model = with_recipe(model, {"layers_0": "mxfp8", "*": None})
@@ -499,9 +500,9 @@ def with_recipe(
 
 
 def explain(model: WithRecipe, *args, **kwargs) -> str:
-    """A table of the layers of a model that multiply by a kernel: the recipe that each takes, or why it takes none.
+    """A table of the layers of a model that multiply by a kernel: the recipe of each, or why it has none.
 
-    Nothing is computed. Other arguments are those of `model.init` after the key, arrays or their shapes.
+    Nothing is computed. Other arguments are those of `model.init` after the key: arrays or ShapeDtypeStructs.
 
     >>> model = nn.Sequential([nn.Conv(8, (3,)), nn.ConvTranspose(8, (3,)), nn.Dense(8)])
     >>> print(explain(with_recipe(model, {"layers_1": None, "*": "mxfp8"}), jnp.ones((2, 16, 32))))

@@ -1,20 +1,20 @@
-"""Recipes in Flax NNX: products that are modules, layers that take a recipe, and models converted in place.
+"""Recipes in Flax NNX: matmuls as modules, layers with a `recipe` argument, and in-place conversion of models.
 
     model = sd.nnx.with_recipe(model, "fp8_delayed")          # every Linear, LinearGeneral, Einsum and Conv of a model
-    print(sd.nnx.explain(model))                              # which layers those are, and which stay as they are
+    print(sd.nnx.explain(model))                              # the recipe of each layer, or why it has none
     layer = sd.nnx.Linear(64, 32, recipe="mxfp8", rngs=rngs)  # or layer by layer
 
-State of delayed scaling lives in Variables of type `ScalingState`, which no optimizer over nnx.Param sees. It is
-differentiated together with the parameters, and its gradient is its next value; `apply_gradients` does both:
+The state of delayed scaling is in Variables of type `ScalingState`, which optimizers over nnx.Param ignore. It is
+differentiated together with the parameters, and its gradient is its next value; `apply_gradients` updates both:
 
     grads = nnx.grad(loss, argnums=nnx.DiffState(0, sd.nnx.TRAINED))(model, batch)
     sd.nnx.apply_gradients(model, optimizer, grads)
 
-`nnx.grad(loss)(model)`, with respect to the parameters alone, raises: histories would stay empty. A forward pass under
-jit cannot tell a history that was never trained from one that was.
+`nnx.grad(loss)(model)`, with respect to the parameters alone, raises: histories would stay empty. Inside jit, a forward
+pass with a history that was never trained cannot be detected.
 
-Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was made with, or from their default
-stream, except after `model.eval()`.
+Stochastic rounding draws keys from the stream `sr_rng` of the `rngs` that a module was constructed with, or from their
+default stream, except after `model.eval()`.
 
 Weights can be cast once for several micro-batches; `attach` takes the State of the Params:
 
@@ -23,8 +23,8 @@ Weights can be cast once for several micro-batches; `attach` takes the State of 
     def loss(params, others, batch):
         return loss_of(nnx.merge(graphdef, cast.attach(params), others), batch)
 
-On a mesh, `specs` says how x, w and the result of a layer lie, and `overlap` along which axes transfers overlap with
-products, as in `scaledot.train.dot_general`.
+On a mesh, `specs` has the PartitionSpecs of x, w and the result of a layer, and `overlap` the mesh axes along which
+collectives overlap with matmuls, as in `scaledot.train.dot_general`.
 """
 
 import functools
@@ -51,33 +51,33 @@ KEY_STREAM = "sr_rng"
 
 
 class ScalingState(nnx.Variable):
-    """A history or a factor of delayed scaling; its gradient is its next value."""
+    """An amax history or a quantisation multiplier of delayed scaling; its gradient is its next value."""
 
 
-TRAINED = nnx.Any(nnx.Param, ScalingState)  # what to differentiate with respect to
+TRAINED = nnx.Any(nnx.Param, ScalingState)  # the filter of Variables to differentiate with respect to
 
 
 class Quantized(nnx.Module):
-    """A product under a recipe; owns the state of delayed scaling and a stream of keys, where it needs them."""
+    """Base class of matmuls under a recipe, with the state of delayed scaling and the rng stream that these need."""
 
     def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None):
         self.recipe = find_recipe(recipe)
-        self.deterministic = False  # model.eval() sets it: a forward pass draws no keys
+        self.deterministic = False  # model.eval() sets it: keys are drawn only if fwd needs them
         self.keys = nnx.data(rngs[KEY_STREAM].fork() if rngs is not None and self.recipe.stochastic else None)
         for tensor, (history, multiplier) in init_state(self.recipe).items():
             setattr(self, f"{TENSOR_NAMES[tensor]}_amax_history", ScalingState(history))
             setattr(self, f"{TENSOR_NAMES[tensor]}_scale", ScalingState(multiplier.reshape(1)))
 
-    def under_recipe(self, verb: Callable[..., Any], *args, **kwargs) -> jax.Array:
-        """The verb of `train`, with this module's state and key."""
-        forward_needs_key = any(what.endswith("of fwd") for what in self.recipe.stochastic)
+    def under_recipe(self, function: Callable[..., Any], *args, **kwargs) -> jax.Array:
+        """Calls a function of `scaledot.train` with the recipe, the state and a key of this module."""
+        forward_needs_key = any(cast.endswith("of fwd") for cast in self.recipe.stochastic)
         if self.keys is not None and (forward_needs_key or not self.deterministic):
             kwargs["key"] = self.keys()
         if not self.recipe.delayed:
-            return verb(*args, recipe=self.recipe, **kwargs)
+            return function(*args, recipe=self.recipe, **kwargs)
         state = {t: AmaxHistory(*(v[...] for v in self._variables(t))) for t in self.recipe.delayed}
         check_state(self.recipe, state, type(self).__name__)
-        y, state = verb(*args, recipe=self.recipe, state=state, **kwargs)
+        y, state = function(*args, recipe=self.recipe, state=state, **kwargs)
         self._leave(state)
         return y
 
@@ -85,18 +85,18 @@ class Quantized(nnx.Module):
         return getattr(self, f"{TENSOR_NAMES[tensor]}_amax_history"), getattr(self, f"{TENSOR_NAMES[tensor]}_scale")
 
     def _leave(self, state: State) -> None:
-        """Hand the state on to the next use of this module."""
+        """Stores the state for the next call of this module."""
         try:
-            for tensor, parts in state.items():
-                for variable, value in zip(self._variables(tensor), parts, strict=True):
+            for tensor, history in state.items():
+                for variable, value in zip(self._variables(tensor), history, strict=True):
                     variable[...] = value
         except TraceContextError:
-            # A model that a transform closes over can be read there and not written: uses inside are on their own.
+            # A transform cannot write to a model that it closes over: calls inside it are not merged.
             pass
 
 
 class OnMesh(Quantized):
-    """A product under a recipe that knows how its arrays lie."""
+    """Base class of matmuls under a recipe with shardings of operands and result."""
 
     def __init__(
         self,
@@ -108,38 +108,38 @@ class OnMesh(Quantized):
         on_indivisible: str = "raise",
     ):
         super().__init__(recipe, rngs=rngs)
-        self.lying = nnx.static({"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible})
+        self.mesh_arguments = nnx.static({"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible})
 
 
 class DotGeneral(OnMesh):
     """`jax.lax.dot_general` under a recipe, as nnx.Linear and nnx.LinearGeneral call it."""
 
     def __call__(self, x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None):
-        wanted = dimension_numbers, precision, preferred_element_type
-        return self.under_recipe(train.dot_general, x, w, *wanted, out_sharding=out_sharding, **self.lying)
+        arguments = dimension_numbers, precision, preferred_element_type
+        return self.under_recipe(train.dot_general, x, w, *arguments, out_sharding=out_sharding, **self.mesh_arguments)
 
 
 class EinsumOp(OnMesh):
     """`jnp.einsum` of an input and a kernel under a recipe, as nnx.Einsum calls it."""
 
     def __call__(self, subscripts, x, w, *, precision=None, preferred_element_type=None, out_sharding=None):
-        wanted = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
-        return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **wanted, **self.lying)
+        keywords = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        return self.under_recipe(train.einsum, subscripts, x, w, precision=precision, **keywords, **self.mesh_arguments)
 
 
 class ConvGeneralDilated(OnMesh):
-    """`jax.lax.conv_general_dilated` under a recipe, as nnx.Conv calls it; `overlap` has no effect on it."""
+    """`jax.lax.conv_general_dilated` under a recipe, as nnx.Conv calls it; `overlap` is ignored."""
 
     def __call__(self, x, w, window_strides, padding, *, out_sharding=None, **window):
-        how = {name: value for name, value in self.lying.items() if name != "overlap"}
-        how["out_sharding"] = out_sharding
-        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **how)
+        keywords = {name: value for name, value in self.mesh_arguments.items() if name != "overlap"}
+        keywords["out_sharding"] = out_sharding
+        return self.under_recipe(train.conv_general_dilated, x, w, window_strides, padding, **window, **keywords)
 
 
 class GroupedDense(Quantized):
-    """Rows in groups, each times its own matrix: (rows, k), (groups, k, n), sizes -> (rows, n).
+    """`train.ragged_dot` under a recipe: x (rows, k), kernel (groups, k, n), group_sizes (groups,) -> (rows, n).
 
-    specs: how they lie on a mesh, as in `train.ragged_dot`.
+    specs: the PartitionSpecs of x, kernel and result.
     """
 
     def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None, specs: train.Specs | None = None):
@@ -149,24 +149,24 @@ class GroupedDense(Quantized):
     def __call__(
         self, x, kernel, group_sizes, bias=None, precision=None, preferred_element_type=None, out_sharding=None
     ):
-        how = {"out_sharding": out_sharding, "specs": self.specs}
+        keywords = {"out_sharding": out_sharding, "specs": self.specs}
         return self.under_recipe(
-            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **how
+            train.ragged_dot, x, kernel, group_sizes, bias, precision, preferred_element_type, **keywords
         )
 
 
 def promote_dtype(args: tuple, /, *, dtype=None, inexact=True) -> tuple:
-    """NNX's own `promote_dtype` of arrays that lets a `train.CastWeight` pass.
+    """`flax.nnx.nn.dtypes.promote_dtype` that also accepts a `train.CastWeight`, and returns it unchanged.
 
     For layers whose parameters come from `train.CastWeights.attach`; `with_recipe` and the layers of this module set
-    it. A weight that was cast from another dtype than the layer computes in is refused.
+    it. Raises ValueError for a weight that was quantised in another dtype than the layer computes in.
     """
-    own = functools.partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
-    return tuple(promote_around(lambda arrays: own(tuple(arrays)), args))
+    promote = functools.partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
+    return tuple(promote_around(lambda arrays: promote(tuple(arrays)), args))
 
 
 class _WithDotGeneral:
-    """The constructor of layers whose matmul is a `DotGeneral`."""
+    """Mixin: the constructor of layers whose matmul is a `DotGeneral`."""
 
     def __init__(
         self,
@@ -180,10 +180,10 @@ class _WithDotGeneral:
         on_indivisible="raise",
         **options,
     ):
-        product = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+        dot_general = DotGeneral(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
         options = {"promote_dtype": promote_dtype, **options}
         layer: Any = super()  # nnx.Linear or nnx.LinearGeneral
-        layer.__init__(in_features, out_features, rngs=rngs, dot_general=product, **options)
+        layer.__init__(in_features, out_features, rngs=rngs, dot_general=dot_general, **options)
 
 
 class Linear(_WithDotGeneral, nnx.Linear):
@@ -215,9 +215,9 @@ class Einsum(nnx.Einsum):
         on_indivisible="raise",
         **options,
     ):
-        product = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+        einsum_op = EinsumOp(recipe, rngs=rngs, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
         options = {"promote_dtype": promote_dtype, **options}
-        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=product, **options)
+        super().__init__(einsum_str, kernel_shape, bias_shape, rngs=rngs, einsum_op=einsum_op, **options)
 
 
 class Conv(nnx.Conv):
@@ -235,22 +235,22 @@ class Conv(nnx.Conv):
         on_indivisible="raise",
         **options,
     ):
-        product = ConvGeneralDilated(recipe, rngs=rngs, specs=specs, on_indivisible=on_indivisible)
-        super().__init__(in_features, out_features, kernel_size, rngs=rngs, conv_general_dilated=product, **options)
+        conv = ConvGeneralDilated(recipe, rngs=rngs, specs=specs, on_indivisible=on_indivisible)
+        super().__init__(in_features, out_features, kernel_size, rngs=rngs, conv_general_dilated=conv, **options)
 
 
 class Seam(NamedTuple):
-    """The attribute of a kind of layer that holds its product, what Flax has there, and what is put there instead."""
+    """The attribute of a layer class that has its matmul: Flax's default (`plain`), and the class that replaces it."""
 
-    kind: type[nnx.Module]
+    layer_class: type[nnx.Module]
     attribute: str
     plain: Any
-    product: type[OnMesh]
+    matmul_class: type[OnMesh]
 
     def holds_other(self, layer: nnx.Module) -> bool:
-        """Whether a layer was given a product that is neither Flax's nor ours."""
-        held = getattr(layer, self.attribute)
-        return not isinstance(held, Quantized) and held not in (None, self.plain)
+        """Whether a layer has a matmul that is neither Flax's default nor one of this module."""
+        matmul = getattr(layer, self.attribute)
+        return not isinstance(matmul, Quantized) and matmul not in (None, self.plain)
 
 
 _SEAMS = (
@@ -271,43 +271,43 @@ def with_recipe(
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
 ) -> nnx.Module:
-    """The model itself, changed: its Linear, LinearGeneral, Einsum and Conv layers take the recipes of their rules.
+    """Sets the recipes of a model's Linear, LinearGeneral, Einsum and Conv layers in place, and returns the model.
 
-    Layers that were given a product of their own keep it. Layers that cannot take the recipe that a rule gives them,
-    such as ConvTranspose, stay as they are, and a warning names them; `explain` lists what each layer has. Layers that
-    are stacked for nnx.scan have states of their own only if they are made with a recipe, inside nnx.vmap.
+    Layers with a matmul of their own keep it. Layers that do not support the recipe of their rule, such as
+    ConvTranspose, stay unquantised, with a warning that names them; `explain` lists the recipe of each layer. Layers
+    that are stacked for nnx.scan have a state each only if they are constructed with a recipe, inside nnx.vmap.
 
     Args:
-      rules: a recipe for all of them, or {path pattern: recipe or None}, in which the first match decides.
-      rngs: for recipes with stochastic rounding: where keys come from, of the stream `sr_rng` or the default one.
-      specs: how x, w and results lie on a mesh: `train.Specs` for all layers, or {path pattern: Specs or None}.
-      overlap: mesh axes along which transfers overlap with products.
-      on_indivisible: what to do where devices would have parts of blocks: "raise", or "gather" that axis first.
+      rules: a recipe for all layers, or {path pattern: recipe or None}; the first match applies.
+      rngs: for recipes with stochastic rounding: keys are drawn from its stream `sr_rng`, or its default stream.
+      specs: PartitionSpecs of x, w and result: `train.Specs` for all layers, or {path pattern: Specs or None}.
+      overlap: mesh axes along which collectives overlap with matmuls.
+      on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that axis first.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     >>> model = with_recipe(model, {"layers/0": "mxfp8", "*": None})
     >>> model(jax.numpy.ones((2, 32))).shape
     (2, 8)
     """
-    chosen, lying = RecipesByPath(rules), PathPatterns(specs, "specs")
+    recipes, specs_by_path = RecipesByPath(rules), PathPatterns(specs, "specs")
     for path, layer in _multiplying(model):
         seam = _seam_of(layer)
         own = seam.attribute if seam is not None and seam.holds_other(layer) else None
-        recipe = chosen.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
+        recipe = recipes.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
         if recipe is not None and seam is not None:
-            on_mesh: dict[str, Any] = {"specs": lying.value_for(path), "overlap": overlap}
-            product = seam.product(recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
-            setattr(layer, seam.attribute, nnx.data(product))
+            on_mesh: dict[str, Any] = {"specs": specs_by_path.value_for(path), "overlap": overlap}
+            matmul = seam.matmul_class(recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
+            setattr(layer, seam.attribute, nnx.data(matmul))
             if getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
                 setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)
-    chosen.check_all_matched()
-    lying.check_all_matched()
-    warn_of_overlooked(chosen.layers, stacklevel=2)
+    recipes.check_all_matched()
+    specs_by_path.check_all_matched()
+    warn_of_overlooked(recipes.layers, stacklevel=2)
     return model
 
 
 def explain(model: nnx.Module) -> str:
-    """A table of the layers of a model that multiply by a kernel, and the recipe that each takes.
+    """A table of the layers of a model that multiply by a kernel: the recipe of each, or why it has none.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     >>> print(explain(with_recipe(model, {"layers/0": "mxfp8", "*": None})))
@@ -318,18 +318,18 @@ def explain(model: nnx.Module) -> str:
 
 
 def _multiplying(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """The layers that multiply by a kernel, with their paths."""
+    """(path, layer) for each layer that multiplies by a kernel."""
     modules = list(nnx.iter_modules(model))
-    kinds = (*(seam.kind for seam in _SEAMS), *_WITHOUT_SEAM)
-    return [("/".join(map(str, path)), layer) for path, layer in modules if isinstance(layer, kinds)]
+    classes = (*(seam.layer_class for seam in _SEAMS), *_WITHOUT_SEAM)
+    return [("/".join(map(str, path)), layer) for path, layer in modules if isinstance(layer, classes)]
 
 
 def _seam_of(layer: nnx.Module) -> Seam | None:
-    return next((seam for seam in _SEAMS if isinstance(layer, seam.kind)), None)
+    return next((seam for seam in _SEAMS if isinstance(layer, seam.layer_class)), None)
 
 
 def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
-    """Why a layer cannot take a recipe."""
+    """Why a layer does not support a recipe; None if it does."""
     if isinstance(layer, _WITHOUT_SEAM):
         return _NO_SEAM
     if isinstance(layer, nnx.Conv):
@@ -339,26 +339,26 @@ def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
 
 
 def _layer(layer: nnx.Module) -> Layer:
-    """What a layer has now."""
-    kind, seam = type(layer).__name__, _seam_of(layer)
+    """The row of `explain` for a layer."""
+    type_name, seam = type(layer).__name__, _seam_of(layer)
     if seam is None:
-        return Layer(kind, None, _NO_SEAM)
-    product = getattr(layer, seam.attribute)
-    if isinstance(product, Quantized):
-        return Layer(kind, product.recipe)
-    words = f"it has a {seam.attribute} of its own" if seam.holds_other(layer) else f"its {seam.attribute} is plain"
-    return Layer(kind, None, words)
+        return Layer(type_name, None, _NO_SEAM)
+    matmul = getattr(layer, seam.attribute)
+    if isinstance(matmul, Quantized):
+        return Layer(type_name, matmul.recipe)
+    reason = f"it has a {seam.attribute} of its own" if seam.holds_other(layer) else f"its {seam.attribute} is plain"
+    return Layer(type_name, None, reason)
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: nnx.State) -> None:
-    """One step: the optimizer updates parameters, and scaling states become their gradients."""
-    states, others = nnx.split_state(grads, ScalingState, ...)
-    optimizer.update(model, others)
+    """Updates parameters by the optimizer, and overwrites scaling states with their gradients."""
+    states, param_grads = nnx.split_state(grads, ScalingState, ...)
+    optimizer.update(model, param_grads)
     nnx.update(model, states)
 
 
 def merge_states(*states: nnx.State) -> nnx.State:
-    """One state of the ScalingStates that several gradient calls gave; see `scaledot.state.merge`."""
+    """Merges the ScalingStates of several gradient calls; see `scaledot.state.merge`."""
     first, *_ = flat = [dict(nnx.to_flat_state(state)) for state in states]
     values = merge_named(*({path: leaf[...] for path, leaf in one.items()} for one in flat))
     return nnx.from_flat_state([(path, leaf.replace(values[path])) for path, leaf in first.items()])

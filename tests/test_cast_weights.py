@@ -1,4 +1,4 @@
-"""Weights cast once per step: the bits of casting in every micro-batch, and no cast of a weight inside the loop."""
+"""cast_weights: results bit-identical to casting in every micro-batch, and no cast of a weight inside the loop."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,15 +26,14 @@ pytestmark = [pytest.mark.jax_versions, pytest.mark.usefixtures("standard_promot
 KEY = jax.random.key(7)
 MICRO, LAYERS, ROWS, WIDTH = 4, 3, 16, 64
 XS = normal(0, (MICRO, ROWS, WIDTH)).astype(jnp.bfloat16)
-LAST_BY_FIRST = ((1,), (0,)), ((), ())
 
 
 class Case(NamedTuple):
-    """A model as a function of parameters and x, its parameters, and how to cast them."""
+    """A model as a function of parameters and x, its parameters, and keyword arguments of cast_weights."""
 
     apply: Any
     params: Any
-    how: dict[str, Any]
+    keywords: dict[str, Any]
 
 
 def plain_jax(recipe):
@@ -47,14 +46,14 @@ def plain_jax(recipe):
 
 
 def master_weights(recipe):
-    """float32 weights that are cast without a conversion."""
+    """float32 weights that are quantised in float32."""
     params = normal(1, (WIDTH, WIDTH), spread=0.1)
     return Case(lambda w, x: train.dense(x, w, recipe=recipe, key=KEY), params, {})
 
 
-def linen_case(model, **how):
+def linen_case(model, **keywords):
     params = jax.jit(model.init)(jax.random.key(1), XS[0])["params"]
-    return Case(lambda params, x: model.apply({"params": params}, x, rngs={"sr_rng": KEY}), params, how)
+    return Case(lambda params, x: model.apply({"params": params}, x, rngs={"sr_rng": KEY}), params, keywords)
 
 
 def dot_general_cls(recipe):
@@ -89,7 +88,7 @@ def nnx_linear(recipe):
     graphdef, params, others = nnx.split(model, nnx.Param, ...)
 
     def apply(params, x):
-        variables = jax.tree.map(lambda leaf: leaf, others)  # of this trace: stochastic rounding counts its keys there
+        variables = jax.tree.map(lambda leaf: leaf, others)  # copies for this trace: rngs count keys in them
         return nnx.merge(graphdef, params, variables)(x)
 
     return Case(apply, params, {})
@@ -99,15 +98,15 @@ CASES = [plain_jax, master_weights, dot_general_cls, with_recipe, scanned_and_re
 
 
 def mean_square(y):
-    """A loss that XLA does not fuse with the matmul before it, so that equal results have equal losses."""
+    """A loss that XLA cannot fuse with the matmul before it, so that equal results have equal losses."""
     return jnp.mean(jax.lax.optimization_barrier(y).astype(jnp.float32) ** 2)
 
 
 def accumulated(case, recipe, is_cast):
-    """A function of parameters: losses of the micro-batches, and the sum of their gradients."""
+    """A training step: a function from parameters to accumulated gradients and the losses of micro-batches."""
 
     def step(params):
-        cast = train.cast_weights(params, recipe, **case.how) if is_cast else None
+        cast = train.cast_weights(params, recipe, **case.keywords) if is_cast else None
 
         def loss(params, x):
             return mean_square(case.apply(params if cast is None else cast.attach(params), x))
@@ -136,22 +135,22 @@ def test_losses_and_gradients_are_those_of_casting_in_each_micro_batch(recipe, m
 
 
 def casts_of_weights(step, params, program="quantize_parts", shape=(WIDTH, WIDTH), dtypes=(jnp.float32, jnp.bfloat16)):
-    """How many casts of a weight, by the name of their program, are outside and inside the loop over micro-batches."""
+    """The numbers of casts of a weight outside and inside the loop over micro-batches; program: their jit name."""
 
     def is_cast(equation):
         shapes = [v.aval.shape for v in equation.invars if v.aval.dtype in dtypes]
         return equation.params.get("name") == program and shape in shapes
 
-    whole = jax.make_jaxpr(step)(params).jaxpr
-    (loop,) = (e for e in whole.eqns if e.primitive.name == "scan" and e.params["length"] == MICRO)
+    jaxpr = jax.make_jaxpr(step)(params).jaxpr
+    (loop,) = (e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == MICRO)
     inside = sum(map(is_cast, equations(loop.params["jaxpr"].jaxpr)))
-    return sum(map(is_cast, equations(whole))) - inside, inside
+    return sum(map(is_cast, equations(jaxpr))) - inside, inside
 
 
 @pytest.mark.parametrize("make", CASES)
 @pytest.mark.parametrize(("recipe", "casts"), [("mxfp8", 2), ("fp8_block", 1), ("int8_block", 2), ("w4a16_qat", 1)])
 def test_a_weight_is_cast_outside_the_loop_and_only_there(recipe, casts, make):
-    """fp8_block has one cast for both matmuls. Where layers are rematerialised, a plain step casts for fwd twice."""
+    """fp8_block has one cast for both matmuls. Rematerialised layers without cast_weights cast for fwd twice."""
     case, again = make(recipe), 1 if make is scanned_and_rematerialised else 0
     assert casts_of_weights(accumulated(case, recipe, False), case.params) == (0, casts + again)
     assert casts_of_weights(accumulated(case, recipe, True), case.params) == (casts, 0)
@@ -159,8 +158,8 @@ def test_a_weight_is_cast_outside_the_loop_and_only_there(recipe, casts, make):
 
 @needs_mosaic
 @pytest.mark.parametrize(("recipe", "layout"), [("fp8_block", "Transposed"), ("nvfp4", "RowPairs")])
-def test_kernels_for_hopper_cast_weights_outside_the_loop(monkeypatch, recipe, layout):
-    """With the layouts that their matmuls read. Traced, not run."""
+def test_hopper_kernels_cast_weights_outside_the_loop(monkeypatch, recipe, layout):
+    """Codes have the layouts that the matmul kernels read. Traced, not run."""
     w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
 
     def apply(w, x):
@@ -174,15 +173,15 @@ def test_kernels_for_hopper_cast_weights_outside_the_loop(monkeypatch, recipe, l
     assert layout in str(jax.tree.structure(codes))
 
 
-def test_codes_are_stored_once_where_two_matmuls_take_them():
+def test_codes_that_two_matmuls_share_are_stored_once():
     w = normal(0, (256, 128))
     size = {name: len(train.cast_weights(w, name).by_path[""].operands) for name in ("fp8_block", "mxfp8", "fp8_qat")}
     assert size == {"fp8_block": 1, "mxfp8": 2, "fp8_qat": 1}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(train.cast_weights(w, "fp8_block"))} == {"uint8", "float32"}
 
 
-def both_ways(f, params, cast):
-    """Loss and gradients of parameters as they are, and with codes."""
+def with_and_without_codes(f, params, cast):
+    """(loss, gradients) with plain parameters, and with codes attached."""
 
     step = jax.jit(jax.value_and_grad(lambda params, attach: mean_square(f(attach(params)))), static_argnums=1)
     return step(params, lambda params: params), step(params, cast.attach)
@@ -194,15 +193,15 @@ PARTLY = dataclasses.replace(FP8_BLOCK, name="partly", dgrad=Gemm(FP8_BLOCK.dgra
 
 @pytest.mark.parametrize("recipe", [CLIPPING, PARTLY], ids=lambda recipe: recipe.name)
 def test_straight_through_gradients_of_clipped_weights_and_unquantised_matmuls_are_the_same(recipe):
-    """Where codes clip is found from the master weight, and an unquantised dgrad multiplies by that."""
+    """Masks of clipped elements, and an unquantised dgrad, use the master weight."""
     x, w = normal(0, (ROWS, WIDTH)), normal(1, (WIDTH, 32))
     cast = train.cast_weights(w, recipe)
-    plain, with_codes = both_ways(lambda w: train.dense(x, w, recipe=recipe), w, cast)
+    plain, with_codes = with_and_without_codes(lambda w: train.dense(x, w, recipe=recipe), w, cast)
     assert_equal(plain, with_codes)
     assert recipe is PARTLY or np.any(plain[1] == 0)
 
 
-def test_several_contracted_axes_and_any_of_them():
+def test_several_contracting_axes_in_any_position():
     params = {"out": {"kernel": normal(1, (4, 8, 64), spread=0.1)}, "qkv": {"kernel": normal(2, (3, 64, 32))}}
     x = normal(0, (2, ROWS, 4, 8))
 
@@ -212,11 +211,11 @@ def test_several_contracted_axes_and_any_of_them():
 
     rules = {"out": "w4a16_qat", "qkv": "fp8_block"}
     cast = train.cast_weights(params, rules, contracting={"out": 2, "qkv": (1,)})
-    assert_equal(*both_ways(f, params, cast))
+    assert_equal(*with_and_without_codes(f, params, cast))
 
 
 def test_layers_of_flax_with_other_kernels_and_rules():
-    """An output projection, nn.Einsum and a boxed kernel; the rules of with_recipe serve for the casts as they are."""
+    """An output projection, nn.Einsum and a boxed kernel, with the same rules for with_recipe and cast_weights."""
 
     class Model(nn.Module):
         @nn.compact
@@ -233,11 +232,11 @@ def test_layers_of_flax_with_other_kernels_and_rules():
     params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
     cast = train.cast_weights(params, rules, contracting={"out": 2})
     assert repr(cast) == "CastWeights(down/kernel: w8a16_qat, out/kernel: w4a16_qat, up/kernel: w8a16_qat)"
-    plain, with_codes = both_ways(lambda params: model.apply({"params": params}, tokens), params, cast)
-    jax.tree.map(assert_same, plain, with_codes)  # XLA sums over the same products in another order
+    plain, with_codes = with_and_without_codes(lambda params: model.apply({"params": params}, tokens), params, cast)
+    jax.tree.map(assert_same, plain, with_codes)  # XLA accumulates in another order
 
 
-def test_a_model_of_nnx_and_its_own_layers():
+def test_the_layers_of_scaledot_nnx():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.up = sd.nnx.LinearGeneral(32, (4, 8), recipe="fp8_qat", rngs=rngs)
@@ -266,8 +265,8 @@ def test_a_stack_scanned_by_jax():
     def layer(x, w):
         return jnp.tanh(train.dense(x, w, recipe="w4a16_qat")), None
 
-    assert_equal(*both_ways(lambda ws: jax.lax.scan(layer, x, ws)[0], ws, cast))
-    # Sliced beside the weights, the codes of one layer attach to the weight of one layer.
+    assert_equal(*with_and_without_codes(lambda ws: jax.lax.scan(layer, x, ws)[0], ws, cast))
+    # A scan over both weights and codes attaches the codes of each layer to its weight.
     sliced, _ = jax.lax.scan(lambda x, one: layer(x, one[1].attach(one[0])), x, (ws, cast))
     np.testing.assert_array_equal(sliced, jax.lax.scan(layer, x, ws)[0])
 
@@ -277,7 +276,7 @@ def test_weights_that_xla_partitions():
     w = jax.device_put(normal(1, (WIDTH, WIDTH), spread=0.1), NamedSharding(mesh, P(None, "fsdp")))
     cast = train.cast_weights(w, "w4a16_qat")
     assert_equal(cast, train.cast_weights(jax.device_put(w, jax.devices()[0]), "w4a16_qat"))
-    jax.tree.map(assert_same, *both_ways(lambda w: train.dense(XS[0], w, recipe="w4a16_qat"), w, cast))
+    jax.tree.map(assert_same, *with_and_without_codes(lambda w: train.dense(XS[0], w, recipe="w4a16_qat"), w, cast))
 
 
 W = normal(0, (WIDTH, 32))
@@ -285,7 +284,7 @@ ATTACHED = train.cast_weights(W, "mxfp8").attach(W)
 X = normal(1, (ROWS, WIDTH))
 
 
-def test_a_cast_weight_says_what_it_stands_for():
+def test_a_cast_weight_has_the_attributes_of_its_weight():
     assert (ATTACHED.shape, ATTACHED.ndim, ATTACHED.dtype) == ((WIDTH, 32), 2, jnp.float32)
     assert repr(ATTACHED) == f"CastWeight(float32[{WIDTH},32], mxfp8)"
     assert train.cast_weights(W, "mxfp8", dtype=jnp.bfloat16).attach(W).dtype == jnp.bfloat16
@@ -295,7 +294,7 @@ def test_a_cast_weight_says_what_it_stands_for():
     np.testing.assert_array_equal(train.dense(X, ATTACHED, recipe="mxfp8"), train.dense(X, W, recipe="mxfp8"))
 
 
-def test_recipes_that_leave_weights_alone_attach_nothing():
+def test_recipes_that_do_not_quantise_weights_attach_nothing():
     only_x = dataclasses.replace(INT8_QAT, name="only_x", fwd=Gemm(INT8_QAT.fwd.lhs, None))
     assert train.cast_weights(W, only_x).attach(W) is W
 
@@ -316,25 +315,28 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
         ),
         (
             lambda: train.einsum("bk,nk->bn", normal(1, (2, 32)), ATTACHED, recipe="mxfp8"),
-            r"contracted along axes \(0,\) and is contracted along axes \(1,\)",
+            r"cast for contracting axes \(0,\) and is contracted along axes \(1,\)",
         ),
         (
             lambda: train.einsum("kb,kn->kbn", X.T, ATTACHED, recipe="mxfp8"),
-            r"along axes \(\), with batch axes \(0,\), here; give `cast_weights`",
+            r"along axes \(\), with batch axes \(0,\), here; pass the axes to `cast_weights`",
         ),
         (
             lambda: train.einsum("bk,kn->b", X, ATTACHED, recipe="mxfp8"),
-            r"'bk,kn->b' sums or broadcasts axes of a weight float32\[64,32\] alone",
+            r"'bk,kn->b' reduces or broadcasts axes of a weight float32\[64,32\] before the contraction",
         ),
         (
             lambda: train.dense(X, ATTACHED, recipe="mxfp8", specs=train.Specs(P("dp"), P(), P("dp"))),
-            "was cast whole; with `specs`, or sharded over explicit mesh axes",
+            "was cast as a global array, but matmuls with `specs`",
         ),
         (
             lambda: train.dense(X, train.cast_weights(W[None], "mxfp8", stacked=1).attach(W[None]), recipe="mxfp8"),
             r"`w` is a stack of \(1,\) weights of shape \(64, 32\); scan over it",
         ),
-        (lambda: ATTACHED.astype(jnp.bfloat16), "before it was cast, and is wanted in bfloat16 here.*dtype='bfloat16'"),
+        (
+            lambda: ATTACHED.astype(jnp.bfloat16),
+            "was quantised in float32, but the layer computes in bfloat16; pass dtype='bfloat16'",
+        ),
         (
             lambda: train.cast_weights({"a": W}, "mxfp8", select="a").attach({"a": W.T}),
             r"`params` has float32\[32,64\] at 'a', where float32\[64,32\] was cast",
@@ -345,7 +347,7 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
         ),
         (
             lambda: train.cast_weights({"a": W}, "mxfp8", select="a").attach({"b": W}),
-            "`params` has nothing at 'a', which was cast; its paths: 'b'",
+            "`params` has no leaf 'a', which was cast; its leaves: 'b'",
         ),
         (
             lambda: train.cast_weights(W, "fp8_delayed"),
@@ -355,7 +357,7 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
             lambda: train.cast_weights(W, with_casts(MXFP8, rounding="stochastic")),
             "mxfp8 uses stochastic rounding for w of fwd and w of dgrad",
         ),
-        (lambda: train.cast_weights({"a": W}, "mxfp8"), "`params` has no leaf named 'kernel'.*of 'a'"),
+        (lambda: train.cast_weights({"a": W}, "mxfp8"), "`params` has no leaf named 'kernel'.*from 'a'"),
         (lambda: train.cast_weights({"a": W}, "mxfp8", select="b"), "'b' of `select` matches no.*near paths: a"),
         (lambda: train.cast_weights({"a": {"kernel": W}}, {"b": "mxfp8"}), "'b' of `rules` matches no layer"),
         (
@@ -369,7 +371,7 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
         (lambda: train.cast_weights(W, "mxfp8", stacked=2), r"`stacked` 2 must be a number of leading axes"),
     ],
 )
-def test_values_that_do_not_fit_are_named(call, words):
+def test_bad_values_are_explained(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -385,7 +387,7 @@ def layer(**fields):
     return nn.Dense(32, use_bias=False, **fields).apply({"params": {"kernel": ATTACHED}}, X)
 
 
-MISSING = r"CastWeight\(float32\[64,32\], mxfp8\) was given to something that takes plain arrays.*promote_dtype"
+MISSING = r"CastWeight\(float32\[64,32\], mxfp8\) was passed to a function of plain arrays.*promote_dtype"
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ MISSING = r"CastWeight\(float32\[64,32\], mxfp8\) was given to something that ta
         (lambda: train.cast_weights(W, "mxfp8", dtype=jnp.int8), "`dtype` of `params` must be a float dtype.*not int8"),
         (
             lambda: train.ragged_dot(X, ATTACHED, jnp.array([ROWS]), recipe="mxfp8"),
-            r"train.ragged_dot casts its own weights and takes no CastWeight.*select=",
+            r"train.ragged_dot casts its own weights and does not take CastWeight.*select=",
         ),
         (
             lambda: train.conv_general_dilated(X, ATTACHED, (1,), "SAME", recipe="mxfp8"),
@@ -408,7 +410,7 @@ MISSING = r"CastWeight\(float32\[64,32\], mxfp8\) was given to something that ta
         ),
     ],
 )
-def test_places_that_take_no_cast_weight_say_what_is_missing(call, words):
+def test_functions_that_take_no_cast_weight_explain_what_to_do(call, words):
     with pytest.raises(TypeError, match=words):
         call()
 
@@ -417,12 +419,12 @@ def test_a_layer_in_another_dtype_or_without_promotion_is_refused():
     def under(layer):
         return lambda: sd.linen.with_recipe(layer, "mxfp8").apply({"params": {"kernel": ATTACHED}}, X)
 
-    with pytest.raises(ValueError, match="before it was cast, and is wanted in bfloat16"):
+    with pytest.raises(ValueError, match="quantised in float32, but the layer computes in bfloat16"):
         under(nn.Dense(32, use_bias=False, dtype=jnp.bfloat16))()
     with pytest.raises(TypeError, match="Dense '' has no `promote_dtype` in this version of Flax"):
-        under(nn.Dense(32, use_bias=False, promote_dtype=None))()  # what an older layer looks like
+        under(nn.Dense(32, use_bias=False, promote_dtype=None))()  # as in older versions of Flax
 
 
-def test_every_recipe_without_a_history_is_taken():
-    taken = [name for name in RECIPES if not RECIPES[name].delayed]
-    assert [row.values[0] for row in STATELESS_RECIPES] == taken
+def test_every_recipe_without_delayed_scaling_is_tested():
+    stateless = [name for name in RECIPES if not RECIPES[name].delayed]
+    assert [row.values[0] for row in STATELESS_RECIPES] == stateless

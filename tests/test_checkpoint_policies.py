@@ -1,4 +1,4 @@
-"""Rematerialisation: what is computed again, counted in the program, and what is kept, counted in bytes."""
+"""Checkpoint policies: recomputed matmuls and casts, counted in the jaxpr, and the dtypes of saved residuals."""
 
 import functools
 from collections import Counter
@@ -19,9 +19,9 @@ KEY = jax.random.key(7)
 POLICIES = sd.checkpoint_policies
 
 
-# One recipe for each way of multiplying; the others repeat them.
-FEW = ("fp8_current", "fp8_delayed", "fp8_block")
-EACH_RECIPE = table_of(RECIPES, [name for name in RECIPES if name not in FEW])
+# One recipe for each code path; others run with --all.
+DEFAULT = ("fp8_current", "fp8_delayed", "fp8_block")
+EACH_RECIPE = table_of(RECIPES, [name for name in RECIPES if name not in DEFAULT])
 X, WS = normal(0, (64, 256), spread=0.1), [normal(1, (256, 128), spread=0.1), normal(2, (128, 256), spread=0.1)]
 
 
@@ -31,54 +31,54 @@ def block(recipe, x, ws, state=None):
             x = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(KEY, i), precision="highest")
         else:
             x, state = train.dense(x, w, recipe=recipe, state=state, precision="highest")
-        x = jnp.tanh(x)  # its gradient needs the result of the product
+        x = jnp.tanh(x)  # its gradient needs the result of the matmul
     return x
 
 
 def counts(f, *args):
-    """How many products and casts the program of a gradient has."""
+    """The numbers of matmuls and casts in the jaxpr of a gradient."""
     jaxpr = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(f(*args))))(*args)
-    found = Counter(
+    counter = Counter(
         "dot" if e.primitive.name == "dot_general" else "cast"
         for e in equations(jaxpr.jaxpr)
         if e.primitive.name == "dot_general" or e.params.get("name") == "quantize_parts"
     )
-    return found["dot"], found["cast"]
+    return counter["dot"], counter["cast"]
 
 
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
-def test_no_product_is_computed_again(recipe):
+def test_no_matmul_is_recomputed(recipe):
     state = {"state": sd.init_state(recipe)} if recipe == "fp8_delayed" else {}
     f = functools.partial(block, recipe, **state)
     plain_dots, plain_casts = counts(f, X, WS)
-    forgetful_dots, _ = counts(jax.checkpoint(f), X, WS)
-    assert forgetful_dots > plain_dots
+    recomputed_dots, _ = counts(jax.checkpoint(f), X, WS)
+    assert recomputed_dots > plain_dots
     for policy in (POLICIES.checkpoint_dots_and_quantized_gemms, POLICIES.dots_and_quantized_gemms_with_no_batch_dims):
         assert counts(jax.checkpoint(f, policy=policy), X, WS)[0] == plain_dots
     both = counts(jax.checkpoint(f, policy=POLICIES.save_quantized_residuals_and_gemms), X, WS)
     assert both == (plain_dots, plain_casts)
 
 
-def test_kept_codes_are_not_quantised_again():
-    """A scale per tensor: forward multiplies the codes that are kept."""
+def test_saved_codes_are_not_quantised_again():
+    """With per-tensor scales, fwd multiplies the codes that are saved."""
     f = functools.partial(block, "fp8_current")
     plain_dots, plain_casts = counts(f, X, WS)
     dots, casts = counts(jax.checkpoint(f, policy=POLICIES.save_quantized_residuals), X, WS)
     assert casts == plain_casts < counts(jax.checkpoint(f), X, WS)[1]
-    assert dots > plain_dots  # tanh needs results, which were not kept
+    assert dots > plain_dots  # tanh needs results, which are not saved
 
 
-def test_what_is_kept_under_a_policy_is_codes():
+def test_residuals_saved_by_a_policy_are_codes():
     f = jax.checkpoint(functools.partial(block, "mxfp8"), policy=POLICIES.save_quantized_residuals)
     _, vjp = jax.vjp(f, X, WS)
-    given = {id(a) for a in jax.tree.leaves((X, WS))}
-    kept = [r for r in jax.tree.leaves(vjp) if id(r) not in given and r.size >= 64 * 128]
-    assert {r.dtype.name for r in kept} == {"uint8"}
+    inputs = {id(a) for a in jax.tree.leaves((X, WS))}
+    saved = [r for r in jax.tree.leaves(vjp) if id(r) not in inputs and r.size >= 64 * 128]
+    assert {r.dtype.name for r in saved} == {"uint8"}
 
 
 @pytest.mark.parametrize("recipe", table_of(["fp8_current", "nvfp4"], ["nvfp4"]))
-def test_gradients_do_not_depend_on_what_is_kept(recipe):
-    """jax.checkpoint rounds floats that it saves, in a way that would turn the largest float8 into NaN."""
+def test_gradients_do_not_depend_on_the_policy(recipe):
+    """jax.checkpoint applies lax.reduce_precision to saved floats, which would turn the largest float8 into NaN."""
     f = functools.partial(block, recipe)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -91,7 +91,7 @@ def test_gradients_do_not_depend_on_what_is_kept(recipe):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-def test_products_with_batch_axes_are_told_apart():
+def test_policies_distinguish_matmuls_with_batch_dims():
     x, w = normal(0, (2, 32, 64), spread=0.1), normal(1, (2, 64, 32), spread=0.1)
     numbers = (((2,), (1,)), ((0,), (0,)))
 
@@ -99,6 +99,6 @@ def test_products_with_batch_axes_are_told_apart():
         return jnp.tanh(train.dot_general(x, w, numbers, recipe="fp8_current"))
 
     plain, _ = counts(f, x, w)
-    kept, _ = counts(jax.checkpoint(f, policy=POLICIES.checkpoint_dots_and_quantized_gemms), x, w)
-    again, _ = counts(jax.checkpoint(f, policy=POLICIES.dots_and_quantized_gemms_with_no_batch_dims), x, w)
-    assert kept == plain < again
+    saved, _ = counts(jax.checkpoint(f, policy=POLICIES.checkpoint_dots_and_quantized_gemms), x, w)
+    recomputed, _ = counts(jax.checkpoint(f, policy=POLICIES.dots_and_quantized_gemms_with_no_batch_dims), x, w)
+    assert saved == plain < recomputed

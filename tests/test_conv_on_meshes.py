@@ -139,7 +139,7 @@ def test_sharded_positions_and_grouped_features_raise():
     x, w = jnp.ones((4, 8, 8, 64)), jnp.ones((3, 3, 64, 32))
     conv = functools.partial(train.conv_general_dilated, x, recipe="fp8_current", **WINDOW)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
-        with pytest.raises(ValueError, match="`x` is split over 'tp' along positions, across which windows move"):
+        with pytest.raises(ValueError, match="`x` is split over 'tp' along positions, along which windows slide"):
             conv(w, specs=train.Specs(P("dp", "tp"), P(), P("dp")))
-        with pytest.raises(ValueError, match="`y` is split over 'tp' along features that come in groups"):
+        with pytest.raises(ValueError, match="`y` is split over 'tp' along features, of which there are groups"):
             conv(w[:, :, :16], feature_group_count=4, specs=train.Specs(P("dp"), P(), P("dp", None, None, "tp")))

@@ -1,4 +1,4 @@
-"""The convergence suite: its page is that of its results, its gates can fail, and an interrupted run goes on."""
+"""The convergence suite: its page matches its results, its gates can fail, and an interrupted run resumes."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax and benchmar
 
 
 class Progress:
-    """A bar that remembers what was written above it."""
+    """A progress bar that records the lines written above it."""
 
     def __init__(self):
         self.lines = []
@@ -30,12 +30,12 @@ class Progress:
         self.lines.append(line)
 
 
-def test_the_page_is_made_from_the_results():
+def test_the_page_is_generated_from_the_results():
     assert page.PAGE.read_text() == page.text(page.QUOTED, page.MENTIONED)
     assert page.PICTURE.stat().st_size > 10_000
 
 
-def test_the_quoted_results_are_as_expected_and_the_gpt_keeps_its_gates():
+def test_the_quoted_results_are_as_expected_and_the_gpt_meets_its_gates():
     record = page.read(page.QUOTED)
     assert record["seeds"] >= 3
     assert all(row["as_expected"] for row in record["bias"] + record["stall"])
@@ -51,13 +51,13 @@ def test_every_recipe_is_in_each_test():
     assert stochastic <= {case.cast for case in bias.cases()}
 
 
-def test_the_bias_of_rounding_to_nearest_is_found():
+def test_the_bias_of_rounding_to_nearest_is_detected():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 64)), jnp.float32)
     cases = [bias.Case(Cast(FORMATS["int8"], rounding=rounding)) for rounding in ("stochastic", "nearest")]
-    fair, unfair = (bias._row(case, bias.errors(case, x)) for case in cases)
-    assert fair["unbiased"]
-    assert fair["as_expected"]
-    assert not unfair["unbiased"]
+    stochastic, nearest = (bias._row(case, bias.errors(case, x)) for case in cases)
+    assert stochastic["unbiased"]
+    assert stochastic["as_expected"]
+    assert not nearest["unbiased"]
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.1, "good"), (0.12, "between"), (0.14, "bad"), (np.nan, "bad")])
@@ -65,17 +65,17 @@ def test_verdicts_of_the_stall_probe(error, verdict):
     assert stall.verdict(error) == verdict
 
 
-def test_a_gap_outside_its_bounds_is_missed():
+def test_a_gap_outside_its_bounds_fails_its_gate():
     float32 = {"name": "float32", "excess": [0.1, 0.2, 0.3]}
     row = gpt.Row("row", least=0.01, most=0.03)
     for shift, met in ((0.0, False), (0.02, True), (0.05, False), (np.nan, False)):
-        found = {"name": "row", "excess": [e + shift for e in float32["excess"]]}
-        assert gpt._judged(row, found, float32)["met"] is met
+        shifted = {"name": "row", "excess": [e + shift for e in float32["excess"]]}
+        assert gpt._judged(row, shifted, float32)["met"] is met
     assert gpt._judged(gpt.Row("row"), {"name": "row", "excess": float32["excess"]}, float32)["met"] is None
 
 
 @pytest.mark.end_to_end
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_an_interrupted_run_resumes_where_it_stopped(tmp_path, monkeypatch):
     rows = [gpt.Row("float32"), gpt.Row("mxfp8", {"block_*": "mxfp8"}, most=1.0)]
     monkeypatch.setattr(gpt, "rows", lambda: iter(rows))
     monkeypatch.setattr(gpt, "HELD_OUT", 2)
@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert progress.lines[-1] == gpt.line(first[1])
 
 
-def test_ablations_change_what_they_say():
+def test_ablations_change_the_casts_they_are_named_for():
     by_name = {row.name: row.rules["block_*"] for row in gpt.rows() if row.rules is not None}
     casts = {name: {str(c) for _, _, c in recipe.casts()} for name, recipe in by_name.items()}
     assert not any("hadamard" in cast for cast in casts["nvfp4, no Hadamard"])

@@ -30,11 +30,11 @@ from scaledot.contraction import Contraction
 from scaledot.parallel.specs import shardings_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
-from scaledot.train.dot import Dot
-from scaledot.train.dot_sharded import Sharded
-from scaledot.train.flatten import Layout, flatten
-from scaledot.train.kind import CastRequest, Operands
+from scaledot.train.dot import DotOp
+from scaledot.train.dot_sharded import ShardedOp
+from scaledot.train.flatten import Flattening, flatten
 from scaledot.train.options import Options
+from scaledot.train.train_op import CastRequest, Operands
 
 
 def along_explicit_axes(layout, recipe):
@@ -103,21 +103,21 @@ def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
     layout, recipe, full = LAYOUTS[layout_name], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
     flat = flatten(contraction, any(cast.cuts for *_, cast in recipe.casts()))
-    one = Dot(flat.flat)
+    one = DotOp(flat.flat)
     mesh = layout.mesh(AxisType.Auto)
     tensors, specs = {"x": full.x, "w": full.w, "g": full.g}, {"x": layout.x, "w": layout.w, "g": layout.y}
     key = jax.random.key(3)
 
-    def unflattened(of: Layout, q, shape):
+    def unflattened(of: Flattening, q, shape):
         """Codes, and dequantised values, which also compare scales."""
         sizes = dict(zip(of.labels, shape, strict=True))
         q = dataclasses.replace(q, rotation=None)
-        return [of.leave(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
+        return [of.unflatten(a, sizes) for a in (q.data, sd.dequantize(q, jnp.float32))]
 
     def on_shards(x, w, g):
         local = {"x": x, "w": w, "g": g}
         shardings = shardings_of(contraction, jax.typeof(x), jax.typeof(w), layout.specs, None)
-        kind = Sharded.of(one, flat, Operands(x, w, None, None), shardings, Options(recipe, x.dtype))
+        kind = ShardedOp.of(one, flat, Operands(x, w, None, None), shardings, Options(recipe, x.dtype))
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
@@ -133,7 +133,7 @@ def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
     for (p, t), resolved in casts_of(recipe, one).items():
         of = flat.of_tensor(t)
         stochastic = key if resolved.cast.rounding == "stochastic" else None
-        expected = unflattened(of, cast_for(one, t, p, resolved, of.enter(tensors[t]), stochastic), tensors[t].shape)
+        expected = unflattened(of, cast_for(one, t, p, resolved, of.flatten(tensors[t]), stochastic), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 
@@ -206,11 +206,11 @@ def test_wrong_shardings_raise_errors_that_name_them():
             dense(specs=train.Specs(P("dp"), P(), P("dp")), out_sharding=P("dp"))
         with pytest.raises(ValueError, match="the mesh has no axis 'sp'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), overlap="sp")
-        with pytest.raises(ValueError, match="`on_indivisible` must be raise or gather, not 'drop'"):
+        with pytest.raises(ValueError, match="`on_indivisible` must be 'raise' or 'gather', not 'drop'"):
             dense(specs=train.Specs(P("dp"), P(), P("dp")), on_indivisible="drop")
         with pytest.raises(ValueError, match=r"'.' of .* has global size 512 in `x` and 256 in `w`"):
             train.dense(x, w[:256], recipe="fp8_block", specs=train.Specs(P("dp"), P(), P("dp")))
-        with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), a PartitionSpec for each"):
+        with pytest.raises(TypeError, match=r"`specs` must be Specs\(x, w, y\), three PartitionSpecs"):
             dense(specs=P("dp"))
         with pytest.raises(ValueError, match=r"`b` \(1,\) must have the trailing axes of `w`, here \(64,\)"):
             dense(jnp.ones(1), specs=train.Specs(P("dp"), P(), P("dp")))

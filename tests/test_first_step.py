@@ -1,6 +1,6 @@
-"""What a model waits for before its first step: every kernel is traced and lowered once, however many layers use it.
+"""Tracing and lowering before the first step: every kernel is lowered once, however many layers use it.
 
-Programs are lowered for a Hopper GPU on a machine that has none. Nothing is compiled or run.
+Steps are lowered for a Hopper GPU on a machine without one. Nothing is compiled or run.
 """
 
 import re
@@ -19,19 +19,19 @@ from scaledot.recipes import RECIPES
 pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 
 WITH_KERNELS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "int8_block", "fp8_qat")
-MOST_SECONDS = 0.06  # of CPU time for each further layer
+MAX_SECONDS = 0.06  # of CPU time for each further layer
 FEW, MANY = 4, 16
 TOKENS, WIDTH = 8192, 4096
 
 
-def lowered(recipe: str, layers: int, **how) -> str:
-    """The text of a training step of equal layers."""
+def lowered(recipe: str, layers: int, **options) -> str:
+    """The StableHLO text of a training step of equal layers."""
     delayed = bool(RECIPES[recipe].delayed)
 
     def loss(weights, states, x, key):
         for index, (w, state) in enumerate(zip(weights, states, strict=True)):
-            given = {"state": state} if delayed else {}
-            y = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(key, index), **given, **how)
+            state_argument = {"state": state} if delayed else {}
+            y = train.dense(x, w, recipe=recipe, key=jax.random.fold_in(key, index), **state_argument, **options)
             x = y[0] if delayed else y
         return jnp.mean(x.astype(jnp.float32))
 
@@ -42,8 +42,8 @@ def lowered(recipe: str, layers: int, **how) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def payloads(text: str) -> int:
-    """The number of different kernels in a program's text."""
+def kernel_count(text: str) -> int:
+    """The number of distinct kernels in StableHLO text."""
     return len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)))
 
 
@@ -55,7 +55,7 @@ def test_initialising_a_model_lowers_no_kernel(monkeypatch, standard_promotion):
         variables = jax.eval_shape(layer.init, jax.random.key(0), x)
         apply = jax.jit(layer.apply).trace(variables, x)
         texts = [traced.lower(lowering_platforms=("cuda",)).as_text() for traced in (init, apply)]
-    assert [payloads(text) > 0 for text in texts] == [False, True]
+    assert [kernel_count(text) > 0 for text in texts] == [False, True]
     assert set(variables) == {"params", "_overwrite_with_gradient"}
 
 
@@ -67,11 +67,11 @@ def seconds(recipe: str, layers: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
-def test_a_further_layer_costs_little_and_brings_no_kernel(monkeypatch, recipe):
+def test_a_further_layer_adds_little_time_and_no_kernel(monkeypatch, recipe):
     with lowered_for_hopper(monkeypatch):
-        lowered(recipe, 2)  # what a process does once
+        lowered(recipe, 2)  # work that is done once per process
         few, first = seconds(recipe, FEW)
         many, second = seconds(recipe, MANY)
-    assert payloads(first), "no kernel was taken"
-    assert payloads(second) == payloads(first)
-    assert (many - few) / (MANY - FEW) <= MOST_SECONDS
+    assert kernel_count(first), "no kernel was used"
+    assert kernel_count(second) == kernel_count(first)
+    assert (many - few) / (MANY - FEW) <= MAX_SECONDS

@@ -15,8 +15,8 @@ from scaledot import train
 from scaledot.kernels.hopper import cast_8bit, support
 from scaledot.kernels.layouts import logical
 from scaledot.kernels.spec import CastProblem
-from scaledot.train.kind import CastRequest
-from scaledot.train.ragged import Ragged
+from scaledot.train.ragged import RaggedDotOp
+from scaledot.train.train_op import CastRequest
 
 pytestmark = pytest.mark.jax_versions
 
@@ -140,7 +140,7 @@ def request(laid, kernel: str) -> CastRequest:
 def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
     """As the products take them; whatever is in rows of no group."""
     rows, sizes = SIZES[sizes]
-    kind, cast, groups = Ragged(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
+    kind, cast, groups = RaggedDotOp(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
     laid = {product: kind.resolve_cast(cast, product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16).at[sum(sizes) :].set(jnp.nan)
     made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("hopper_cast_8bit", "xla_cast")]
@@ -154,7 +154,7 @@ def test_casts_of_rows_have_the_bytes_of_the_reference(hopper, sizes):
 @needs_mosaic
 @pytest.mark.parametrize(("rows", "sizes"), [SIZES["uneven"], (1, [0, 1])])
 def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
-    kind, groups = Ragged(128), jnp.array(sizes)
+    kind, groups = RaggedDotOp(128), jnp.array(sizes)
     laid = {product: kind.resolve_cast(sd.Cast("fp8_e4m3"), product, "x") for product in ("fwd", "wgrad")}
     x = normal(0, (rows, 208), jnp.bfloat16)
     made = [kind.cast(request(laid, kernel), x, groups).operands for kernel in ("hopper_cast_8bit", "xla_cast")]

@@ -1,4 +1,4 @@
-"""Recipes in Flax linen: the same numbers as the verbs, state that Flax carries, models as they are."""
+"""Recipes in Flax linen: results equal those of `scaledot.train`, state in variables, unmodified models."""
 
 import copy
 import sys
@@ -26,23 +26,23 @@ OWG = "_overwrite_with_gradient"
 NAMES = {"x_scale", "x_amax_history", "kernel_scale", "kernel_amax_history", "grad_scale", "grad_amax_history"}
 
 
-@pytest.mark.parametrize("how", ["dot_general_cls", "dot_general"])
+@pytest.mark.parametrize("field", ["dot_general_cls", "dot_general"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "nvfp4"])
-def test_a_dense_layer_is_the_verb(recipe, how):
+def test_a_dense_layer_is_train_dense(recipe, field):
     cls = sd.linen.make_dot_general_cls(recipe)
-    layer = nn.Dense(32, use_bias=False, **{how: cls if how == "dot_general_cls" else cls()})
+    layer = nn.Dense(32, use_bias=False, **{field: cls if field == "dot_general_cls" else cls()})
     x = normal(0, (2, 7, 64))
     variables = layer.init(jax.random.key(1), x)
     assert set(variables["params"]) == {"kernel"}
     rngs = {"sr_rng": jax.random.key(2)} if recipe == "nvfp4" else None
     y = layer.apply(variables, x, rngs=rngs)
-    how_to = {"state": sd.init_state(recipe)} if recipe == "fp8_delayed" else {"key": jax.random.key(3)}
-    expected = train.dense(x, variables["params"]["kernel"], recipe=recipe, **how_to)
+    keywords = {"state": sd.init_state(recipe)} if recipe == "fp8_delayed" else {"key": jax.random.key(3)}
+    expected = train.dense(x, variables["params"]["kernel"], recipe=recipe, **keywords)
     np.testing.assert_array_equal(y, expected[0] if recipe == "fp8_delayed" else expected)
     if recipe != "fp8_delayed":
         assert set(variables) == {"params"}
         return
-    [(_, leaves)] = variables[OWG].items()  # under the name of the module that owns them
+    [(_, leaves)] = variables[OWG].items()  # under the name of the DotGeneral module
     assert set(leaves) == NAMES
     assert leaves["x_scale"].shape == (1,)
     assert leaves["x_amax_history"].shape == (1024,)
@@ -50,7 +50,7 @@ def test_a_dense_layer_is_the_verb(recipe, how):
 
 
 class Twice(nn.Module):
-    """One layer, used twice; `wrap` may rematerialise it."""
+    """One layer that is called twice; `wrap` may rematerialise it."""
 
     recipe: Recipe
     wrap: object = staticmethod(lambda layer: layer)
@@ -62,14 +62,14 @@ class Twice(nn.Module):
 
 
 def states_in(tree):
-    """The one state in a tree of variables, by the names of the verbs."""
+    """The (history, multiplier) of x, w and g in the variables of one layer."""
     leaves = {path[-1].key: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    spelt = {"x": "x", "w": "kernel", "g": "grad"}
-    return {t: (leaves[f"{n}_amax_history"], leaves[f"{n}_scale"][0]) for t, n in spelt.items()}
+    names = {"x": "x", "w": "kernel", "g": "grad"}
+    return {t: (leaves[f"{n}_amax_history"], leaves[f"{n}_scale"][0]) for t, n in names.items()}
 
 
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat, mutable"])
-def test_a_layer_called_twice_has_seen_the_larger(case):
+def test_a_layer_called_twice_records_the_larger_amax(case):
     wrap = nn.remat if "remat" in case else (lambda layer: layer)
     model, x = Twice(SHORT, wrap), normal(0, (8, 16))
     variables = model.init(jax.random.key(1), x)
@@ -134,24 +134,24 @@ def test_a_model_takes_recipes_by_path_and_keeps_its_parameters():
         np.testing.assert_array_equal(a, b)
     assert set(variables[OWG]) == {"first", "split"}
     y, exact = jax.jit(quantized.apply)(variables, x), model.apply(plain, x)
-    # Six products in a row of 3.8 % each (two e4m3 operands) add up to 9 % if errors are independent.
+    # Six matmuls in sequence with 3.8 % error each (two e4m3 operands) have 9 % if errors are independent.
     assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.2
     with sd.linen.recipes_by_path(RULES):
         np.testing.assert_allclose(jax.jit(model.apply)(variables, x), y, rtol=1e-6)
-    np.testing.assert_array_equal(model.apply(plain, x), exact)  # nothing of it stays behind
+    np.testing.assert_array_equal(model.apply(plain, x), exact)  # the context manager leaves no trace
     grads = jax.jit(jax.grad(lambda v: quantized.apply(v, x).sum()))(variables)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
     assert quantized.name is None
 
 
-def test_each_output_under_rules_is_captured_once():
+def test_capture_intermediates_returns_each_output_once():
     model, x = sd.linen.with_recipe(nn.Sequential([nn.Dense(4)]), "fp8_current"), normal(0, (2, 32))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     _, captured = jax.eval_shape(lambda params: model.apply(params, x, capture_intermediates=True), params)
     assert len(captured["intermediates"]["layers_0"]["__call__"]) == 1
 
 
-def test_a_layer_with_a_product_of_its_own_keeps_it():
+def test_a_layer_with_a_dot_general_of_its_own_keeps_it():
     layer, x = nn.Dense(4, dot_general=jax.lax.dot_general), normal(0, (2, 32))
     model = sd.linen.with_recipe(layer, "nvfp4")
     variables = model.init(jax.random.key(0), x)
@@ -159,7 +159,7 @@ def test_a_layer_with_a_product_of_its_own_keeps_it():
 
 
 def test_an_einsum_layer_computes_what_flax_does():
-    """Under a recipe that casts nothing the two agree to the order of sums."""
+    """Under a recipe without casts both agree up to the order of accumulation."""
     plain = Recipe("plain", Gemm(), Gemm(), Gemm())
     for text, shape in (("bsd,dhk->bshk", (32, 2, 8)), ("bsd,kd->bks", (8, 32))):
         layer, x = nn.Einsum(shape, text, bias_init=nn.initializers.normal()), normal(0, (2, 5, 32))
@@ -168,7 +168,7 @@ def test_an_einsum_layer_computes_what_flax_does():
         np.testing.assert_allclose(y, layer.apply(variables, x), rtol=1e-5, atol=1e-5)
 
 
-def test_grouped_dense_owns_its_state():
+def test_grouped_dense_has_its_own_state():
     layer = sd.linen.make_grouped_dense_cls(SHORT)()
     x, kernel, sizes = normal(0, (12, 32)), normal(1, (2, 32, 8)), jnp.array([5, 7])
     variables = layer.init(jax.random.key(0), x, kernel, sizes)
@@ -195,7 +195,7 @@ def train_step(state, x, y):
     return state.apply_gradients(grads=grads), value
 
 
-def test_a_train_state_learns_and_its_optimizer_never_sees_the_scaling():
+def test_a_train_state_learns_and_its_optimizer_has_no_scaling_state():
     state = make_train_state()
     assert not any("amax" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state))
     x, y = normal(0, (8, 16)), normal(1, (8, 4))
@@ -208,13 +208,13 @@ def test_a_train_state_learns_and_its_optimizer_never_sees_the_scaling():
     np.testing.assert_array_equal(history, np.float32([0, *[jnp.max(jnp.abs(x))] * 3]))
 
 
-@pytest.mark.parametrize("how", ["flax", "orbax"])
-def test_a_checkpoint_resumes_to_the_bit(how, tmp_path):
+@pytest.mark.parametrize("library", ["flax", "orbax"])
+def test_a_run_resumed_from_a_checkpoint_is_bit_identical(library, tmp_path):
     x, y = normal(0, (8, 16)), normal(1, (8, 4))
     state = make_train_state()
     for _ in range(3):
         state, _ = train_step(state, x, y)
-    if how == "flax":
+    if library == "flax":
         restored = serialization.from_bytes(make_train_state(2), serialization.to_bytes(state))
     else:
         ocp = pytest.importorskip("orbax.checkpoint")
@@ -236,7 +236,11 @@ def test_a_checkpoint_resumes_to_the_bit(how, tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda m, v, x: m.apply({"params": v["params"]}, x), ValueError, "keeps state, but the variables have no"),
+        (
+            lambda m, v, x: m.apply({"params": v["params"]}, x),
+            ValueError,
+            "uses delayed scaling, but the variables have no",
+        ),
         (
             lambda m, v, x: sd.linen.with_recipe(Model(), {"frist": "mxfp8"}).init(jax.random.key(0), x),
             ValueError,
@@ -261,7 +265,7 @@ def test_bad_input_is_explained(call, error, words):
         call(model, variables, x)
 
 
-def test_a_model_with_rules_is_copied_with_them():
+def test_copies_of_a_model_with_rules_keep_them():
     model = sd.linen.with_recipe(nn.Dense(4), "mxfp8")
     for other in (copy.deepcopy(model), model.clone(features=8)):
         assert isinstance(other, sd.linen.WithRecipe)
@@ -269,7 +273,7 @@ def test_a_model_with_rules_is_copied_with_them():
         model.bind({})
 
 
-def test_every_recipe_makes_a_class():
+def test_every_recipe_has_a_dot_general_class():
     for name, recipe in RECIPES.items():
         assert sd.linen.make_dot_general_cls(name)().recipe is recipe
 
@@ -298,7 +302,7 @@ def test_initialising_does_not_warn_of_an_empty_history_and_applying_does():
 
 
 class Traced(nn.Module):
-    """A layer that counts how often it is traced; its field cannot be hashed."""
+    """A layer that counts its traces and has an unhashable field."""
 
     widths: list
     times = []  # noqa: RUF012
@@ -329,7 +333,7 @@ def test_equal_models_have_equal_methods_that_jit_traces_once():
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 
 
-def test_a_convolution_is_the_verb():
+def test_a_convolution_is_train_conv_general_dilated():
     layer, x = nn.Conv(8, (3,), strides=2, use_bias=False), normal(0, (2, 9, 16))
     kernel = normal(1, (3, 16, 8))
 
@@ -354,15 +358,15 @@ class Convolved(nn.Module):
         return nn.ConvTranspose(4, (3,), name="out")(x)
 
 
-def test_layers_that_cannot_take_a_recipe_are_named():
+def test_layers_that_do_not_support_a_recipe_are_named():
     x = jax.ShapeDtypeStruct((2, 8, 3), jnp.float32)
     model = sd.linen.with_recipe(Convolved(), "mxfp8")
     with pytest.warns(UserWarning, match=r"depthwise \(Conv: mxfp8.*; out \(ConvTranspose: .*map these paths to None"):
         jax.eval_shape(model.init, jax.random.key(0), x)
-    words = [line.split(maxsplit=2) for line in sd.linen.explain(model, x).splitlines()]
-    assert [path for path, *_ in words] == ["in", "depthwise", "own", "out"]
-    assert words[0][1:] == ["Conv", "mxfp8"]
-    assert words[2][1:] == ["Dense", "none: it has a dot_general of its own"]
+    rows = [line.split(maxsplit=2) for line in sd.linen.explain(model, x).splitlines()]
+    assert [path for path, *_ in rows] == ["in", "depthwise", "own", "out"]
+    assert rows[0][1:] == ["Conv", "mxfp8"]
+    assert rows[2][1:] == ["Dense", "none: it has a dot_general of its own"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         per_tensor = {"depthwise": "fp8_current", "out": None, "*": "mxfp8"}
@@ -384,7 +388,7 @@ def test_stochastic_recipes_draw_from_linens_default_stream_too():
 
 
 def test_an_axis_that_does_not_divide_into_blocks_can_be_gathered():
-    """Eight devices have 12 of 96 features each, which are no whole blocks of 32."""
+    """96 features over eight devices are 12 each, which cuts blocks of 32."""
     mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     P = jax.sharding.PartitionSpec  # noqa: N806
     params = {"kernel": jnp.ones((96, 16))}
@@ -394,9 +398,9 @@ def test_an_axis_that_does_not_divide_into_blocks_can_be_gathered():
     ):
         specs = train.Specs(x=P(None, "tp"), w=P("tp", None), y=P())
         with jax.set_mesh(mesh):
-            refused = sd.linen.with_recipe(layer, "mxfp8", specs=specs)
+            raising = sd.linen.with_recipe(layer, "mxfp8", specs=specs)
             with pytest.raises(ValueError, match="on_indivisible='gather'"):
-                jax.eval_shape(refused.apply, {"params": params}, x)
+                jax.eval_shape(raising.apply, {"params": params}, x)
             gathered = sd.linen.with_recipe(layer, "mxfp8", specs=specs, on_indivisible="gather")
             assert jax.eval_shape(gathered.apply, {"params": params}, x).shape == (8, 16)
 

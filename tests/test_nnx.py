@@ -1,4 +1,4 @@
-"""Recipes in Flax NNX: the numbers of linen, state in Variables, models converted in place."""
+"""Recipes in Flax NNX: results equal those of linen, state in Variables, models converted in place."""
 
 import warnings
 
@@ -40,7 +40,7 @@ def gradients(model, x):
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("fp8_block", marks=pytest.mark.exhaustive), "short"])
-def test_linen_and_nnx_give_the_same_numbers(recipe):
+def test_linen_and_nnx_give_the_same_results(recipe):
     """Over three steps, state included."""
     recipe = SHORT if recipe == "short" else recipe
     model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), recipe)
@@ -69,25 +69,27 @@ def test_linen_and_nnx_give_the_same_numbers(recipe):
             getattr(model, name).kernel[...], variables["params"][name]["kernel"], rtol=1e-5, atol=1e-7
         )
         if recipe is SHORT:
-            theirs = variables["_overwrite_with_gradient"][name]["DotGeneral_0"]
-            for leaf in theirs:
-                ours = getattr(getattr(model, name).dot_general, leaf)[...]
-                np.testing.assert_allclose(ours, theirs[leaf], rtol=1e-6, err_msg=leaf)
+            linen_state = variables["_overwrite_with_gradient"][name]["DotGeneral_0"]
+            for leaf in linen_state:
+                nnx_leaf = getattr(getattr(model, name).dot_general, leaf)[...]
+                np.testing.assert_allclose(nnx_leaf, linen_state[leaf], rtol=1e-6, err_msg=leaf)
 
 
 @pytest.mark.parametrize("wrap", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat"])
-def test_a_layer_called_twice_has_seen_the_larger(wrap):
+def test_a_layer_called_twice_records_the_larger_amax(wrap):
     layer = sd.nnx.Linear(16, 16, recipe=SHORT, use_bias=False, rngs=nnx.Rngs(0))
     x = normal(0, (8, 16))
 
     def call(layer, x):
         return layer(x)
 
-    once = nnx.remat(call) if wrap == "remat" else call
+    wrapped = nnx.remat(call) if wrap == "remat" else call
 
     @nnx.jit
     def grads(layer):
-        return nnx.grad(lambda m: jnp.sum(once(m, 4 * once(m, x))), argnums=nnx.DiffState(0, sd.nnx.TRAINED))(layer)
+        return nnx.grad(lambda m: jnp.sum(wrapped(m, 4 * wrapped(m, x))), argnums=nnx.DiffState(0, sd.nnx.TRAINED))(
+            layer
+        )
 
     got = grads(layer)["dot_general"]
     first = layer(x)
@@ -140,7 +142,7 @@ def test_a_model_is_converted_in_place_by_path():
     assert model.attention.query.dot_general.recipe.name == "nvfp4"
     assert model.split.einsum_op.recipe is SHORT
     y = run(model, x)
-    # One product of 16 % (nvfp4 by nvfp4 in squares) and five of 3.8 % (e4m3) add up to 18 % if errors are independent.
+    # One matmul with 16 % error (nvfp4) and five with 3.8 % (e4m3) have 18 % if errors are independent.
     assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.3
     model.eval()
     np.testing.assert_allclose(jax.jit(lambda x: model(x))(x), y, rtol=1e-5, atol=1e-5)
@@ -149,7 +151,7 @@ def test_a_model_is_converted_in_place_by_path():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
 
 
-def test_layers_take_recipes():
+def test_layers_have_a_recipe_argument():
     x, rngs = normal(0, (2, 5, 32)), nnx.Rngs(0)
     assert sd.nnx.LinearGeneral(32, (4, 8), recipe="mxfp8", rngs=rngs)(x).shape == (2, 5, 4, 8)
     assert sd.nnx.Einsum("bsd,dhk->bshk", (32, 4, 8), recipe="mxfp8", rngs=rngs)(x).shape == (2, 5, 4, 8)
@@ -157,7 +159,7 @@ def test_layers_take_recipes():
     assert grouped(x[0], normal(1, (2, 32, 8)), jnp.array([2, 3])).shape == (5, 8)
 
 
-def test_an_optimizer_never_sees_the_scaling_and_training_resumes_to_the_bit(tmp_path):
+def test_an_optimizer_has_no_scaling_state_and_a_resumed_run_is_bit_identical(tmp_path):
     x, adam = normal(0, (8, 16)), optax.adam(1e-2)
 
     def make(seed):
@@ -220,12 +222,12 @@ class Convolved(nnx.Module):
         return self.last(self.depthwise(self.first(x)))
 
 
-def test_convolutions_take_recipes_and_layers_that_cannot_are_named():
+def test_convolutions_have_recipes_and_layers_that_do_not_support_them_are_named():
     model, x = nnx.eval_shape(lambda: Convolved(nnx.Rngs(0))), jax.ShapeDtypeStruct((2, 8, 3), jnp.float32)
     with pytest.warns(UserWarning, match=r"depthwise \(Conv: mxfp8.*; last \(ConvTranspose: .*map these paths to None"):
         sd.nnx.with_recipe(model, "mxfp8")
-    words = [line.split(maxsplit=2) for line in sd.nnx.explain(model).splitlines()]
-    assert sorted(words) == [
+    rows = [line.split(maxsplit=2) for line in sd.nnx.explain(model).splitlines()]
+    assert sorted(rows) == [
         ["depthwise", "Conv", "none: its conv_general_dilated is plain"],
         ["first", "Conv", "mxfp8"],
         ["last", "ConvTranspose", "none: Flax has no hook for its contraction"],

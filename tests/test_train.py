@@ -1,4 +1,4 @@
-"""Products under every recipe, held to float64 products of operands that a second implementation quantised."""
+"""Matmuls under every recipe, compared with float64 matmuls of operands quantised by an independent implementation."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_one_rounding, equations
 from tables import EACH_RECIPE, RELATED_RECIPES, table_of
-from training import KEY, assert_same, dense, dot_general, einsum, kept_by, nearest, vjp_of
+from training import KEY, assert_same, dense, dot_general, einsum, nearest, residuals_of, vjp_of
 
 import scaledot as sd
 from scaledot import recipes, train
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.jax_versions
 
 HADAMARD = (16, 0xD7E8)
 
-# What each recipe quantises, written out: the arguments of the reference cast of (tensor, product); axis 0 or 1 is
-# the one that the product sums over. x is (m, k), w is (k, n), g is (m, n).
+# For each matmul its tensors and their contracting axes; x is (m, k), w is (k, n), g is (m, n). The functions below
+# return the arguments of the reference cast for a contracting axis, and EXPECTED has those of every recipe.
 ROLES = {"fwd": (("x", 1), ("w", 0)), "dgrad": (("g", 1), ("w", 1)), "wgrad": (("x", 0), ("g", 0))}
 
 
@@ -34,11 +34,11 @@ def per_tensor(x, g):
 
 
 def along(name, size, **more):
-    """A block of that many elements along the summed axis."""
+    """Blocks of 1 × size along the contracting axis."""
     return lambda axis: {"format": name, "block": (1, size) if axis else (size, 1), **more}
 
 
-def whole(name, **more):
+def default_block(name, **more):
     return lambda axis: {"format": name, **more}
 
 
@@ -50,15 +50,19 @@ def square(name, size, **more):
     return lambda axis: {"format": name, "block": (size, size), **more}
 
 
-E4M3, E5M2, MX = whole("fp8_e4m3"), whole("fp8_e5m2"), whole("mxfp8")
-LINE, SQUARE = along("fp8_e4m3", 128), square("fp8_e4m3", 128)
-NV, NV_ROTATED = whole("nvfp4"), whole("nvfp4", rotation=HADAMARD)
-INT8, INT8_LINE, INT4_LINE = whole("int8"), along("int8", 128), along("int4", 128)
+E4M3, E5M2, MX = default_block("fp8_e4m3"), default_block("fp8_e5m2"), default_block("mxfp8")
+E4M3_1X128, E4M3_128X128 = along("fp8_e4m3", 128), square("fp8_e4m3", 128)
+NV, NV_ROTATED = default_block("nvfp4"), default_block("nvfp4", rotation=HADAMARD)
+INT8, INT8_1X128, INT4_1X128 = default_block("int8"), along("int8", 128), along("int4", 128)
 INT8_ROTATED = along("int8", 128, rotation=HADAMARD)
 EXPECTED = {
     "fp8_current": per_tensor(E4M3, E5M2),
     "fp8_delayed": per_tensor(E4M3, E5M2),
-    "fp8_block": {"fwd": (LINE, SQUARE), "dgrad": (LINE, SQUARE), "wgrad": (LINE, LINE)},
+    "fp8_block": {
+        "fwd": (E4M3_1X128, E4M3_128X128),
+        "dgrad": (E4M3_1X128, E4M3_128X128),
+        "wgrad": (E4M3_1X128, E4M3_1X128),
+    },
     "mxfp8": per_tensor(MX, MX),
     "nvfp4": {
         "fwd": (NV, square("nvfp4", 16)),
@@ -66,21 +70,21 @@ EXPECTED = {
         "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
     },
     "nvfp4_four_over_six": {
-        "fwd": (whole("nvfp4", search="four_over_six"), square("nvfp4", 16, search="four_over_six")),
+        "fwd": (default_block("nvfp4", search="four_over_six"), square("nvfp4", 16, search="four_over_six")),
         "dgrad": (stochastic(NV), square("nvfp4", 16, search="four_over_six")),
         "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
     },
     "int8": {"fwd": (INT8, INT8), "dgrad": (stochastic(INT8), INT8), "wgrad": (INT8, stochastic(INT8))},
     "int8_block": {
         "fwd": (INT8_ROTATED, INT8_ROTATED),
-        "dgrad": (stochastic(INT8_LINE), INT8_LINE),
-        "wgrad": (INT8_LINE, stochastic(INT8_LINE)),
+        "dgrad": (stochastic(INT8_1X128), INT8_1X128),
+        "wgrad": (INT8_1X128, stochastic(INT8_1X128)),
     },
     "int8_qat": {"fwd": (INT8, INT8)},
     "fp8_qat": {"fwd": (E4M3, E4M3)},
     "w8a16_qat": {"fwd": (None, INT8)},
-    "w4a16_qat": {"fwd": (None, INT4_LINE)},
-    "w4a8_qat": {"fwd": (INT8, INT4_LINE)},
+    "w4a16_qat": {"fwd": (None, INT4_1X128)},
+    "w4a8_qat": {"fwd": (INT8, INT4_1X128)},
 }
 # How often x, w and g are cast in a step.
 CASTS_PER_STEP = {
@@ -108,22 +112,22 @@ def exact(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def values(tensors, recipe, product, side, multipliers=None):
-    """The float64 values that one operand of one product stands for, and whether it was rotated."""
-    tensor, axis = ROLES[product][side]
+def dequantised(tensors, recipe, matmul, side, multipliers=None):
+    """The float64 dequantised values of the lhs (side 0) or rhs (side 1) of a matmul."""
+    tensor, axis = ROLES[matmul][side]
     x = tensors[tensor]
-    if product not in EXPECTED[recipe]:
-        # Straight-through: g as it is, the other operand as forward multiplied it, turned back if it was rotated.
-        return exact(x) if tensor == "g" else values(tensors, recipe, "fwd", "xw".index(tensor))
-    make = EXPECTED[recipe][product][side]
-    if make is None:
+    if matmul not in EXPECTED[recipe]:
+        # Straight-through: g unquantised, and the operand of fwd, with its rotation undone.
+        return exact(x) if tensor == "g" else dequantised(tensors, recipe, "fwd", "xw".index(tensor))
+    expected_cast = EXPECTED[recipe][matmul][side]
+    if expected_cast is None:
         return exact(x)
-    cast = make(axis)
+    cast = expected_cast(axis)
     if cast.pop("stochastic", False):
         order = ["fwd x", "fwd w", "dgrad g", "dgrad w", "wgrad x", "wgrad g"]
         shape = list(x.shape)
         shape[axis] += -shape[axis] % 16 if "rotation" in cast else 0
-        key = jnp.append(jax.random.key_data(KEY), np.uint32(order.index(f"{product} {tensor}")))
+        key = jnp.append(jax.random.key_data(KEY), np.uint32(order.index(f"{matmul} {tensor}")))
         cast["uniform"] = np.asarray(uniform_of(key, tuple(shape)))
     if multipliers:
         cast["multiplier"] = multipliers[tensor]
@@ -132,37 +136,37 @@ def values(tensors, recipe, product, side, multipliers=None):
 
 
 def check_step(recipe, got, x, w, b, g, multipliers=None):
-    """y, dx, dw and db of matrices are those of the reference to one rounding."""
+    """Asserts that y, dx, dw and db of matrices are those of the reference, rounded once."""
     y, dx, dw, db = got
     tensors = {"x": x, "w": w, "g": g}
-    for result, product, text, extra in (
+    for result, matmul, text, extra in (
         (y, "fwd", "mk,kn->mn", exact(b)),
         (dx, "dgrad", "mn,kn->mk", 0.0),
         (dw, "wgrad", "mk,mn->kn", 0.0),
     ):
-        lhs, rhs = (values(tensors, recipe, product, side, multipliers) for side in (0, 1))
-        summed = lhs.shape[0 if product == "wgrad" else 1]
+        lhs, rhs = (dequantised(tensors, recipe, matmul, side, multipliers) for side in (0, 1))
+        k = lhs.shape[0 if matmul == "wgrad" else 1]
         expected = np.einsum(text, lhs, rhs) + extra
         magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs)) + np.abs(extra)
-        assert_one_rounding(result, expected, magnitude, summed + 1)
+        assert_one_rounding(result, expected, magnitude, k + 1)
     assert_one_rounding(db, exact(g).sum(0), np.abs(exact(g)).sum(0), g.shape[0])
 
 
-def step(recipe, x, w, b, g, **how):
+def step(recipe, x, w, b, g, **options):
     """(y, dx, dw, db, dstate) of dense under a recipe."""
     recipe = RECIPES.get(recipe, recipe)
     state = sd.init_state(recipe) if recipe.delayed else None
     if recipe.delayed:
-        (y, _), vjp = jax.vjp(lambda x, w, b, s: dense(x, w, b, recipe=recipe, state=s, **how), x, w, b, state)
+        (y, _), vjp = jax.vjp(lambda x, w, b, s: dense(x, w, b, recipe=recipe, state=s, **options), x, w, b, state)
         return y, *vjp((g, jax.tree.map(jnp.zeros_like, state)))
-    y, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe, key=KEY, **how), x, w, b)
+    y, vjp = jax.vjp(lambda x, w, b: dense(x, w, b, recipe=recipe, key=KEY, **options), x, w, b)
     return y, *vjp(g), {}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
-def test_a_step_is_the_product_of_independently_quantised_operands(recipe, dtype):
-    """35 tokens, 150 and 44 features: nothing divides by any block or rotation."""
+def test_a_step_is_the_matmul_of_independently_quantised_operands(recipe, dtype):
+    """35 tokens, 150 and 44 features: no size is a multiple of a block or rotation."""
     x, w, b = normal(0, (5, 7, 150), dtype), normal(1, (150, 44), dtype, 0.1), normal(2, (44,), dtype)
     g = normal(3, (5, 7, 44), dtype, 1e-3)
     y, dx, dw, db, _ = jax.jit(functools.partial(step, recipe))(x, w, b, g)
@@ -181,14 +185,14 @@ def test_each_tensor_is_cast_as_often_as_its_recipe_needs(recipe):
     assert tuple(shapes.count(a.shape) for a in (x, w, g)) == CASTS_PER_STEP[recipe]
 
 
-def reference_bytes(recipe, tensor, product, shape):
-    """Packed bytes of codes and scales of a cast, from the table above."""
-    side = [t for t, _ in ROLES[product]].index(tensor)
-    make = EXPECTED[recipe][product][side]
-    if make is None:
+def reference_bytes(recipe, tensor, matmul, shape):
+    """The packed bytes of codes and scales of a cast in EXPECTED."""
+    side = [t for t, _ in ROLES[matmul]].index(tensor)
+    expected_cast = EXPECTED[recipe][matmul][side]
+    if expected_cast is None:
         return 4 * shape[0] * shape[1]
-    axis = ROLES[product][side][1]
-    cast = make(axis)
+    axis = ROLES[matmul][side][1]
+    cast = expected_cast(axis)
     bits, scale_bytes, size = {
         "fp8_e4m3": (8, 4, None),
         "mxfp8": (8, 1, 32),
@@ -202,13 +206,13 @@ def reference_bytes(recipe, tensor, product, shape):
 
 
 def packed_bytes(r):
-    """4-bit arrays take a byte per element in numpy, half of one on a device."""
+    """The bytes of an array on a device; numpy counts one byte per 4-bit element."""
     four = r.dtype.name in ("float4_e2m1fn", "int4", "uint4")
     return r.size // 2 if four else r.nbytes
 
 
 @pytest.mark.parametrize("recipe", table_of(RECIPES, (*RELATED_RECIPES, "fp8_current", "mxfp8", "int8")))
-def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
+def test_residuals_of_two_layers_are_their_codes_and_scales_only(recipe):
     x, w1, w2 = normal(0, (128, 256)), normal(1, (256, 512)), normal(2, (512, 128))
     state = sd.init_state(recipe)
 
@@ -217,28 +221,28 @@ def test_two_layers_keep_the_bytes_of_their_codes_and_nothing_else(recipe):
             return dense(x, w, recipe=recipe, state=state)[0]
         return dense(x, w, recipe=recipe, key=KEY)
 
-    kept = kept_by(lambda x, w1, w2, state: layer(layer(x, w1, state), w2, state), x, w1, w2, state)
+    residuals = residuals_of(lambda x, w1, w2, state: layer(layer(x, w1, state), w2, state), x, w1, w2, state)
     through = "dgrad" not in EXPECTED[recipe]
     expected = 0
     for rows, w in (((128, 256), w1), ((128, 512), w2)):
         expected += reference_bytes(recipe, "x", "fwd" if through else "wgrad", rows)
         expected += reference_bytes(recipe, "w", "fwd" if through else "dgrad", w.shape)
-    if state:  # histories are the same arrays in both layers; each layer has two magnitudes of its own
+    if state:  # both layers save the same history arrays, and two amaxes each
         expected += sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + 4 * 4
-    unique = {id(r): r for r in kept}.values()
+    unique = {id(r): r for r in residuals}.values()
     assert sum(map(packed_bytes, unique)) == expected
 
 
 def test_dtypes_are_honoured():
-    """A bfloat16 activation meets a float32 master weight; gradients are typed as their primals."""
+    """A bfloat16 activation by a float32 master weight; gradients have the dtypes of their primals."""
     x, w = normal(0, (8, 64), jnp.bfloat16), normal(1, (64, 32))
     y, vjp = jax.vjp(lambda x, w: dense(x, w, recipe="mxfp8"), x, w)
     dx, dw = vjp(jnp.ones_like(y))
     assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     numbers = (((1,), (0,)), ((), ()))
     assert dot_general(x, w, numbers, recipe="mxfp8").dtype == jnp.float32
-    wide = dot_general(x, w.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32, recipe="mxfp8")
-    assert wide.dtype == jnp.float32
+    y = dot_general(x, w.astype(jnp.bfloat16), numbers, preferred_element_type=jnp.float32, recipe="mxfp8")
+    assert y.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block"])
@@ -252,20 +256,21 @@ def test_dtypes_are_honoured():
     ],
 )
 def test_other_layouts_are_the_same_matrices(recipe, text, x_shape, w_shape):
-    """Axes are flattened row-major in the order of the labels; a transposed operand is the same operand."""
+    """Dims are flattened row-major in the order of the labels; transposing an operand changes nothing."""
     x, w = normal(0, x_shape), normal(1, w_shape)
     inputs, out = text.split("->")
     x_labels, w_labels = inputs.split(",")
-    rows, summed = [c for c in x_labels if c not in w_labels], [c for c in x_labels if c in w_labels]
+    rows, contracting = [c for c in x_labels if c not in w_labels], [c for c in x_labels if c in w_labels]
     columns = [c for c in w_labels if c not in x_labels]
     sizes = dict(zip(x_labels + w_labels, x_shape + w_shape, strict=True))
 
     def matrix(a, labels, first, second):
-        moved = a.transpose([labels.index(c) for c in first + second])
-        return moved.reshape(np.prod([sizes[c] for c in first]), np.prod([sizes[c] for c in second]))
+        transposed = a.transpose([labels.index(c) for c in first + second])
+        return transposed.reshape(np.prod([sizes[c] for c in first]), np.prod([sizes[c] for c in second]))
 
     def by_matrices(x, w):
-        y = dense(matrix(x, x_labels, rows, summed), matrix(w, w_labels, summed, columns), recipe=recipe, key=KEY)
+        lhs, rhs = matrix(x, x_labels, rows, contracting), matrix(w, w_labels, contracting, columns)
+        y = dense(lhs, rhs, recipe=recipe, key=KEY)
         y = y.reshape([sizes[c] for c in rows + columns])
         return y.transpose([(rows + columns).index(c) for c in out])
 
@@ -276,7 +281,7 @@ def test_other_layouts_are_the_same_matrices(recipe, text, x_shape, w_shape):
         assert_same(a, b)
 
 
-def test_einsum_sums_what_only_one_operand_has():
+def test_einsum_reduces_labels_of_one_operand():
     x, w = normal(0, (8, 3, 64)), normal(1, (64, 32))
     y = einsum("mak,kn->mn", x, w, recipe="mxfp8")
     np.testing.assert_array_equal(y, dense(x.sum(1), w, recipe="mxfp8"))
@@ -285,8 +290,8 @@ def test_einsum_sums_what_only_one_operand_has():
 @pytest.mark.parametrize(
     "recipe", table_of(["fp8_current", "fp8_block", "mxfp8", "int8", "w4a16_qat"], ["mxfp8", "int8", "w4a16_qat"])
 )
-def test_batch_axes_are_products_side_by_side(recipe):
-    """Per-tensor scales span the batch, so those are compared where every matrix has the same largest magnitude."""
+def test_batch_dims_are_independent_matmuls(recipe):
+    """Per-tensor scales span the batch, so every matrix is given the same amax."""
     x, w = normal(0, (3, 16, 64)), normal(1, (3, 64, 32))
     x, w, g = (a.at[:, 0, 0].set(8.0) for a in (x, w, normal(2, (3, 16, 32))))
     numbers = (((2,), (1,)), ((0,), (0,)))
@@ -334,7 +339,7 @@ def test_scan_over_layers_is_a_loop(recipe):
 
 @pytest.mark.parametrize("recipe", table_of(["fp8_current", "mxfp8", "nvfp4"], ["mxfp8", "nvfp4"]))
 def test_data_parallel_shards_in_shard_map(recipe):
-    """Typed by check_vma: the gradient of a replicated weight is summed over shards."""
+    """With check_vma: the gradient of a replicated weight is all-reduced."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     x, w = normal(0, (64, 64)), normal(1, (64, 32))
 
@@ -353,7 +358,7 @@ def test_data_parallel_shards_in_shard_map(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kind"),
+    ("recipe", "axis_type"),
     [
         ("fp8_current", AxisType.Auto),
         pytest.param("mxfp8", AxisType.Auto, marks=pytest.mark.exhaustive),
@@ -362,8 +367,8 @@ def test_data_parallel_shards_in_shard_map(recipe):
         ("mxfp8", AxisType.Explicit),
     ],
 )
-def test_a_step_on_a_mesh_is_the_step_on_one_device(recipe, kind):
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+def test_a_step_on_a_mesh_is_the_step_on_one_device(recipe, axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type, axis_type))
     x, w, g = normal(0, (64, 64)), normal(1, (64, 64)), normal(2, (64, 64))
 
     def grads(x, w, g):
@@ -382,10 +387,10 @@ def test_a_step_on_a_mesh_is_the_step_on_one_device(recipe, kind):
 
 
 def test_stochastic_gradients_are_unbiased_and_repeat_with_their_key():
-    """The mean of wgrad over many keys approaches that of exact operands' as 1/sqrt(keys); nearest does not.
+    """The error of the mean of wgrad over T keys is that of one key over sqrt(T).
 
-    int8 cannot clip, so only chance is left: with T keys the error of the mean is one draw's over sqrt(T). Of 1.5 times
-    that a biased cast, whose error does not fall at all, is far away.
+    This holds for unbiased casts that do not clip, such as int8; the error of a biased cast does not fall with T, and
+    is far above the bound of 1.5 times.
     """
     x, w, g = normal(0, (32, 64)), normal(1, (64, 16)), normal(2, (32, 16))
     exact_x = dataclasses.replace(recipes.INT8, name="exact_x", wgrad=dataclasses.replace(recipes.INT8.wgrad, lhs=None))
@@ -404,7 +409,7 @@ def test_stochastic_gradients_are_unbiased_and_repeat_with_their_key():
 
 
 def test_forward_is_the_same_whether_or_not_it_is_differentiated():
-    """A stochastic cast that serves forward and wgrad has one set of bits."""
+    """A stochastic cast that fwd and wgrad share has one set of random bits."""
     cast = Cast("fp8_e4m3", rounding="stochastic")
     recipe = Recipe("r", Gemm(cast, cast), Gemm(None, cast), Gemm(cast, None))
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
@@ -413,7 +418,7 @@ def test_forward_is_the_same_whether_or_not_it_is_differentiated():
 
 
 def test_the_two_casts_of_a_gradient_use_independent_bits():
-    """With g symmetric the codes along both axes would be each other's transpose if their bits were."""
+    """For a symmetric g, equal random bits would make dx the transpose of dw."""
     g = normal(2, (32, 32))
     g = g + g.T
     eye = jnp.eye(32)
@@ -431,10 +436,10 @@ def test_straight_through_gradients_stop_where_the_calibration_clips(calibration
     dx, dw = vjp(g)
     for gradient, array in ((dx, x), (dw, w)):
         q = sd.quantize(array, "int8", block=(0, 0), calibration=calibration)
-        reach = 127 * float(q.scale[0, 0])
-        clear = np.abs(np.abs(array) - reach) > 1e-5
+        limit = 127 * float(q.scale[0, 0])
+        not_close = np.abs(np.abs(array) - limit) > 1e-5
         np.testing.assert_array_equal(
-            (np.asarray(gradient) != 0)[clear], (np.abs(array) < reach)[clear] | (calibration == "absmax")
+            (np.asarray(gradient) != 0)[not_close], (np.abs(array) < limit)[not_close] | (calibration == "absmax")
         )
 
 
@@ -444,12 +449,20 @@ NUMBERS = (((1,), (0,)), ((), ()))
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda x, w: train.dense(x, w, recipe="fp8_delayed"), ValueError, "give a `state`, at first init_state"),
-        (lambda x, w: train.dense(x, w, recipe="mxfp8", state=sd.init_state("fp8_delayed")), ValueError, "keeps none"),
+        (
+            lambda x, w: train.dense(x, w, recipe="fp8_delayed"),
+            ValueError,
+            "needs a `state`; in the first step, pass init_state",
+        ),
+        (
+            lambda x, w: train.dense(x, w, recipe="mxfp8", state=sd.init_state("fp8_delayed")),
+            ValueError,
+            "has no delayed",
+        ),
         (
             lambda x, w: jax.grad(lambda x: train.dense(x, w, recipe="nvfp4").sum())(x),
             ValueError,
-            "g of dgrad, g of wgrad by chance",
+            "uses stochastic rounding for g of dgrad, g of wgrad",
         ),
         (lambda x, w: train.dense(x.astype(jnp.int32), w, recipe="mxfp8"), TypeError, "`x` must be a float array"),
         (lambda x, w: train.dense(x.astype(jnp.float8_e4m3fn), w, recipe="mxfp8"), TypeError, "at least 16 bits"),
@@ -474,7 +487,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
                 x, w[None], jnp.array([8]), recipe=Recipe("r", Gemm(Cast("int8", calibration="rms,2"), None))
             ),
             ValueError,
-            "not offered for rows in groups",
+            "not supported for rows in groups",
         ),
         (
             lambda x, w: train.ragged_dot(
@@ -499,7 +512,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
                 recipe=recipes.FP8_BLOCK,
             ),
             ValueError,
-            "cannot be padded to 128 within its group",
+            "feature groups has 32, which is no multiple of 128",
         ),
         (
             lambda x, w: train.conv_general_dilated(
@@ -519,17 +532,17 @@ def test_a_forward_pass_alone_needs_no_key():
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
     assert train.dense(x, w, recipe="nvfp4").shape == (8, 32)
     forward = Recipe("forward", Gemm(Cast("int8", rounding="stochastic"), None))
-    with pytest.raises(ValueError, match="x of fwd by chance"):
+    with pytest.raises(ValueError, match="stochastic rounding for x of fwd"):
         train.dense(x, w, recipe=forward)
 
 
-def test_explain_shows_the_kernels_of_the_forward_product():
+def test_explain_shows_the_kernels_of_the_forward_matmul():
     text = sd.explain(train.dense, normal(0, (8, 256)), normal(1, (256, 32)), recipe="fp8_current")
     assert "TAKEN: float8 products on CUDA" in text
 
 
 def test_a_second_derivative_is_refused():
-    """Codes have no derivative: it would be zero without a word."""
+    """Codes have no derivative: it would silently be zero."""
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
 
     def loss(x):
@@ -541,7 +554,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 def test_results_may_be_transposed(recipe):
-    """XLA's CPU would fold the transpose into a product that it cannot compute."""
+    """XLA would fold the transpose into a dot that its CPU backend does not support."""
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
     expected = train.dense(x, w, recipe=recipe).T
     np.testing.assert_array_equal(train.einsum("mk,kn->nm", x, w, recipe=recipe), expected)
@@ -553,8 +566,8 @@ def test_einsum_has_the_dtype_of_its_operands():
     assert train.einsum("ij,kj->i", x, x, recipe="mxfp8").dtype == jnp.bfloat16
 
 
-def test_a_rotated_forward_goes_straight_through():
-    """The summed axis is padded for the rotation, and its gradient is not."""
+def test_a_rotated_forward_cast_has_straight_through_gradients():
+    """The contracting dim is padded for the rotation; gradients have the unpadded shape."""
     cast = Cast("int8", rotation=sd.Hadamard())
     recipe = Recipe("r", Gemm(cast, cast))
     x, w, g = normal(0, (4, 20)), normal(1, (20, 8)), normal(2, (4, 8))
@@ -577,15 +590,15 @@ def test_empty_and_single_operands():
 
 @pytest.mark.optimized
 def test_xla_does_not_reduce_the_constant_gradient_of_a_sum_at_compile_time():
-    """Its interpreter would take 17 s for the amax of 2048 x 2048 elements."""
+    """Constant folding would take 17 s for the amax of 2048 × 2048 elements."""
     gradients = jax.grad(lambda x, w: train.dense(x, w, recipe="fp8_current").sum(), argnums=(0, 1))
     program = jax.jit(gradients).lower(normal(0, (32, 64)), normal(1, (64, 32))).compile().as_text()
     backward = [line for line in program.splitlines() if " reduce(" in line and "transpose(jvp(" in line]
-    assert backward, "the amax of the gradient is a constant of the program"
+    assert backward, "the amax of the gradient was constant-folded"
 
 
 def test_mx_blocks_may_be_square(monkeypatch):
-    """A row whose own block has two axes; one cast then serves both orientations of a tensor."""
+    """A format with a 2D block: one cast of each tensor serves both of its matmuls."""
     cast = Cast(dataclasses.replace(sd.FORMATS["mxfp8"], block=(32, 32)))
     recipe = recipes.of_tensors("mx_square", cast, cast, cast)
     monkeypatch.setitem(EXPECTED, recipe.name, per_tensor(square("mxfp8", 32), square("mxfp8", 32)))

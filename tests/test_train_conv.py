@@ -1,4 +1,4 @@
-"""Convolutions under every recipe: the windows of gradients, and the casts along features and images."""
+"""Convolutions under every recipe: gradients as convolutions, and casts along features and images."""
 
 import functools
 
@@ -28,7 +28,7 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_gradients_of_convolutions_are_those_of_jax(case):
-    """Under a recipe that casts nothing, so that windows, paddings and groups are all there is to get wrong."""
+    """Under a recipe without casts, to test strides, padding, dilation and feature groups alone."""
     x_shape, w_shape, window = CONVOLUTIONS[case]
     x, w = normal(0, x_shape), normal(1, w_shape)
     plain = Recipe("plain", Gemm(), Gemm(), Gemm())
@@ -43,9 +43,9 @@ def test_gradients_of_convolutions_are_those_of_jax(case):
 
 @pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "nvfp4")))
 def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
-    """A kernel of one position is a matrix, and images of one position are rows: the products are those of dense.
+    """With kernels and images of one position, the convolution is `dense` of images as rows.
 
-    Where a block is a whole axis the scale per image is then the scale per row, too.
+    A scale per image, for blocks of a whole axis, is then a scale per row.
     """
     recipe = nearest(RECIPES[recipe])
     x, w, g = normal(0, (40, 64)), normal(1, (64, 48)), normal(2, (40, 48))
@@ -62,33 +62,33 @@ def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "int8"])
-def test_a_convolution_multiplies_the_values_of_its_codes(recipe):
+def test_a_convolution_is_that_of_its_dequantised_operands(recipe):
     recipe = nearest(RECIPES[recipe])
     x_shape, w_shape, window = CONVOLUTIONS["strided"]
     x, w = normal(0, x_shape), normal(1, w_shape)
     name = recipe.fwd.lhs.format
-    whole_image, whole_kernel = {"fp8_current": ((0, 0, 0, 0), (0, 0, 0, 0)), "int8": ((1, 0, 0, 0), (0, 0, 0, 1))}.get(
+    image_block, kernel_block = {"fp8_current": ((0, 0, 0, 0), (0, 0, 0, 0)), "int8": ((1, 0, 0, 0), (0, 0, 0, 1))}.get(
         recipe.name, ((1, 1, 1, 32), (1, 1, 32, 1))
     )
-    values = [
+    dequantised = [
         sd.dequantize(sd.quantize(a, name, axis=(0, 1, 2, 3), block=block))
-        for a, block in ((x, whole_image), (w, whole_kernel))
+        for a, block in ((x, image_block), (w, kernel_block))
     ]
     y = conv_general_dilated(x, w, dimension_numbers=NHWC, recipe=recipe, **window)
-    assert_same(y, jax.lax.conv_general_dilated(*values, dimension_numbers=NHWC, precision="highest", **window))
+    assert_same(y, jax.lax.conv_general_dilated(*dequantised, dimension_numbers=NHWC, precision="highest", **window))
 
 
-def test_a_rotated_forward_of_grouped_features_goes_straight_through():
+def test_a_rotated_forward_cast_of_feature_groups_has_straight_through_gradients():
     cast = Cast("int8", rotation=sd.Hadamard())
     image, kernel, g = normal(0, (2, 9, 32)), normal(1, (3, 16, 32)), normal(2, (2, 9, 32))
     window = {"window_strides": (1,), "padding": "SAME", "feature_group_count": 2}
     window["dimension_numbers"] = ("NWC", "WIO", "NWC")
     conv = functools.partial(conv_general_dilated, recipe=Recipe("r", Gemm(cast, cast)), **window)
     plain = functools.partial(jax.lax.conv_general_dilated, precision="highest", **window)
-    whole = {"rotation": sd.Hadamard()}
-    values = (
-        sd.dequantize(sd.quantize(image, "int8", axis=(1, 2), block=(0, 0), **whole)),
-        sd.dequantize(sd.quantize(kernel, "int8", axis=(0, 1), block=(0, 0), **whole)),
+    rotation = sd.Hadamard()
+    dequantised = (
+        sd.dequantize(sd.quantize(image, "int8", axis=(1, 2), block=(0, 0), rotation=rotation)),
+        sd.dequantize(sd.quantize(kernel, "int8", axis=(0, 1), block=(0, 0), rotation=rotation)),
     )
-    for a, b in zip(vjp_of(conv, g, image, kernel)[1:], vjp_of(plain, g, *values)[1:], strict=True):
+    for a, b in zip(vjp_of(conv, g, image, kernel)[1:], vjp_of(plain, g, *dequantised)[1:], strict=True):
         assert_same(a, b)

@@ -1,4 +1,4 @@
-"""Rows in groups under every recipe: each group as if it were alone."""
+"""ragged_dot under every recipe: each group is quantised and multiplied as if it were an array of its own."""
 
 import itertools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data import normal
 from tables import RELATED_RECIPES, STATELESS, table_of
-from training import KEY, assert_same, dense, kept_by, nearest, ragged_dot
+from training import KEY, assert_same, dense, nearest, ragged_dot, residuals_of
 
 from scaledot import train
 from scaledot.recipes import RECIPES
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.jax_versions
 
 
 @pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "nvfp4")))
-def test_groups_of_rows_are_products_one_by_one(recipe):
-    """Uneven and empty groups, and rows of no group; stochastic bits differ, so those recipes round to nearest here."""
+def test_a_ragged_dot_is_a_dense_per_group(recipe):
+    """Uneven and empty groups, and rows of no group. Random bits differ, so stochastic casts round to nearest here."""
     recipe = nearest(RECIPES[recipe])
     sizes = np.array([26, 0, 26, 6])
     x, w, b = normal(0, (64, 96)), normal(1, (4, 96, 48)), normal(2, (4, 48))
@@ -44,16 +44,16 @@ def test_groups_of_rows_are_products_one_by_one(recipe):
     assert not np.any(dx[58:])
 
 
-def test_groups_round_by_chance_and_keep_codes():
+def test_groups_save_codes_as_residuals_and_need_a_key():
     sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
-    kept = kept_by(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
-    large = [r for r in kept if r.size >= x.size]
+    residuals = residuals_of(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)
+    large = [r for r in residuals if r.size >= x.size]
     assert {r.dtype.name for r in large} == {"uint4"}
-    with pytest.raises(ValueError, match="by chance"):
+    with pytest.raises(ValueError, match="stochastic rounding"):
         jax.grad(lambda w: ragged_dot(x, w, sizes, recipe="nvfp4").sum())(w)
 
 
-def test_no_rows_at_all_give_no_gradient():
+def test_an_x_without_rows_gives_a_zero_gradient_of_w():
     w = normal(1, (2, 64, 32))
     x, sizes = jnp.zeros((0, 64)), jnp.zeros(2, int)
     y, vjp = jax.vjp(lambda x, w: train.ragged_dot(x, w, sizes, recipe="fp8_current"), x, w)
@@ -63,7 +63,7 @@ def test_no_rows_at_all_give_no_gradient():
 
 
 def test_a_last_group_of_one_row_has_a_scale_of_its_own():
-    """Under one scale per group the gradient of its matrix is that of the row alone."""
+    """With one scale per group, the gradient of the group's matrix is that of `dense` of the row."""
     x, g = (normal(seed, (4, 32)).at[3].multiply(2.0**-20) for seed in (0, 1))
     w = normal(2, (2, 32, 32))
 

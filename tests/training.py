@@ -1,4 +1,4 @@
-"""What tests of training share: recipes, arrays, and how results are compared."""
+"""Helpers of the training tests: recipes, functions at full precision, comparison of results, residuals."""
 
 import dataclasses
 import functools
@@ -11,10 +11,10 @@ from scaledot import train
 from scaledot.recipes import FP8_DELAYED, PRODUCTS, Delayed, Gemm, Recipe
 
 KEY = jax.random.key(7)
-PRECISE = {"precision": "highest"}  # CUDA's tensor cores sum 8-bit floats with fewer bits than float32 unless asked
+PRECISE = {"precision": "highest"}  # tensor cores accumulate FP8 with fewer bits than float32 by default
 dense, ragged_dot, einsum, dot_general, conv_general_dilated = (
-    functools.partial(verb, **PRECISE)
-    for verb in (train.dense, train.ragged_dot, train.einsum, train.dot_general, train.conv_general_dilated)
+    functools.partial(function, **PRECISE)
+    for function in (train.dense, train.ragged_dot, train.einsum, train.dot_general, train.conv_general_dilated)
 )
 
 
@@ -26,29 +26,29 @@ def with_casts(recipe, **changes):
             return None
         return Gemm(*(None if c is None else dataclasses.replace(c, **changes) for c in (gemm.lhs, gemm.rhs)))
 
-    return Recipe(recipe.name, *(changed(getattr(recipe, product)) for product in PRODUCTS))
+    return Recipe(recipe.name, *(changed(getattr(recipe, matmul)) for matmul in PRODUCTS))
 
 
 def nearest(recipe):
-    """The recipe without chance."""
+    """The recipe with every cast rounding to nearest."""
     return with_casts(recipe, rounding="nearest")
 
 
-def delayed(**how):
-    """FP8_DELAYED with another history."""
-    return with_casts(FP8_DELAYED, delayed=Delayed(**how))
+def delayed(**fields):
+    """FP8_DELAYED with these fields of Delayed."""
+    return with_casts(FP8_DELAYED, delayed=Delayed(**fields))
 
 
 SHORT = delayed(length=4)
 
 
 def assert_same(a, b):
-    """Equal up to the order of float32 sums of some hundred products."""
+    """Equal up to the order of float32 accumulation over a few hundred elements along K."""
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * float(np.max(np.abs(b), initial=1e-30)))
 
 
 def vjp_of(f, g, *args):
-    """The result of f and its gradients for a cotangent g, as one program."""
+    """The result of f and its gradients for a cotangent g, in one jitted function."""
 
     @jax.jit
     def run(g, *args):
@@ -58,7 +58,7 @@ def vjp_of(f, g, *args):
     return run(g, *args)
 
 
-def kept_by(f, *args):
-    """What the backward pass of f keeps: arrays of floats or of codes."""
+def residuals_of(f, *args):
+    """The arrays that f saves as residuals, without keys."""
     _, vjp = jax.vjp(f, *args)
     return [r for r in jax.tree.leaves(vjp) if not jnp.issubdtype(r.dtype, jax.dtypes.prng_key)]

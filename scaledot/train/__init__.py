@@ -1,14 +1,18 @@
-"""Training: matmuls and convolutions that are quantised forward and backward, as a Recipe says.
+"""Training: matmuls and convolutions whose operands are quantised in the forward and the backward pass, by a Recipe.
 
-The verbs are `dot_general`, `einsum` and `dense` (`dot`), `ragged_dot` (`ragged`) and `conv_general_dilated` (`conv`);
-what they take beside operands is one record (`options`). All of them are one custom_vjp (`vjp`), which asks `casts` for
-quantised operands and keeps `residuals`. What differs between them is a Kind (`kind`): how a cast lies on a tensor and
-how its three matmuls are computed. Mesh forms lie beside their kinds: `dot_sharded`, for convolutions as well, and
-`ragged_sharded`. `cast_weights` (`weights`) casts weights ahead of many matmuls, and `weight_codes` is what they take.
+| function | module | operation | inside a shard_map |
+|---|---|---|---|
+| `dense`, `dot_general`, `einsum` | `dot` | DotOp | `dot_sharded`: ShardedOp |
+| `conv_general_dilated` | `conv` | ConvOp | `dot_sharded`: ShardedOp |
+| `ragged_dot` | `ragged` | RaggedDotOp | `ragged_sharded`: ShardedRaggedDotOp |
 
-A forward pass of `dense(x, w)` with x (8, 2048, 4096) and w (4096, 1024): `dot` flattens x to (16384, 4096), `casts`
-has x and w cast, each for fwd and for the backward matmul that will contract it along another axis, `vjp` multiplies
-the first and saves the second.
+All share one custom_vjp (`vjp`) over an operation (`train_op`), and the same keyword arguments (`options`). `casts`
+quantises operands, with block sizes per dim from `resolved_cast`; `residuals` has what is saved for the backward pass.
+`cast_weights` (`weights`, `weight_codes`) quantises weights once for many matmuls.
+
+The forward pass of `dense(x, w)` with x (8, 2048, 4096) and w (4096, 1024): `flatten` makes x (16384, 4096); `casts`
+quantises x along 4096 for fwd and along 16384 for wgrad, w along 4096 for fwd and along 1024 for dgrad; `vjp`
+multiplies the operands of fwd and saves the other two as residuals.
 """
 
 from scaledot.parallel.specs import Specs, SpecsByPath

@@ -1,7 +1,7 @@
-"""The quantised operands of a training matmul: which casts a pass needs, each made once.
+"""Casts the tensors of one forward or backward pass to the operands of their matmuls.
 
-A tensor that two matmuls take is cast for each of them, from full precision, and once where both casts give the same
-codes. All casts of a tensor are one request, so that a kernel may make them in one read of it.
+A tensor that is an operand of two matmuls is cast for each of them, from full precision; where both casts give equal
+codes, it is cast once. All casts of a tensor are one CastRequest, so that one kernel can write them in one read of it.
 """
 
 import functools
@@ -22,128 +22,141 @@ from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.kind import CastOperands, CastRequest, Step
 from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
+from scaledot.train.train_op import CastOperands, CastRequest, StaticArgs
 from scaledot.train.weight_codes import WeightCodes
 
 
-class Casts:
-    """The casts of one pass, forward or backward."""
+class OperandCaster:
+    """The casts of one forward or backward pass. codes: those of a w that `cast_weights` has cast."""
 
     def __init__(
         self,
-        step: Step,
+        static: StaticArgs,
         groups: jax.Array | None,
         state: State,
         key: jax.Array | None,
         codes: WeightCodes | None = None,
     ):
-        self.kind, self.recipe, self.options = step.kind, step.options.recipe, step.options
+        self.op, self.recipe, self.options = static.op, static.options.recipe, static.options
         self.groups, self.state, self.key = groups, state, key
-        self.codes = {} if codes is None else {"w": codes}  # of tensors that were cast before
+        self.codes = {} if codes is None else {"w": codes}
 
-    def made(
-        self, tensor: str, x: jax.Array, matmuls: tuple[str, ...], residual: str | None = None, sums: bool = False
+    def cast(
+        self,
+        tensor: str,
+        x: jax.Array,
+        matmuls: tuple[str, ...],
+        residual: str | None = None,
+        column_sums: bool = False,
     ) -> CastOperands:
-        """x as each matmul takes it: cast, or as it is. That for `residual` is saved for the backward pass."""
-        if tensor in self.codes:
-            return self._cast_before(tensor, x, matmuls)
-        casts = {m: cast for m in matmuls if (cast := cast_of(self.recipe, m, tensor)) is not None}
-        plain = {m: self.kind.plain(m, tensor, x, self.groups) for m in matmuls if m not in casts}
-        made = []
-        for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):  # one request has one factor
-            same = {m: cast for m, cast in casts.items() if cast.delayed == delayed}
-            request = self._request(tensor, same, residual, sums and not made)
-            made.append(self.kind.cast(request, x, self.groups))
-        operands = functools.reduce(operator.or_, (each.operands for each in made), plain)
-        seen = next((each.amax for each in made if each.amax is not None), None)
-        return CastOperands({m: operands[m] for m in matmuls}, seen, made[0].sums if made else None)
+        """x as an operand of each matmul: quantised, or plain if the recipe has no cast for it.
 
-    def _cast_before(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> CastOperands:
-        """x as each matmul takes it, of codes that were made before."""
+        residual: the matmul whose operand is saved as a residual. column_sums: see CastRequest.
+        """
+        if tensor in self.codes:
+            return self._already_cast(tensor, x, matmuls)
+        casts = {m: cast for m in matmuls if (cast := cast_of(self.recipe, m, tensor)) is not None}
+        plain = {m: self.op.plain(m, tensor, x, self.groups) for m in matmuls if m not in casts}
+        results = []
+        for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):  # a request has one multiplier
+            requested = {m: cast for m, cast in casts.items() if cast.delayed == delayed}
+            request = self._request(tensor, requested, residual, column_sums and not results)
+            results.append(self.op.cast(request, x, self.groups))
+        operands = functools.reduce(operator.or_, (result.operands for result in results), plain)
+        amax = next((result.amax for result in results if result.amax is not None), None)
+        return CastOperands({m: operands[m] for m in matmuls}, amax, results[0].column_sums if results else None)
+
+    def _already_cast(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> CastOperands:
+        """The operands of a tensor that `cast_weights` has cast."""
 
         def operand(matmul: str) -> Any:
             if cast_of(self.recipe, matmul, tensor) is None:
-                return self.kind.plain(matmul, tensor, x, self.groups)
+                return self.op.plain(matmul, tensor, x, self.groups)
             return self.codes[tensor].operand(matmul)
 
         return CastOperands({m: operand(m) for m in matmuls})
 
-    def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, sums: bool) -> CastRequest:
-        resolved = {m: self.kind.resolve_cast(cast, m, tensor) for m, cast in casts.items()}
+    def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, column_sums: bool) -> CastRequest:
+        resolved = {m: self.op.resolve_cast(cast, m, tensor) for m, cast in casts.items()}
         keys = {resolved[m]: self._key(resolved[m], cast, tensor) for m, cast in casts.items()}
         multiplier = self._multiplier(next(iter(casts.values())), tensor)
-        kernel = XLA_CAST.name if isinstance(self.options.kernel, str) else self.options.kernel  # that names a matmul
-        return CastRequest(tensor, resolved, keys, residual, multiplier, tensor in self.state, sums, kernel)
+        # A name in `kernel` is that of a matmul kernel: casts then are XLA's.
+        kernel = XLA_CAST.name if isinstance(self.options.kernel, str) else self.options.kernel
+        return CastRequest(tensor, resolved, keys, residual, multiplier, tensor in self.state, column_sums, kernel)
 
-    def cast_and_save(self, tensor: str, x: jax.Array, later: str) -> tuple[CastOperands, Any]:
-        """x as forward takes it, and as a matmul of the backward pass does, named; straight-through they are one.
+    def cast_and_save(self, tensor: str, x: jax.Array, backward: str) -> tuple[CastOperands, Any]:
+        """The operands of fwd and of the matmul `backward`, and the one to save as a residual.
 
-        Forward takes what carries the name where it is the same cast.
+        If the recipe is straight-through (`backward` is None there), the residual is the operand of fwd. The residual
+        carries the checkpoint name of `options`, and fwd multiplies by the named array where both have equal codes.
         """
-        later = "fwd" if getattr(self.recipe, later) is None else later
-        made = self.made(tensor, x, (later, "fwd"), later)
-        kept = made.operands[later]
-        if cast_of(self.recipe, later, tensor) is None:
-            return made, kept
-        if tensor in self.codes:  # under no name: they are inputs, which jax.checkpoint need not save
-            return made, self.codes[tensor].bits(later)
-        saved = named(kept, self.options.residual_name)
-        return made._replace(operands={m: saved if q is kept else q for m, q in made.operands.items()}), saved
+        backward = "fwd" if getattr(self.recipe, backward) is None else backward
+        cast = self.cast(tensor, x, (backward, "fwd"), backward)
+        residual = cast.operands[backward]
+        if cast_of(self.recipe, backward, tensor) is None:
+            return cast, residual
+        if tensor in self.codes:  # unnamed: they are inputs of a rematerialised function, which are alive anyway
+            return cast, self.codes[tensor].bits(backward)
+        saved = named(residual, self.options.residual_name)
+        return cast._replace(operands={m: saved if q is residual else q for m, q in cast.operands.items()}), saved
 
-    def amax(self, tensor: str, x: jax.Array, made: CastOperands) -> jax.Array:
-        return self.kind.amax(tensor, x, self.groups) if made.amax is None else made.amax
+    def amax(self, tensor: str, x: jax.Array, cast: CastOperands) -> jax.Array:
+        """The amax of x, computed by its cast or by itself."""
+        return self.op.amax(tensor, x, self.groups) if cast.amax is None else cast.amax
 
-    def bias_gradient(self, g: jax.Array, made: CastOperands) -> jax.Array:
-        return self.kind.bias_gradient(g, self.groups) if made.sums is None else made.sums
+    def bias_gradient(self, g: jax.Array, cast: CastOperands) -> jax.Array:
+        """The gradient of the bias, computed by the cast of g or by itself."""
+        return self.op.bias_gradient(g, self.groups) if cast.column_sums is None else cast.column_sums
 
     def unclipped_mask(self, backward: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
-        """Where the gradient of a clipped tensor passes straight through; None for everywhere.
+        """The mask of a straight-through gradient: true where fwd's cast of x to q did not clip; None for no mask.
 
-        backward: the matmul that makes that gradient. If it is quantised, codes of the backward pass take over.
+        backward: the matmul that computes the gradient of x. Masks apply only where the recipe leaves it unquantised.
         """
         cast = cast_of(self.recipe, "fwd", tensor)
         if cast is None or not cast.clips or getattr(self.recipe, backward) is not None:
             return None
-        return self.kind.unclipped_mask(self.kind.resolve_cast(cast, "fwd", tensor), x, q)
+        return self.op.unclipped_mask(self.op.resolve_cast(cast, "fwd", tensor), x, q)
 
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.kind.partitioning))
+        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.op.partitioning))
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
-        """Independent bits for each cast of a step; one that serves two matmuls has those of the first."""
+        """The key of a stochastic cast: independent for each cast of a step, the first matmul's if two share a cast."""
         if cast.rounding != "stochastic":
             return None
-        every = [(m, t) for m, tensors in PRODUCTS.items() for t in tensors]
-        served = ((m, cast_of(self.recipe, m, t)) for m, t in every if t == tensor)
-        first = next(m for m, c in served if c is not None and self.kind.resolve_cast(c, m, tensor) == resolved)
+        operands = [(m, t) for m, tensors in PRODUCTS.items() for t in tensors]
+        casts = ((m, cast_of(self.recipe, m, t)) for m, t in operands if t == tensor)
+        first = next(m for m, c in casts if c is not None and self.op.resolve_cast(c, m, tensor) == resolved)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
-        return Stream(raw_key(self.key), every.index((first, tensor)))
+        return Stream(raw_key(self.key), operands.index((first, tensor)))
 
 
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:
+    """The recipe's cast of a tensor ("x", "w" or "g") for a matmul; None if it is not quantised there."""
     gemm: Gemm | None = getattr(recipe, matmul)
     return None if gemm is None else (gemm.lhs, gemm.rhs)[PRODUCTS[matmul].index(tensor)]
 
 
 def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
+    """Raises ValueError if there are stochastic casts, such as "g of dgrad", and no key."""
     if stochastic and key is None:
-        words = f"{recipe.name} rounds {', '.join(stochastic)} by chance"
         raise ValueError(
-            f"{words}; give a `key`, new in each step (in Flax a stream `sr_rng`: linen takes it in "
-            "apply(..., rngs={'sr_rng': key}), NNX in with_recipe(..., rngs=nnx.Rngs(sr_rng=0)) or for each layer)"
+            f"{recipe.name} uses stochastic rounding for {', '.join(stochastic)}; pass a `key`, a new one in each step "
+            "(in Flax a stream `sr_rng`: in linen, apply(..., rngs={'sr_rng': key}); in NNX, with_recipe(..., "
+            "rngs=nnx.Rngs(sr_rng=0)) or the `rngs` of each layer)"
         )
 
 
-class Arrays:
-    """What kinds of matmuls share that cast whole arrays.
+class NonRaggedOp:
+    """Base class of DotOp and ConvOp: operands are arrays that are not cut into ragged groups.
 
-    out: the labels of the result. features: those of a bias. partitioning: how XLA partitions the
-    program.
+    out: the labels of the result's dims. features: those of the bias. partitioning: how XLA partitions the computation.
     """
 
     out: str
@@ -151,7 +164,7 @@ class Arrays:
     partitioning: Partitioning = ONE_DEVICE
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
-        """All casts of a request, in one pass where a kernel makes them."""
+        """x quantised for each matmul of the request, in one pass if one kernel can write all of them."""
         specs = {
             resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
             for resolved in request.distinct
@@ -165,22 +178,28 @@ class Arrays:
             )
             for matmul, resolved in request.resolved.items()
         )
-        multiplier = (
-            None if request.multiplier is None else checked_multiplier(views[0].spec, x, None, request.multiplier)
+        multiplier = request.multiplier
+        if multiplier is not None:
+            multiplier = checked_multiplier(views[0].spec, x, None, multiplier)
+        result = make_casts(
+            x,
+            views,
+            request.arguments(multiplier),
+            request.kernel,
+            self.partitioning,
+            self.members_of(next(iter(request.resolved)), request.tensor),
+            amax=request.amax,
+            column_sums=request.column_sums and self.out.endswith(self.features),
+            row_length=request.row_length,
         )
-        sums = request.sums and self.out.endswith(self.features)
-        wanted = {"amax": request.amax, "column_sums": sums, "row_length": request.row_length}
-        members = self.members_of(next(iter(request.resolved)), request.tensor)
-        given = request.arguments(multiplier)
-        made = make_casts(x, views, given, request.kernel, self.partitioning, members, **wanted)
-        return CastOperands(dict(zip(request.resolved, made.arrays, strict=True)), made.amax, made.column_sums)
+        return CastOperands(dict(zip(request.resolved, result.arrays, strict=True)), result.amax, result.column_sums)
 
     def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
-        """The axis of an operand that a matmul contracts, if kernels may choose its layout; None elsewhere."""
+        """The contracting dim of an operand whose layout the cast kernel may choose; None for the logical layout."""
         return None
 
     def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
-        """For each axis of a tensor the sizes of the axes that were flattened to it, in a partitioned program."""
+        """For each dim of a tensor, the sizes of the dims flattened to it; None if XLA partitions nothing."""
         return None
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
@@ -196,8 +215,7 @@ class Arrays:
         return amax(x)
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        elsewhere = tuple(a for a, c in enumerate(self.out) if c not in self.features)
-        kept = [c for c in self.out if c in self.features]
-        return jnp.sum(g.astype(accumulation_dtype(g.dtype)), axis=elsewhere).transpose(
-            [kept.index(c) for c in self.features]
-        )
+        axes = tuple(a for a, c in enumerate(self.out) if c not in self.features)
+        features = [c for c in self.out if c in self.features]
+        db = jnp.sum(g.astype(accumulation_dtype(g.dtype)), axis=axes)
+        return db.transpose([features.index(c) for c in self.features])

@@ -1,4 +1,4 @@
-"""dot_general, einsum and dense under a recipe."""
+"""`dense`, `dot_general` and `einsum` with operands quantised by a recipe."""
 
 import dataclasses
 import functools
@@ -15,12 +15,12 @@ from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import PRODUCTS, Cast, Recipe
 from scaledot.state import State
-from scaledot.train.casts import Arrays
-from scaledot.train.dot_sharded import Sharded, multiply_sharded
-from scaledot.train.flatten import Flattened, flatten
-from scaledot.train.kind import Matmul, Operands, Step
+from scaledot.train.casts import NonRaggedOp
+from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
+from scaledot.train.flatten import FlattenedContraction, flatten
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.train_op import Matmul, Operands, StaticArgs
 from scaledot.train.vjp import multiply
 from scaledot.train.weight_codes import WeightCodes, weight_operand
 
@@ -37,19 +37,18 @@ def dot_general(
     key=None,
     **options: Unpack[Keywords],
 ):
-    """`jax.lax.dot_general` of operands that are quantised, forward and backward, as a recipe says.
+    """`jax.lax.dot_general` with operands quantised in the forward and the backward pass, by a recipe.
 
-    The result has dtype `preferred_element_type` or the promotion of both; gradients have the dtypes of x and w. What
-    is kept for the backward pass is codes.
+    The result has dtype `preferred_element_type`, or the promotion of both operands; gradients have the dtypes of x and
+    w. Residuals are codes and scales, not full-precision operands.
 
     Args:
       w: an array, or a weight that `cast_weights` has cast under the same recipe.
       recipe: a Recipe or its name.
-      state: for a recipe with delayed scaling, from `init_state`; then (y, state) is returned, and the state that is
-        returned is the one to give to the next use within the same differentiated function. The gradient of a state
-        is the next state.
-      key: for a recipe that rounds stochastically, new in each step. A forward pass that nobody differentiates needs
-        it only if forward casts are stochastic.
+      state: for a recipe with delayed scaling, from `init_state`. The call then returns (y, state); pass that state to
+        the next use within the same differentiated function. The gradient of a state is the state of the next step.
+      key: for a recipe with stochastic rounding, a new one in each step. Without differentiation it is needed only if
+        casts of fwd are stochastic.
       **options: `out_sharding`, `specs`, `overlap`, `on_indivisible` and `kernel`; see
         `scaledot.train.options.Keywords`.
 
@@ -61,8 +60,8 @@ def dot_general(
     """
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
-    how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    return contract_under(how, contraction, x, w, None, state, key, codes)
+    opts = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
+    return contract_under(opts, contraction, x, w, None, state, key, codes)
 
 
 def einsum(
@@ -86,11 +85,14 @@ def einsum(
     """
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     shape = w.shape
-    how = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
+    opts = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
     (x_labels, x), (w_labels, w), out = two_operands(subscripts, x, w)
     if codes is not None and w.shape != shape:
-        raise ValueError(f"{subscripts!r} sums or broadcasts axes of {codes.spec} alone, which was cast as it is")
-    return contract_under(how, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
+        raise ValueError(
+            f"{subscripts!r} reduces or broadcasts axes of {codes.spec} before the contraction, but its codes have the "
+            "full shape; leave the weight out of cast_weights with `select`"
+        )
+    return contract_under(opts, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
 
 
 def dense(
@@ -105,10 +107,10 @@ def dense(
     preferred_element_type=None,
     **options: Unpack[Keywords],
 ):
-    """x (..., k) times w (k, ...) plus b, which has the trailing axes of w.
+    """x (..., k) times w (k, ...), plus b with the trailing dims of w: shape (...x, ...w).
 
-    The bias is added in float32 before the one rounding of the result, which has the dtype of x unless
-    `preferred_element_type` says otherwise: w may be a float32 master weight. Other arguments as in `dot_general`.
+    The bias is added to the float32 accumulator, before the result is rounded once, to `preferred_element_type` or the
+    dtype of x: w may be a float32 master weight. Other arguments as in `dot_general`.
 
     >>> import jax.numpy as jnp
     >>> dense(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.array([0.0, 0.5]), recipe="mxfp8")
@@ -117,55 +119,56 @@ def dense(
     """
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     b = None if b is None else float_operand(b, "b")
-    are_whole = options.get("specs") is None  # shards inside a shard_map may be cut differently, and are checked later
-    if not x.ndim or not w.ndim or (are_whole and x.shape[-1] != w.shape[0]):
+    # Inside a shard_map x and w may be sharded differently along k: global sizes are compared later.
+    may_be_shards = options.get("specs") is not None
+    if not x.ndim or not w.ndim or (not may_be_shards and x.shape[-1] != w.shape[0]):
         raise ValueError(f"the last axis of `x` {x.shape} must be as long as the first of `w` {w.shape}")
     if b is not None and b.ndim != w.ndim - 1:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
-    contraction = _last_by_first(x.ndim, w.ndim)
+    contraction = _dense_contraction(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
-    how = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
-    return contract_under(how, contraction, x, w, b, state, key, codes)
+    opts = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
+    return contract_under(opts, contraction, x, w, b, state, key, codes)
 
 
 @functools.cache
-def _last_by_first(x_ndim: int, w_ndim: int) -> Contraction:
-    """The last axis of x contracted with the first of w."""
+def _dense_contraction(x_ndim: int, w_ndim: int) -> Contraction:
+    """The contraction of the last dim of x with the first of w."""
     return from_dimension_numbers((((x_ndim - 1,), (0,)), ((), ())), x_ndim, w_ndim)
 
 
 def contract_under(
     options: Options, contraction: Contraction, x, w, b, state: State | None, key, codes: WeightCodes | None = None
 ):
-    """A contraction of checked operands: y, or (y, state) with delayed scaling. codes: of w, if it was cast before."""
+    """y, or (y, state) with delayed scaling, of checked operands. codes: those of a w that `cast_weights` has cast."""
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
     splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
     if splits is None:
-        return options.returned(*_contract_whole(options, contraction, operands, state, key, codes))
+        return options.returned(*_contract_unsharded(options, contraction, operands, state, key, codes))
     if codes is not None:
         raise ValueError(
-            f"{codes.spec} was cast whole; with `specs`, or sharded over explicit mesh axes, a matmul casts shards: "
-            "leave the weight out of cast_weights with `select`"
+            f"{codes.spec} was cast as a global array, but matmuls with `specs`, or of arrays that are sharded over "
+            "explicit mesh axes, cast shards: leave the weight out of cast_weights with `select`"
         )
     return options.returned(*_contract_sharded(options, contraction, splits, operands, state, key))
 
 
-def _contract_whole(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):
-    """Operands on one device, or that XLA partitions as it likes."""
+def _contract_unsharded(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):
+    """The contraction on one device, or along automatic mesh axes, where XLA chooses the partitioning."""
     _check_bias(contraction, operands)
     partitioning = partitioning_of(operands.x, operands.w)
     to_matrices = table.casts_matrices(partitioning) or options.recipe.cuts
     flat = flatten(contraction, to_matrices if codes is None else codes.spec.to_matrices)
-    sharding = options.out_sharding if flat.g.groups else None  # of the result before it is flattened
+    sharding = options.out_sharding if flat.g.groups else None  # its dims are those of the unflattened result
     if sharding is not None:
         options = dataclasses.replace(options, out_sharding=None)
     x, w, b, _ = operands
-    given = Operands(flat.x.enter(x), flat.w.enter(w), None if b is None else flat.bias.enter(b), None)
+    operands = Operands(flat.x.flatten(x), flat.w.flatten(w), None if b is None else flat.bias.flatten(b), None)
     sizes = dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True))
-    y, state = multiply(Step(Dot.of(flat, partitioning, sizes), options), given, state, key, codes)
-    y = flat.g.leave(y, sizes)
+    y, state = multiply(StaticArgs(DotOp.of(flat, partitioning, sizes), options), operands, state, key, codes)
+    y = flat.g.unflatten(y, sizes)
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
 
 
@@ -177,17 +180,17 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
 
 
 def _contract_sharded(options: Options, contraction: Contraction, splits: Shardings, operands: Operands, state, key):
-    """Operands that are sharded as the splits say, multiplied inside a shard_map."""
+    """The contraction of operands that are sharded as in `splits`, inside a shard_map."""
     flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
-    kind = Sharded.of(Dot(flat.flat), flat, operands, splits, options)
-    return multiply_sharded(kind, options, operands, state, key)
+    op = ShardedOp.of(DotOp(flat.flat), flat, operands, splits, options)
+    return multiply_sharded(op, options, operands, state, key)
 
 
 @dataclasses.dataclass(frozen=True)
-class Dot(Arrays):
-    """A contraction of x (batch, free, contracted) and w (batch, contracted, free), with axes in any order.
+class DotOp(NonRaggedOp):
+    """A contraction of x (batch, free, contracting) and w (batch, contracting, free), with dims in any order.
 
-    members: in a program that XLA partitions, the sizes of the axes that each label was flattened from.
+    members: for each label, the sizes of the dims that were flattened to it; empty on one device.
     """
 
     contraction: Contraction
@@ -195,8 +198,8 @@ class Dot(Arrays):
     members: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
-    def of(cls, flat: Flattened, partitioning: Partitioning, sizes: dict[str, int]) -> "Dot":
-        """The flattened contraction in a program that XLA partitions so. sizes: of the labels before flattening."""
+    def of(cls, flat: FlattenedContraction, partitioning: Partitioning, sizes: dict[str, int]) -> "DotOp":
+        """The operation of a flattened contraction. sizes: those of the labels before flattening."""
         return cls(flat.flat, partitioning, () if partitioning.devices == 1 else flat.members(sizes))
 
     @property
@@ -211,15 +214,16 @@ class Dot(Arrays):
     def has_batch(self) -> bool:
         return bool(self.contraction.batch)
 
-    def sides(self, matmul: str, tensor: str) -> OperandDims:
-        of, side = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
-        return OperandDims((of.lhs, of.rhs)[side], (of.lhs_free, of.rhs_free)[side], of.contracted)
+    def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
+        contraction, index = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
+        labels = (contraction.lhs, contraction.rhs)[index]
+        return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracted)
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
-        return ResolvedCast.on(cast, self.sides(matmul, tensor))
+        return ResolvedCast.on(cast, self.operand_dims(matmul, tensor))
 
     def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
-        return self.sides(matmul, tensor).axis if ndim == 2 else None
+        return self.operand_dims(matmul, tensor).axis if ndim == 2 else None
 
     def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
         return super().unclipped_mask(resolved, x, logical(q))
@@ -228,10 +232,17 @@ class Dot(Arrays):
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        of = self.contraction.of(matmul.name)
-        (lhs, left), (rhs, right) = stored(lhs, of.lhs), stored(rhs, of.rhs)
-        wanted = {**matmul.keywords, "partitioning": self.partitioning, "members": dict(self.members)}
-        return contract(Contraction(left, right, of.out), lhs, rhs, bias=bias, **wanted)
+        logical_dims = self.contraction.of(matmul.name)
+        (lhs, lhs_labels), (rhs, rhs_labels) = stored(lhs, logical_dims.lhs), stored(rhs, logical_dims.rhs)
+        return contract(
+            Contraction(lhs_labels, rhs_labels, logical_dims.out),
+            lhs,
+            rhs,
+            bias=bias,
+            partitioning=self.partitioning,
+            members=dict(self.members),
+            **matmul.keywords,
+        )
 
     def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
-        return tuple(dict(self.members)[c] for c in self.sides(matmul, tensor).labels) if self.members else None
+        return tuple(dict(self.members)[c] for c in self.operand_dims(matmul, tensor).labels) if self.members else None

@@ -1,7 +1,7 @@
-"""Contractions whose free and contracted axes are one axis each, so that blocks can run along them.
+"""Flattens the free dims of x, the contracting dims and the free dims of w to one dim each, for 2D matmul kernels.
 
-Blocks of a flattened axis run across the axes it is made of, row-major. `bsk,khd->bshd` becomes `bk,kh->bh`: b stands
-for (b, s) and h for (h, d).
+`bsk,khd->bshd` becomes `bk,kh->bh`, where b is (b, s) and h is (h, d), row-major. Blocks of a flattened dim run across
+the dims it consists of.
 """
 
 import functools
@@ -13,100 +13,102 @@ import jax
 from scaledot.contraction import Contraction, labels
 
 
-class Group(NamedTuple):
-    """Axes that are flattened, row-major, to one axis with a label of its own; none become an axis of 1."""
+class DimGroup(NamedTuple):
+    """Dims (`members`) that are flattened, row-major, to one dim with a label; no members make a dim of size 1."""
 
     label: str
     members: str
 
 
-class Layout(NamedTuple):
-    """The groups that one array has, and its labels before and after they are flattened."""
+class Flattening(NamedTuple):
+    """The dim groups of one array, and its labels before (`labels`) and after (`flat`) flattening."""
 
     labels: str
     flat: str
-    groups: tuple[Group, ...]
+    groups: tuple[DimGroup, ...]
 
     @classmethod
-    def of(cls, labels: str, groups: tuple[Group, ...]) -> "Layout":
+    def of(cls, labels: str, groups: tuple[DimGroup, ...]) -> "Flattening":
         first = {c: group.label for group in groups for c in group.members}
         flat = "".join(dict.fromkeys(first.get(c, c) for c in labels))
         return cls(labels, flat + "".join(group.label for group in groups if not group.members), groups)
 
     @property
     def grouped(self) -> str:
-        """The original labels, in the order of the flat ones."""
+        """The original labels in the order in which they are flattened."""
         return "".join(map(self.members, self.flat))
 
     def members(self, label: str) -> str:
-        """The original labels that a flat one is made of."""
+        """The original labels of a flat label."""
         return next((group.members for group in self.groups if group.label == label), label)
 
-    def enter(self, x: jax.Array) -> jax.Array:
-        """x with its axes flattened."""
+    def flatten(self, x: jax.Array) -> jax.Array:
+        """x with its dims transposed and flattened."""
         if not self.groups:
             return x
         sizes = dict(zip(self.labels, x.shape, strict=True))
         x = x.transpose([self.labels.index(c) for c in self.grouped])
         return x.reshape([math.prod(sizes[m] for m in self.members(c)) for c in self.flat])
 
-    def leave(self, y: jax.Array, sizes: dict[str, int]) -> jax.Array:
-        """The inverse, for axes of those sizes."""
+    def unflatten(self, y: jax.Array, sizes: dict[str, int]) -> jax.Array:
+        """The inverse of `flatten`. sizes: those of the original labels."""
         if not self.groups:
             return y
         y = y.reshape([sizes[c] for c in self.grouped])
         return y.transpose([self.grouped.index(c) for c in self.labels])
 
 
-class Flattened(NamedTuple):
-    """A contraction, the flattened one, and the layouts of x, w, the result (or its gradient g) and a bias."""
+class FlattenedContraction(NamedTuple):
+    """A contraction, its flattened form, and the flattenings of x, w, the result (or its cotangent g) and a bias."""
 
     contraction: Contraction
     flat: Contraction
-    x: Layout
-    w: Layout
-    g: Layout
-    bias: Layout
+    x: Flattening
+    w: Flattening
+    g: Flattening
+    bias: Flattening
 
     @classmethod
-    def unchanged(cls, contraction: Contraction, bias: str) -> "Flattened":
-        """With every axis left alone."""
-        layouts = (Layout.of(of, ()) for of in (contraction.lhs, contraction.rhs, contraction.out, bias))
-        return cls(contraction, contraction, *layouts)
+    def unchanged(cls, contraction: Contraction, bias: str) -> "FlattenedContraction":
+        """The identity: no dims are flattened. bias: the labels of a bias."""
+        tensors = contraction.lhs, contraction.rhs, contraction.out, bias
+        return cls(contraction, contraction, *(Flattening.of(labels, ()) for labels in tensors))
 
     def members(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """By flat label, the sizes of the axes that it is made of."""
-        layouts = {c: layout for layout in (self.x, self.w) for c in layout.flat}
-        found = ((c, tuple(sizes[m] for m in layout.members(c))) for c, layout in layouts.items())
-        return tuple((c, members or (1,)) for c, members in found)
+        """For each flat label, the sizes of the dims it consists of."""
+        flattenings = {c: flattening for flattening in (self.x, self.w) for c in flattening.flat}
+        members = ((c, tuple(sizes[m] for m in flattening.members(c))) for c, flattening in flattenings.items())
+        return tuple((c, member_sizes or (1,)) for c, member_sizes in members)
 
-    def of_tensor(self, tensor: str) -> Layout:
+    def of_tensor(self, tensor: str) -> Flattening:
         return {"x": self.x, "w": self.w, "g": self.g}[tensor]
 
 
 @functools.lru_cache(maxsize=1024)
-def flatten(contraction: Contraction, to_matrices: bool) -> Flattened:
-    """Each of the free axes of x, the contracted ones and the free axes of w as one axis.
+def flatten(contraction: Contraction, to_matrices: bool) -> FlattenedContraction:
+    """The contraction with its free and contracting dims flattened to one each.
 
-    A recipe that cuts no axis into blocks needs no matrices, only something to contract.
+    to_matrices: if false, as for recipes without blocks or rotations, dims keep their shape, except that a missing free
+    or contracting dim becomes one of size 1.
     """
-    rows, summed, columns = _groups(contraction, to_matrices)
-    layouts = (
-        Layout.of(contraction.lhs, rows + summed),
-        Layout.of(contraction.rhs, summed + columns),
-        Layout.of(contraction.out, rows + columns),
-        Layout.of(contraction.rhs_free, columns),
+    rows, contracting, columns = _groups(contraction, to_matrices)
+    flattenings = (
+        Flattening.of(contraction.lhs, rows + contracting),
+        Flattening.of(contraction.rhs, contracting + columns),
+        Flattening.of(contraction.out, rows + columns),
+        Flattening.of(contraction.rhs_free, columns),
     )
-    return Flattened(contraction, Contraction(*(layout.flat for layout in layouts[:3])), *layouts)
+    flat = Contraction(*(flattening.flat for flattening in flattenings[:3]))
+    return FlattenedContraction(contraction, flat, *flattenings)
 
 
-def _groups(contraction: Contraction, to_matrices: bool) -> tuple[tuple[Group, ...], ...]:
-    """What to flatten of rows, contracted axes and columns, each one group or none."""
-    sides = contraction.lhs_free, contraction.contracted, contraction.rhs_free
+def _groups(contraction: Contraction, to_matrices: bool) -> tuple[tuple[DimGroup, ...], ...]:
+    """The dim groups of rows, contracting dims and columns: one or none each."""
+    all_members = contraction.lhs_free, contraction.contracted, contraction.rhs_free
     fresh = iter(labels(3, contraction.lhs + contraction.rhs))
-    flatten = [not members or (to_matrices and len(members) > 1) for members in sides]
-    rows, summed, columns = (
-        (Group(members[:1] or next(fresh), members),) if flat else ()
-        for members, flat in zip(sides, flatten, strict=True)
+    is_flattened = [not members or (to_matrices and len(members) > 1) for members in all_members]
+    rows, contracting, columns = (
+        (DimGroup(members[:1] or next(fresh), members),) if flattened else ()
+        for members, flattened in zip(all_members, is_flattened, strict=True)
     )
-    return rows, summed, columns
+    return rows, contracting, columns

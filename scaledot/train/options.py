@@ -1,4 +1,4 @@
-"""What the verbs of training take beside their operands: checked once, then one frozen record."""
+"""Keyword arguments of the functions of `scaledot.train`, checked once and passed on as one frozen, hashable record."""
 
 import dataclasses
 from collections.abc import Collection
@@ -23,18 +23,18 @@ ON_INDIVISIBLE = ("raise", "gather")
 
 
 class Keywords(TypedDict, total=False):
-    """The keyword arguments that the verbs hand on to `Options.of`.
+    """Keyword arguments that `dense`, `dot_general` and the other functions of `scaledot.train` share.
 
     out_sharding: the sharding of the result, along explicit mesh axes.
-    specs: the PartitionSpecs of x, w and the result along automatic mesh axes, or along those of a surrounding
-      shard_map, inside which x and w are shards. Operands are all-gathered as codes, and partial sums reduced in
-      float32, where that is needed.
-    overlap: mesh axes along which shards travel around a ring while others are multiplied: no operand is gathered
-      before it is used, and no sum is complete before it is scattered.
-    on_indivisible: what to do where a sharding would cut blocks: "raise", or "gather" that axis first, in the precision
-      that the array has.
-    kernel: the name of a matmul kernel (`scaledot.explain` lists them), or a function from a problem to a name; None
-      takes the first that supports it.
+    specs: the PartitionSpecs of x, w and the result along automatic mesh axes, or along the axes of a surrounding
+      shard_map, inside which x and w are shards. Where needed, operands are all-gathered as codes and partial results
+      are reduced in float32.
+    overlap: mesh axes along which collectives overlap with matmuls: instead of an all-gather before the matmul, shards
+      of an operand go around a collective-permute ring and are multiplied as they arrive; instead of a reduce-scatter
+      after it, accumulators go around the ring.
+    on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that dim first, unquantised.
+    kernel: the name of a matmul kernel (`scaledot.explain` lists them), or a function from a Problem to a name; None
+      for the first kernel that supports the problem.
     """
 
     out_sharding: Any
@@ -47,9 +47,9 @@ class Keywords(TypedDict, total=False):
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Everything that a call says beside its arrays; `Keywords` says what the fields mean.
+    """The static arguments of a call; see `Keywords`.
 
-    dtype: of the result. residual_name: under which jax.checkpoint finds what is kept for the backward pass.
+    dtype: that of the result. residual_name: the `checkpoint_name` of codes that are saved as residuals.
     """
 
     recipe: Recipe
@@ -69,38 +69,38 @@ class Options:
         dtype: np.dtype,
         precision,
         keywords: Keywords,
-        refused: Collection[str] = (),
+        unsupported: Collection[str] = (),
         residual_name: str = RESIDUAL_NAME,
     ) -> "Options":
-        """The checked arguments of a verb. refused: keywords that others take and this one does not."""
-        taken = [name for name in Keywords.__annotations__ if name not in refused]
-        unknown = [name for name in keywords if name not in taken]
+        """The Options of checked arguments. unsupported: fields of Keywords that the calling function does not take."""
+        supported = [name for name in Keywords.__annotations__ if name not in unsupported]
+        unknown = [name for name in keywords if name not in supported]
         if unknown:
-            raise TypeError(f"there is no argument `{unknown[0]}` here; keyword arguments are {', '.join(taken)}")
-        given: dict[str, Any] = {**keywords}
-        overlap = given.get("overlap") or ()
-        given["overlap"] = (overlap,) if isinstance(overlap, str) else tuple(overlap)
-        given["specs"] = _checked_specs(given.get("specs"))
-        if given.get("on_indivisible", "raise") not in ON_INDIVISIBLE:
-            raise ValueError(f"`on_indivisible` must be raise or gather, not {given['on_indivisible']!r}")
+            raise TypeError(f"there is no argument `{unknown[0]}` here; keyword arguments are {', '.join(supported)}")
+        fields: dict[str, Any] = {**keywords}
+        overlap = fields.get("overlap") or ()
+        fields["overlap"] = (overlap,) if isinstance(overlap, str) else tuple(overlap)
+        fields["specs"] = _checked_specs(fields.get("specs"))
+        if fields.get("on_indivisible", "raise") not in ON_INDIVISIBLE:
+            raise ValueError(f"`on_indivisible` must be 'raise' or 'gather', not {fields['on_indivisible']!r}")
         precision = tuple(precision) if isinstance(precision, list) else precision
-        check_hashable({"precision": precision, **given})
-        return cls(find_recipe(recipe), dtype, precision, **given, residual_name=residual_name)
+        check_hashable({"precision": precision, **fields})
+        return cls(find_recipe(recipe), dtype, precision, **fields, residual_name=residual_name)
 
     def returned(self, y: jax.Array, state: State):
-        """What a verb returns: y, and with delayed scaling the state for the next use."""
+        """The return value of a function of `scaledot.train`: y, or (y, state) with delayed scaling."""
         return (y, state) if self.recipe.delayed else y
 
     def checked_state(self, state: State | None, w: jax.Array) -> State:
-        """The state of a matmul by w, {} for a recipe that keeps none; raises if w is differentiated without it."""
+        """The checked state, {} without delayed scaling; raises ValueError if w is differentiated and state is not."""
         recipe = self.recipe
         if recipe.delayed and state is None:
             raise ValueError(
-                f"{recipe.name} scales by the history of earlier steps: give a `state`, at first "
+                f"{recipe.name} uses delayed scaling and needs a `state`; in the first step, pass "
                 f"init_state({recipe.name!r})"
             )
         if not recipe.delayed and state:
-            raise ValueError(f"`state` is given, but {recipe.name} keeps none")
+            raise ValueError(f"`state` is passed, but {recipe.name} has no delayed scaling; leave it out")
         check_state(recipe, state or {})
         return checked_use(recipe, state, w) if state else {}
 
@@ -110,12 +110,12 @@ def _checked_specs(specs: Any) -> Specs | None:
         return None
     is_three = isinstance(specs, (tuple, list)) and len(specs) == len(Specs._fields)
     if not is_three or not all(isinstance(spec, PartitionSpec) for spec in specs):
-        raise TypeError(f"`specs` must be Specs(x, w, y), a PartitionSpec for each of them, not {specs!r}")
+        raise TypeError(f"`specs` must be Specs(x, w, y), three PartitionSpecs, not {specs!r}")
     return Specs(*specs)
 
 
 def result_dtype(preferred, x: np.dtype, w: np.dtype) -> np.dtype:
-    """The dtype of a matmul of arrays of dtypes x and w."""
+    """The dtype of a matmul of dtypes x and w: `preferred`, or their promotion."""
     dtype = element_type(preferred) or promoted(x, w)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
         raise TypeError(f"`preferred_element_type` must be a float dtype of at least 16 bits, not {dtype}")

@@ -1,9 +1,11 @@
-"""ragged_dot under a recipe: rows in groups, each with its own matrix, as in a mixture of experts.
+"""`ragged_dot` with operands quantised by a recipe: rows in consecutive groups, each multiplied by its own matrix.
 
-Every group is quantised as if it were alone (`kernels.xla_casts` says how). Down the rows, which wgrad sums over within
-each group, groups start at whole blocks, with zeros between. What is one number for a whole group (a scale per tensor
-or per channel, the tensor scale of a two-level format) is kept per group, beside the codes, and meets the result of
-wgrad, which has one matrix per group.
+Every group is quantised as if it were an array of its own (see `kernels.xla_casts`). wgrad contracts the rows of each
+group, so its blocks run down rows: groups are spaced to start at a multiple of the block, with zero rows between. One
+scale for a whole group (per tensor, per channel, or the tensor scale of a two-level format) is stored apart from the
+codes (`PerGroup`) and multiplies the result of wgrad, which has one matrix per group.
+
+Rows x (300, k) in groups of 130 and 170 with 128×1 blocks in wgrad: the groups start at rows 0 and 256, of 512.
 """
 
 import dataclasses
@@ -30,10 +32,10 @@ from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.kind import CastOperands, CastRequest, Matmul, Operands, Step
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.train_op import CastOperands, CastRequest, Matmul, Operands, StaticArgs
 from scaledot.train.vjp import multiply
 from scaledot.train.weight_codes import plain_weight
 
@@ -51,12 +53,12 @@ def ragged_dot(
     key=None,
     **options: Unpack[Keywords],
 ):
-    """`jax.lax.ragged_dot` under a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
+    """`jax.lax.ragged_dot` quantised by a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
 
-    Rows come in consecutive groups, which may be empty; rows past the last one give zeros and take no part in scales
-    or gradients. Every group is quantised as if it were alone, except that delayed scaling has one factor for all.
-    Other arguments as in `dot_general`, without `overlap` and `on_indivisible`. On a mesh weights may be sharded along
-    groups, as experts are, and b as they are; `group_sizes` are those of all groups, on every device.
+    Groups are consecutive rows of x and may be empty. Rows after the last group give zeros; they enter neither scales
+    nor gradients. Every group is quantised as if it were an array of its own, except that delayed scaling has one
+    quantisation multiplier for all groups. Other arguments as in `dot_general`, without `overlap` and `on_indivisible`.
+    With expert parallelism, w and b are sharded along groups, and `group_sizes` of all groups is replicated.
 
     >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
@@ -64,41 +66,44 @@ def ragged_dot(
     """
     x, w = float_operand(x, "x"), plain_weight(w, "ragged_dot")
     b = None if b is None else float_operand(b, "b")
-    dtype, refused = result_dtype(preferred_element_type, x.dtype, w.dtype), ("overlap", "on_indivisible")
-    how = Options.of(recipe, dtype, precision, options, refused)
-    if x.ndim != 2 or w.ndim != 3 or (how.specs is None and x.shape[1] != w.shape[1]):
+    dtype, unsupported = result_dtype(preferred_element_type, x.dtype, w.dtype), ("overlap", "on_indivisible")
+    opts = Options.of(recipe, dtype, precision, options, unsupported)
+    if x.ndim != 2 or w.ndim != 3 or (opts.specs is None and x.shape[1] != w.shape[1]):
         raise ValueError(f"`x` (rows, k) and `w` (groups, k, n) must share k, not be of shapes {x.shape} and {w.shape}")
-    experts = experts_of(x, w, how.specs, how.out_sharding)
+    experts = experts_of(x, w, opts.specs, opts.out_sharding)
     rows, count = (x.shape[0], w.shape[0]) if experts is None else (experts.sizes["t"], experts.sizes["g"])
     groups = checked_groups(group_sizes, rows)
     if groups.shape[0] != count:
         raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
-    operands, state, partitioning = Operands(x, w, b, groups), how.checked_state(state, w), _partitioning(x, w)
-    how = dataclasses.replace(how, out_sharding=None)  # the matmuls of shards, or of whole arrays, have none
+    operands, state, partitioning = Operands(x, w, b, groups), opts.checked_state(state, w), _partitioning(x, w)
+    opts = dataclasses.replace(opts, out_sharding=None)  # `experts` has it; unsharded results need none
 
-    def kind_of(groups: int, rows: int, k: int, n: int) -> Ragged:
+    def local_op(groups: int, rows: int, k: int, n: int) -> RaggedDotOp:
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
-        return Ragged(_spacing(how.recipe.wgrad, groups, how.kernel, arrays, partitioning), partitioning)
+        return RaggedDotOp(_group_alignment(opts.recipe.wgrad, groups, opts.kernel, arrays, partitioning), partitioning)
 
     if experts is not None:
-        return how.returned(*multiply_experts(kind_of, how, experts, operands, state, key))
-    x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # a row of no group stands for none
-    step = Step(kind_of(count, rows, *w.shape[1:]), how)
-    y, state = multiply(step, operands._replace(x=x), state, key)
-    return how.returned(y[:rows], state)
+        return opts.returned(*multiply_experts(local_op, opts, experts, operands, state, key))
+    x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # kernels need a row; this one belongs to no group
+    static = StaticArgs(local_op(count, rows, *w.shape[1:]), opts)
+    y, state = multiply(static, operands._replace(x=x), state, key)
+    return opts.returned(y[:rows], state)
 
 
 def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
-    """How XLA partitions them: kernels of groups have no partitioning of their own."""
+    """How XLA partitions the arrays; not automatic, because grouped kernels have no partitioning rule."""
     return partitioning_of(x, w)._replace(is_automatic=False)
 
 
-def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], partitioning: Partitioning) -> int:
-    """What sizes of groups are rounded up to in wgrad: what its casts need, or more where kernels make both of them.
+def _group_alignment(
+    wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], partitioning: Partitioning
+) -> int:
+    """The number of rows that group sizes are rounded up to in wgrad.
 
-    A cast that rounds stochastically must have the same codes on every device, so what serves two products still does.
+    It is the least that blocks and rotations need, or a larger multiple if kernels cast both operands and want it. A
+    stochastic cast keeps the least: its codes depend on row indices, and must be equal on every backend.
     """
     needed = _row_alignment(wgrad)
     if wgrad is None or isinstance(kernel, str):
@@ -108,14 +113,14 @@ def _spacing(wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, A
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
         view = View(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
-        given = frozenset() if cast.delayed is None else frozenset({"multiplier"})
-        problem = CastProblem(x.shape, (view,), given, groups=groups, group_multiple=needed, partitioning=partitioning)
+        names = frozenset() if cast.delayed is None else frozenset({"multiplier"})
+        problem = CastProblem(x.shape, (view,), names, groups=groups, group_multiple=needed, partitioning=partitioning)
         multiples.add(table.spacing(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
 
 def _row_alignment(wgrad: Gemm | None) -> int:
-    """How many rows of one group a block or a rotation of wgrad needs."""
+    """The least common multiple of the block and rotation sizes down the rows of wgrad."""
     sizes = [1]
     for cast in (wgrad.lhs, wgrad.rhs) if wgrad else ():
         if cast is not None:
@@ -124,29 +129,35 @@ def _row_alignment(wgrad: Gemm | None) -> int:
 
 
 class ResolvedRowCast(NamedTuple):
-    """A cast of rows in groups. tile: (rows, features) that share a scale. together: rows that groups come in."""
+    """A cast of rows in groups.
+
+    tile: the block (rows, features); 0 is the whole dim. axis: the dim that blocks and rotations run along.
+    row_alignment: the number of rows that group sizes are rounded up to.
+    """
 
     cast: Cast
     tile: tuple[int, int]
-    axis: int  # that blocks and rotations run along
+    axis: int
     row_alignment: int
 
     @property
     def rows_reason(self) -> str | None:
-        """Why groups whose sizes are data cannot be cast so, or None."""
+        """Why groups whose sizes are known only at run time do not support this cast; None if they do."""
         if self.cast.calibration != "absmax":
-            return f"has `calibration` {self.cast.calibration!r}, which is not offered for rows in groups"
+            return (
+                f"has `calibration` {self.cast.calibration!r}, which is not supported for rows in groups; use 'absmax'"
+            )
         (down, across), along_features = self.tile, self.axis == 1
         is_tensor_or_channel = across == 0 or (across == 1 and not along_features)
         if down or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
             return None
         return (
-            "has scales for all rows of a group at once, which rows in groups take for whole tensors or channels "
-            "without a rotation down the rows; use a block of rows"
+            "has one scale for all rows of a group, which is supported only per tensor or per channel, without a "
+            "rotation down the rows; use a block of rows"
         )
 
     def spec(self, shape: tuple[int, ...], dtype, groups: int, amax_axes: tuple[str, ...] = ()) -> CastSpec:
-        """The cast of rows of that shape in so many groups."""
+        """The CastSpec for rows of `shape` in `groups` groups."""
         rows, features = (
             shape[0] if self.row_alignment == 1 else padded_capacity(shape[0], groups, self.row_alignment),
             shape[1],
@@ -162,8 +173,11 @@ class ResolvedRowCast(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
-    """x and g are rows in groups, w has one matrix per group; in wgrad groups start at multiples of `row_alignment`."""
+class RaggedDotOp:
+    """x (m, k) and g (m, n) are rows in groups, w is (groups, k, n).
+
+    In wgrad, groups start at multiples of `row_alignment` rows.
+    """
 
     row_alignment: int
     partitioning: Partitioning = ONE_DEVICE
@@ -175,7 +189,7 @@ class Ragged:
                 cast, OperandDims("kn", "n", "k") if matmul == "fwd" else OperandDims("kn", "k", "n")
             )
         free, contracted = cast.tile
-        # One scale without a rotation gives the same codes for both matmuls of a tensor: they are made once.
+        # Per-tensor scales without a rotation give equal codes for both matmuls: equal ResolvedRowCasts are cast once.
         along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
         tile, axis = ((free, contracted), 1) if along_features else ((contracted, free), 0)
         resolved = ResolvedRowCast(cast, tile, axis, self.row_alignment if matmul == "wgrad" else 1)
@@ -185,26 +199,32 @@ class Ragged:
         return resolved
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
-        """A pass for each cast: in wgrad groups are spaced, elsewhere they are not."""
-        made: dict[Any, CastResult] = {}
+        """x quantised for each matmul, in one pass per cast: groups are spaced in wgrad only."""
+        results: dict[Any, CastResult] = {}
         for matmul, resolved in request.resolved.items():
-            if resolved not in made and request.tensor == "w":
-                made[resolved] = _cast_weights(request, resolved, x)
-            elif resolved not in made:
-                made[resolved] = self._cast_rows(request, matmul, resolved, x, groups, is_first=not made)
-        first = next(iter(made.values()))
-        return CastOperands({m: made[resolved].arrays[0] for m, resolved in request.resolved.items()}, first.amax)
+            if resolved not in results and request.tensor == "w":
+                results[resolved] = _cast_weights(request, resolved, x)
+            elif resolved not in results:
+                results[resolved] = self._cast_rows(request, matmul, resolved, x, groups, is_first=not results)
+        amax = next(iter(results.values())).amax
+        return CastOperands({m: results[resolved].arrays[0] for m, resolved in request.resolved.items()}, amax)
 
     def _cast_rows(
         self, request: CastRequest, matmul: str, resolved: ResolvedRowCast, x: jax.Array, groups, is_first: bool
     ) -> CastResult:
-        """Rows cast for one matmul, each group as if it were alone."""
+        """Rows cast for one matmul, each group as if it were an array of its own."""
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
         view = View(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
         multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
-        given = request.arguments(multiplier, groups)
-        wanted = {"amax": request.amax and is_first, "group_multiple": resolved.row_alignment}
-        return make_casts(x, (view,), given, request.kernel, self.partitioning, **wanted)
+        return make_casts(
+            x,
+            (view,),
+            request.arguments(multiplier, groups),
+            request.kernel,
+            self.partitioning,
+            amax=request.amax and is_first,
+            group_multiple=resolved.row_alignment,
+        )
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
@@ -212,16 +232,15 @@ class Ragged:
     def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
         if isinstance(resolved, ResolvedCast):
             return jax.vmap(resolved.unclipped_mask)(x, q)
-        return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(
-            x, q
-        )  # of rows only delayed scaling clips, with one scale for all
+        # Among casts of rows only those with delayed scaling clip, and these have one scale.
+        return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
         return amax(x if tensor == "w" else members(x, groups))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         if bias is not None:
-            y = self.multiply(matmul.wide, lhs, rhs, groups)
+            y = self.multiply(matmul.unrounded, lhs, rhs, groups)
             return self.add_bias(y, bias.astype(y.dtype), groups).astype(matmul.dtype)
         if matmul.name == "wgrad":
             return self._multiply_within_groups(matmul, lhs, rhs, groups)
@@ -233,38 +252,38 @@ class Ragged:
     def _multiply_within_groups(self, matmul: Matmul, lhs, rhs, groups) -> jax.Array:
         """wgrad, which contracts the rows of each group: (groups, k, n)."""
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        more: dict[str, Any] = {"precision": matmul.precision, "preferred": matmul.dtype}
+        keywords: dict[str, Any] = {"precision": matmul.precision, "preferred": matmul.dtype}
         if isinstance(lhs, PerGroup) or isinstance(rhs, PerGroup):
-            one = jnp.ones((groups.shape[0], 1), jnp.float32)
-            (lhs, left), (rhs, right) = (
-                (x.codes, x.scale) if isinstance(x, PerGroup) else (x, one) for x in (lhs, rhs)
+            ones = jnp.ones((groups.shape[0], 1), jnp.float32)
+            (lhs, lhs_scale), (rhs, rhs_scale) = (
+                (x.codes, x.scale) if isinstance(x, PerGroup) else (x, ones) for x in (lhs, rhs)
             )
-            more["multipliers"] = left, right
+            keywords["factors"] = lhs_scale, rhs_scale
         lhs, rhs = logical(lhs), logical(rhs)
         sizes = whole_groups(groups, self.row_alignment)
-        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **more)
+        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **keywords)
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = group_of(groups, y.shape[0])
         return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
-        count, wide = groups.shape[0], g.astype(accumulation_dtype(g.dtype))
-        return jax.ops.segment_sum(wide, group_of(groups, g.shape[0]), count + 1)[:count]
+        count, g = groups.shape[0], g.astype(accumulation_dtype(g.dtype))
+        return jax.ops.segment_sum(g, group_of(groups, g.shape[0]), count + 1)[:count]
 
 
 def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) -> CastResult:
-    """The matrix of each group cast by itself: by XLA, because kernels are not made to be mapped."""
+    """The matrix of each group cast by itself, by XLA: the cast kernels have no batching rule."""
     key, uniform, axes = request.keys[resolved], request.uniforms.get(resolved), request.amax_axes.get(resolved, ())
     keys = None
     if key is not None and uniform is None:
         keys = numbered(key, jnp.arange(w.shape[0]))
-    each = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
-    codes = jax.vmap(lambda w, key, uniform: each(w, request.multiplier, key, None, uniform))(w, keys, uniform)
+    quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
+    codes = jax.vmap(lambda w, key, uniform: quantize(w, request.multiplier, key, None, uniform))(w, keys, uniform)
     return CastResult((codes,))
 
 
 def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:
-    """An ordinary array whose scale is repeated for every row."""
+    """A ScaledArray with the scale of its group for each row."""
     group = jnp.minimum(group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
     return dataclasses.replace(x.codes, scale=x.scale[group], block=(0,))

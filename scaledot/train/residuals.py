@@ -1,4 +1,4 @@
-"""What a training matmul keeps for its backward pass: codes instead of arrays, and types instead of primals."""
+"""Residuals of a training matmul: codes instead of full-precision operands, and avals instead of primals."""
 
 import dataclasses
 import functools
@@ -12,15 +12,18 @@ from jax.ad_checkpoint import checkpoint_name
 from scaledot.parallel.types import Like
 from scaledot.state import State
 
-# The names under which jax.checkpoint finds the results of matmuls and what they keep for the backward pass.
+# The `checkpoint_name`s of matmul results and of residuals, for the policies of `jax.checkpoint`.
 GEMM_NAME = "scaledot_gemm"
 BATCHED_GEMM_NAME = "scaledot_batched_gemm"
 RESIDUAL_NAME = "scaledot_residual"
 
 
 class Residuals(NamedTuple):
-    """x and w are quantised operands as Bits. inside_x, inside_w: where a straight-through gradient passes, None for
-    everywhere. amax: of x and w under delayed scaling. like: the types of x, w and bias."""
+    """What the forward pass saves for the backward pass.
+
+    x, w: the operands of wgrad and dgrad, narrow floats as Bits. unclipped_x, unclipped_w: masks of straight-through
+    gradients, None for no mask. amax: of x and w under delayed scaling. like: the avals of x, w and bias.
+    """
 
     x: Any
     w: Any
@@ -36,10 +39,10 @@ class Residuals(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bits:
-    """A narrow float array as integers.
+    """An array of floats of at most 8 bits, bitcast to unsigned integers.
 
-    jax.checkpoint rounds the floats that it saves with lax.reduce_precision, which takes the largest float8_e4m3fn for
-    an infinity and turns it into NaN; integers it leaves alone.
+    jax.checkpoint applies lax.reduce_precision to the floats that it saves, which turns the largest float8_e4m3fn into
+    NaN; integers are saved unchanged.
     """
 
     bits: jax.Array
@@ -47,7 +50,7 @@ class Bits:
 
 
 def as_bits(tree: Any) -> Any:
-    """The tree with every float of at most 8 bits as Bits."""
+    """The tree with every array of floats of at most 8 bits as Bits."""
 
     def pack(leaf: jax.Array) -> Any:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits > 8:
@@ -59,6 +62,8 @@ def as_bits(tree: Any) -> Any:
 
 
 def from_bits(tree: Any) -> Any:
+    """The inverse of `as_bits`."""
+
     def unpack(leaf: Any) -> Any:
         return lax.bitcast_convert_type(leaf.bits, leaf.dtype) if isinstance(leaf, Bits) else leaf
 
@@ -66,23 +71,26 @@ def from_bits(tree: Any) -> Any:
 
 
 def named(tree: Any, name: str) -> Any:
-    """A quantised operand that jax.checkpoint finds by name; its float codes are saved as integers."""
+    """A quantised operand whose arrays carry a `checkpoint_name`, narrow floats as integers."""
     return from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, name), as_bits(tree)))
 
 
 @jax.custom_jvp
 def differentiated_once(tree: Any) -> Any:
-    """The tree itself. Codes have no derivative, so a second one would be zero without a word."""
+    """The tree itself; raises TypeError if differentiated.
+
+    Codes have no derivative, so a second derivative would silently be zero.
+    """
     return tree
 
 
 @functools.partial(differentiated_once.defjvp, symbolic_zeros=True)
 def _refuse(primals: tuple[Any], tangents: tuple[Any]):
     leaves = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, jax.custom_derivatives.SymbolicZero))
-    kinds = (jax.custom_derivatives.SymbolicZero,)
-    if not all(isinstance(t, kinds) or getattr(t, "dtype", None) == jax.dtypes.float0 for t in leaves):
+    zero = jax.custom_derivatives.SymbolicZero
+    if not all(isinstance(t, zero) or getattr(t, "dtype", None) == jax.dtypes.float0 for t in leaves):
         raise TypeError(
-            "a product under a recipe can be differentiated once: its gradients are products of codes, which have no "
-            "derivative. Use plain products where second derivatives are needed"
+            "a matmul under a recipe can be differentiated once: its gradients are matmuls of codes, which have no "
+            "derivative. Use jax.lax matmuls where second derivatives are needed"
         )
     return primals[0], tangents[0]

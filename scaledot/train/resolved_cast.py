@@ -1,11 +1,12 @@
-"""The casts of a recipe, resolved for the dims of an array.
+"""Resolves the casts of a recipe for the dims of an array.
 
-A recipe's Cast has block sizes for free and contracting dims; an array has labels. `OperandDims` says which labels of a
-tensor are free in a matmul and which are contracting; a `ResolvedCast` has a block size for every dim, and its CastSpec
-is the one of `quantize`. `quantize` saturates infinities and drops NaN; casts of training propagate both into every
-matmul (`ops.cast_spec.propagating`), so that overflow guards see them.
+A recipe's Cast has two block sizes, for the free and the contracting dim; which dims these are depends on the tensor
+and the matmul. `OperandDims` labels the dims of a tensor as free or contracting; a `ResolvedCast` has a block size for
+every dim, and yields the CastSpec that `quantize` would use, with one difference: `quantize` saturates ±inf and drops
+NaN, whereas casts in training propagate both to the result of the matmul (`ops.cast_spec.propagating`), because loss
+scaling and other overflow guards test results for them.
 
-1x128 blocks of x (256, 512) with labels "mk": for fwd, `OperandDims("mk", "m", "k")`, the block is (1, 128) and scales
+1×128 blocks of x (256, 512) with labels "mk": for fwd, `OperandDims("mk", "m", "k")`, the block is (1, 128) and scales
 have shape (256, 4); for wgrad, which contracts m, `OperandDims("mk", "k", "m")` gives (128, 1) and (2, 512).
 """
 
@@ -29,14 +30,17 @@ from scaledot.recipes import Cast
 
 
 class OperandDims(NamedTuple):
-    """The labels of one tensor in one matmul: all, free and contracted ones. Blocks run along the first of either."""
+    """The labels of a tensor's dims in one matmul: all, free, contracting.
+
+    Blocks larger than 1 apply to the first free and the first contracting dim.
+    """
 
     labels: str
     free: str
     contracting: str
 
     def tile(self, cast: Cast) -> blocks.Block:
-        """Elements along each axis that share a scale."""
+        """The block size of a cast along each dim; 0 is the whole dim."""
         if cast.is_per_tensor:
             return (0,) * len(self.labels)
         entries = dict.fromkeys(self.labels, 1)
@@ -47,30 +51,29 @@ class OperandDims(NamedTuple):
 
     @property
     def axis(self) -> int:
-        """The axis that blocks and rotations run along."""
+        """The contracting dim that blocks and rotations run along."""
         return self.labels.index(self.contracting[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCast:
-    """A cast laid on an array: equal ones give equal codes, so one serves both."""
+    """A cast with a block size for each dim (`tile`): equal ResolvedCasts of a tensor give equal codes."""
 
     cast: Cast
     tile: blocks.Block
     rotated_axis: int | None
 
     @classmethod
-    def on(cls, cast: Cast, sides: OperandDims) -> "ResolvedCast":
-        return cls(cast, sides.tile(cast), None if cast.rotation is None else sides.axis)
+    def on(cls, cast: Cast, dims: OperandDims) -> "ResolvedCast":
+        return cls(cast, dims.tile(cast), None if cast.rotation is None else dims.axis)
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """All axes, the rotated one last, as `quantize` takes them."""
-        every = range(len(self.tile))
-        return tuple(sorted(every, key=lambda a: (a == self.rotated_axis, a)))
+        """All dims with the rotated one last: the `axis` argument of `quantize`."""
+        return tuple(sorted(range(len(self.tile)), key=lambda a: (a == self.rotated_axis, a)))
 
     def spec(self, shape: tuple[int, ...], dtype, amax_axes: tuple[str, ...] = ()) -> CastSpec:
-        """The cast of an array of that shape, whose rotated axis is padded to whole groups of the rotation."""
+        """The CastSpec for an array of `shape`; its rotated dim is padded to a multiple of the rotation's size."""
         rotation, sizes = self.cast.rotation, list(shape)
         if rotation is not None and self.rotated_axis is not None:
             sizes[self.rotated_axis] += -sizes[self.rotated_axis] % rotation.size
@@ -90,14 +93,14 @@ class ResolvedCast:
         amax_axes: tuple[str, ...] = (),
         kernel: Choice = None,
     ) -> ScaledArray:
-        """x cast by itself, in its own layout."""
+        """x quantised in a pass of its own, in logical layout. tensor_scale: that of a two-level format, if known."""
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
         key = key if rounding == "stochastic" else None
-        given = arguments(spec, x, rounding, key, uniform, tensor_scale=tensor_scale, multiplier=multiplier)
-        return make_casts(x, (view_of(spec, rounding),), given, kernel).arrays[0]
+        cast_arguments = arguments(spec, x, rounding, key, uniform, tensor_scale=tensor_scale, multiplier=multiplier)
+        return make_casts(x, (view_of(spec, rounding),), cast_arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
-        """Where the cast did not clip x; None if it never clips. A block with a NaN scale counts as not clipped."""
+        """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""
         if not self.cast.clips:
             return None
         parsed, block = calibrate.parse(self.cast.calibration), self.tile
@@ -105,7 +108,7 @@ class ResolvedCast:
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)
             return ~((x < blocks.spread(low, x.shape, block)) | (x > blocks.spread(high, x.shape, block)))
-        # What the codes reach; the calibrated magnitude is an ulp or two from it.
-        reach = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
-        limit = math.prod(scale_values(q.scale, q.tensor_scale, q.format), start=reach)
+        # max × scale differs from the calibrated amax by an ulp or two: 2^-21 keeps the amax itself unclipped.
+        largest_code = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
+        limit = math.prod(scale_values(q.scale, q.tensor_scale, q.format), start=largest_code)
         return ~(jnp.abs(x) > blocks.spread(limit, x.shape, block))

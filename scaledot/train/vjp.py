@@ -1,10 +1,14 @@
-"""The one differentiated matmul: any contraction under a Recipe, with state and key threaded through.
+"""The custom_vjp that every training matmul and convolution goes through.
 
-Forward casts x and w and multiplies. Differentiated, it also casts them for the matmuls of the backward pass, from
-full precision, and keeps those codes instead of the arrays. Backward casts the gradient once for each of dgrad and
-wgrad, and multiplies.
+| pass | casts | matmuls | residuals |
+|---|---|---|---|
+| forward, not differentiated | x and w for fwd | fwd | |
+| forward, differentiated | x for fwd and wgrad, w for fwd and dgrad | fwd | codes of x and w, keys, amaxes |
+| backward | g for dgrad and wgrad | dgrad, wgrad | |
 
-How operands are laid out, cast and multiplied is the business of a Kind: `dot`, `ragged` or `conv`.
+Both casts of a tensor start from the full-precision tensor; where they give equal codes, there is one. The gradient of
+the `state` of delayed scaling is the next state (see `scaledot.state`). How operands are cast and multiplied is up to
+a `TrainOp`.
 """
 
 import functools
@@ -22,8 +26,7 @@ from scaledot.kernels import table
 from scaledot.parallel.types import Like, has_explicit_axes, varying
 from scaledot.programs import run_as_program
 from scaledot.state import AmaxHistory, State
-from scaledot.train.casts import Casts, check_key
-from scaledot.train.kind import Matmul, Operands, Step
+from scaledot.train.casts import OperandCaster, check_key
 from scaledot.train.residuals import (
     BATCHED_GEMM_NAME,
     GEMM_NAME,
@@ -32,79 +35,83 @@ from scaledot.train.residuals import (
     differentiated_once,
     from_bits,
 )
+from scaledot.train.train_op import Matmul, Operands, StaticArgs
 from scaledot.train.weight_codes import WeightCodes
 
 
 def multiply(
-    step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None = None
+    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None = None
 ) -> tuple[jax.Array, State]:
-    """The result, and the state to give to the next use. codes: of w, if it was cast before."""
-    if callable(step.options.kernel):  # which may answer differently every time
-        return typing.cast(tuple[jax.Array, State], _multiply(step, operands, state, key, codes))
-    return run_as_program(_multiply_by, table.tables(), step, arrays=(operands, state, key, codes))
+    """y and the state to pass to the next use. codes: those of a w that `cast_weights` has cast."""
+    if callable(static.options.kernel):  # may choose another kernel in each call, so that no jitted function is cached
+        return typing.cast(tuple[jax.Array, State], _multiply(static, operands, state, key, codes))
+    return run_as_program(_multiply_with_tables, table.tables(), static, arrays=(operands, state, key, codes))
 
 
-def _multiply_by(tables, step: Step, operands: Operands, state: State, key, codes: WeightCodes | None):
-    """`_multiply`, whose kernels are chosen from these tables."""
-    return _multiply(step, operands, state, key, codes)
+def _multiply_with_tables(tables, static: StaticArgs, operands: Operands, state: State, key, codes: WeightCodes | None):
+    """`_multiply`; the kernel tables are an argument because the cache of jitted functions is keyed by them."""
+    return _multiply(static, operands, state, key, codes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(
-    step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None
+    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None
 ) -> tuple[jax.Array, State]:
-    """The forward matmul alone, as it is computed when nobody differentiates."""
-    casts = Casts(step, operands.groups, state, key, codes)
-    x, w = (casts.made(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
-    return _multiply_codes(step, operands, x, w), state
+    """The forward matmul without residuals."""
+    caster = OperandCaster(static, operands.groups, state, key, codes)
+    x, w = (caster.cast(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
+    return _fwd_matmul(static, operands, x, w), state
 
 
-def _multiply_codes(step: Step, operands: Operands, x, w) -> jax.Array:
-    matmul = Matmul.of("fwd", step.options.dtype, step.options, step.options.out_sharding)
-    return step.kind.multiply(matmul, x, w, operands.groups, operands.bias)
+def _fwd_matmul(static: StaticArgs, operands: Operands, x, w) -> jax.Array:
+    matmul = Matmul.of("fwd", static.options.dtype, static.options, static.options.out_sharding)
+    return static.op.multiply(matmul, x, w, operands.groups, operands.bias)
 
 
-def _forward(step: Step, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None):
-    check_key(step.options.recipe, key, step.options.recipe.stochastic)
+def _forward(static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None):
+    check_key(static.options.recipe, key, static.options.recipe.stochastic)
     operands = differentiated_once(operands)
-    casts = Casts(step, operands.groups, state, key, codes)
-    x, kept_x = casts.cast_and_save("x", operands.x, "wgrad")
-    w, kept_w = casts.cast_and_save("w", operands.w, "dgrad")
-    unclipped_x = casts.unclipped_mask("dgrad", "x", operands.x, x.operands["fwd"])
-    unclipped_w = casts.unclipped_mask("wgrad", "w", operands.w, w.operands["fwd"])
-    name = BATCHED_GEMM_NAME if step.kind.has_batch else GEMM_NAME
-    y = checkpoint_name(_multiply_codes(step, operands, x.operands["fwd"], w.operands["fwd"]), name)
+    caster = OperandCaster(static, operands.groups, state, key, codes)
+    x, saved_x = caster.cast_and_save("x", operands.x, "wgrad")
+    w, saved_w = caster.cast_and_save("w", operands.w, "dgrad")
+    unclipped_x = caster.unclipped_mask("dgrad", "x", operands.x, x.operands["fwd"])
+    unclipped_w = caster.unclipped_mask("wgrad", "w", operands.w, w.operands["fwd"])
+    name = BATCHED_GEMM_NAME if static.op.has_batch else GEMM_NAME
+    y = checkpoint_name(_fwd_matmul(static, operands, x.operands["fwd"], w.operands["fwd"]), name)
     like = Like.of(operands.x), Like.of(operands.w), None if operands.bias is None else Like.of(operands.bias)
-    amaxes = {t: casts.amax(t, a, made) for t, a, made in (("x", operands.x, x), ("w", operands.w, w)) if t in state}
-    kept = Residuals(
-        as_bits(kept_x), as_bits(kept_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, like
+    cast = (("x", operands.x, x), ("w", operands.w, w))
+    amaxes = {t: caster.amax(t, a, operand) for t, a, operand in cast if t in state}
+    residuals = Residuals(
+        as_bits(saved_x), as_bits(saved_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, like
     )
-    return (y, state), kept
+    return (y, state), residuals
 
 
-def _backward(step: Step, kept: Residuals, cotangents: tuple[jax.Array, State]):
-    g, later = cotangents
+def _backward(static: StaticArgs, residuals: Residuals, cotangents: tuple[jax.Array, State]):
+    g, later_state = cotangents
     g = differentiated_once(g)
-    x_like, w_like, bias_like = kept.like
-    casts = Casts(step, kept.groups, kept.state, kept.key)
-    x, w = from_bits(kept.x), from_bits(kept.w)
-    made = casts.made("g", g, ("dgrad", "wgrad"), sums=bias_like is not None)
-    dx = _gradient(step, "dgrad", made.operands["dgrad"], w, kept.groups, x_like, kept.unclipped_x)
-    dw = _gradient(step, "wgrad", x, made.operands["wgrad"], kept.groups, w_like, kept.unclipped_w)
-    db = None if bias_like is None else _as_primal(casts.bias_gradient(g, made), bias_like)
-    amaxes = kept.amax | ({"g": casts.amax("g", g, made)} if "g" in kept.state else {})
-    state = _next_state(step, kept.state, amaxes, later)
-    return Operands(dx, dw, db, _no_tangent(kept.groups)), state, _no_tangent(kept.key), None
+    groups, (x_like, w_like, bias_like) = residuals.groups, residuals.like
+    caster = OperandCaster(static, groups, residuals.state, residuals.key)
+    x, w = from_bits(residuals.x), from_bits(residuals.w)
+    cast = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_like is not None)
+    dx = _gradient(static, "dgrad", cast.operands["dgrad"], w, groups, x_like, residuals.unclipped_x)
+    dw = _gradient(static, "wgrad", x, cast.operands["wgrad"], groups, w_like, residuals.unclipped_w)
+    db = None if bias_like is None else _as_primal(caster.bias_gradient(g, cast), bias_like)
+    amaxes = residuals.amax | ({"g": caster.amax("g", g, cast)} if "g" in residuals.state else {})
+    state = _next_state(static, residuals.state, amaxes, later_state)
+    return Operands(dx, dw, db, _no_tangent(groups)), state, _no_tangent(residuals.key), None
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def _gradient(step: Step, name: str, lhs, rhs, groups, like: Like, unclipped_mask: jax.Array | None) -> jax.Array:
-    """One matmul of the backward pass, typed as its primal; zero where the forward cast clipped."""
+def _gradient(
+    static: StaticArgs, name: str, lhs, rhs, groups, like: Like, unclipped_mask: jax.Array | None
+) -> jax.Array:
+    """dgrad or wgrad with the aval of its primal (`like`); zero where the forward cast clipped."""
     sharding = like.type.sharding if has_explicit_axes(like.type.sharding) else None
-    result = step.kind.multiply(Matmul.of(name, like.type.dtype, step.options, sharding), lhs, rhs, groups)
-    # A forward operand that was padded for its rotation has gradients for the zeros, too.
+    result = static.op.multiply(Matmul.of(name, like.type.dtype, static.options, sharding), lhs, rhs, groups)
+    # A forward operand that was padded to whole groups of a rotation has gradients for its padding, too.
     result = result[tuple(slice(size) for size in like.type.shape)] if result.shape != like.type.shape else result
     if unclipped_mask is not None:
         result = jnp.where(unclipped_mask, result, jnp.zeros_like(result))
@@ -112,21 +119,22 @@ def _gradient(step: Step, name: str, lhs, rhs, groups, like: Like, unclipped_mas
 
 
 def _as_primal(gradient: jax.Array, like: Like) -> jax.Array:
+    """The gradient, reduced over mesh axes that the primal does not vary over, in the primal's dtype."""
     return like.reduced(gradient).astype(like.type.dtype)
 
 
-def _next_state(step: Step, state: State, amaxes: dict[str, jax.Array], later: State) -> State:
-    """The next state, merged with what later uses of the same state have seen."""
+def _next_state(static: StaticArgs, state: State, amaxes: dict[str, jax.Array], later: State) -> State:
+    """The state advanced by the amaxes of this use, merged with `later`, the next state of later uses."""
     advanced = {}
-    for tensor, cast in step.options.recipe.delayed.items():
-        amax = _largest_anywhere(amaxes[tensor], state[tensor])
-        mine = states.advance(cast, state[tensor], amax, table.scalar_program(step.kind.partitioning))
-        advanced[tensor] = states.merged(mine, later[tensor])
+    for tensor, cast in static.options.recipe.delayed.items():
+        amax = _global_amax(amaxes[tensor], state[tensor])
+        history = states.advance(cast, state[tensor], amax, table.scalar_program(static.op.partitioning))
+        advanced[tensor] = states.merged(history, later[tensor])
     return advanced
 
 
-def _largest_anywhere(amax: jax.Array, state: AmaxHistory) -> jax.Array:
-    """The largest magnitude over the devices of a shard_map that share the state."""
+def _global_amax(amax: jax.Array, state: AmaxHistory) -> jax.Array:
+    """The amax, max-reduced over the mesh axes of a shard_map over which the state is replicated."""
     axes = varying(amax) - varying(state.history)
     return lax.pmax(amax, tuple(axes)) if axes else amax
 

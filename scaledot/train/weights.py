@@ -1,14 +1,14 @@
-"""Weights cast once for many matmuls: once per optimizer step, whatever the number of micro-batches.
+"""Quantises weights once per optimizer step, for all micro-batches of gradient accumulation.
 
-A training step with gradient accumulation multiplies by the same weights in each micro-batch, and rematerialised layers
-do so twice. `cast_weights` quantises them before the loop, and `CastWeights.attach` puts the codes beside the master
-weights inside the function that is differentiated:
+Every micro-batch multiplies by the same weights, rematerialised layers twice. `cast_weights` quantises them before the
+loop over micro-batches, and `CastWeights.attach` pairs the codes with the master weights inside the loss:
 
     cast = cast_weights(params, "mxfp8")
     def loss(params, batch):
         return loss_of(model.apply({"params": cast.attach(params)}, batch))
 
-Codes are constants; gradients go to the master weights. Codes are bit-identical to those that each matmul would make.
+Codes are constants; gradients are those of the master weights. Codes are bit-identical to those that each matmul would
+compute.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
 from scaledot.path_patterns import Given, PathPatterns, RecipesByPath
 from scaledot.programs import run_as_program
 from scaledot.recipes import Recipe
-from scaledot.train.casts import Casts, cast_of
-from scaledot.train.dot import Dot
+from scaledot.train.casts import OperandCaster, cast_of
+from scaledot.train.dot import DotOp
 from scaledot.train.flatten import flatten
-from scaledot.train.kind import Step
 from scaledot.train.options import Options
+from scaledot.train.train_op import StaticArgs
 from scaledot.train.weight_codes import CastWeight, WeightCodes, WeightSpec, described
 
-KERNEL = "kernel"  # the name that Flax's layers give to their weights
+KERNEL = "kernel"  # the name of weights in the layers of Flax
 
 
 @jax.tree_util.register_dataclass
@@ -46,30 +46,31 @@ class CastWeights:
     by_path: dict[str, WeightCodes]
 
     def attach(self, params: Any) -> Any:
-        """The parameters with a `CastWeight` in the place of each leaf that was cast; call it inside the loss.
+        """`params` with a `CastWeight` in place of each leaf that was cast; call it inside the loss.
 
-        `params` has the structure, shapes and dtypes that `cast_weights` saw. That it has the same elements is not
-        checked: after an optimizer step, cast again. A `nn.Partitioned` box around a weight is unboxed.
+        `params` must have the structure, shapes and dtypes that were passed to `cast_weights`, and the same elements,
+        which is not checked: cast again after each optimizer step. Leaves in a box, such as `nn.Partitioned`, are
+        unboxed.
         """
         leaves, tree = _leaves(params)
         missing = [path for path in self.by_path if path not in dict(leaves)]
         if missing:
-            raise ValueError(f"`params` has nothing at {missing[0]!r}, which was cast; its paths: {_some(leaves)}")
+            raise ValueError(f"`params` has no leaf {missing[0]!r}, which was cast; its leaves: {_some(leaves)}")
         return tree.unflatten([self._attached(path, leaf) for path, leaf in leaves])
 
     def _attached(self, path: str, leaf: Any) -> Any:
         if path not in self.by_path:
             return leaf
         master, codes = _unboxed(leaf), lax.stop_gradient(self.by_path[path])
-        found = described(np.shape(master), master.dtype)
-        cast = described((*codes.stack, *codes.spec.shape), codes.spec.master_dtype)
-        if found != cast:
-            raise ValueError(f"`params` has {found} at {path!r}, where {cast} was cast; call cast_weights again")
+        aval = described(np.shape(master), master.dtype)
+        cast_aval = described((*codes.stack, *codes.spec.shape), codes.spec.master_dtype)
+        if aval != cast_aval:
+            raise ValueError(f"`params` has {aval} at {path!r}, where {cast_aval} was cast; call cast_weights again")
         return CastWeight(master, codes)
 
     def __repr__(self) -> str:
-        words = (f"{path or 'array'}: {codes.spec.recipe.name}" for path, codes in self.by_path.items())
-        return f"CastWeights({', '.join(words)})"
+        weights = (f"{path or 'array'}: {codes.spec.recipe.name}" for path, codes in self.by_path.items())
+        return f"CastWeights({', '.join(weights)})"
 
 
 def cast_weights(
@@ -81,31 +82,34 @@ def cast_weights(
     stacked: int | Mapping[str, int] = 0,
     select: str | Sequence[str] | Mapping[str, bool] | None = None,
 ) -> CastWeights:
-    """The quantised operands of weights, for the forward and the dgrad matmul, as a pytree of arrays.
+    """Quantises weights for fwd and dgrad, and returns their codes as a pytree.
 
     Call it once per optimizer step, inside or outside jit, and `attach` the result to the parameters in the loss:
     `train.dense`, `train.dot_general`, `train.einsum` and Flax layers under the same recipe then multiply by these
-    codes instead of casting again, in every micro-batch and in what `jax.checkpoint` recomputes. Codes are the same,
-    bit by bit, as those that the matmuls would make; results are, too, unless XLA fuses the two programs differently.
+    codes instead of casting again, in every micro-batch and in what `jax.checkpoint` recomputes. Codes are
+    bit-identical to those that the matmuls would compute; results are, too, unless XLA fuses the two programs
+    differently.
 
-    Codes that are older than the weights are not noticed: cast again after each optimizer step. They take 1 byte per
-    element and operand for 8-bit formats, plus scales; forward operands of MXFP8 and NVFP4 on Hopper may be bfloat16
+    Codes of outdated weights are not detected: cast again after each optimizer step. They take 1 byte per element and
+    operand in 8-bit formats, plus scales; on Hopper the fwd operands of MXFP8 and NVFP4 may be dequantised bfloat16
     values, 2 bytes.
 
-    Path patterns are those of `linen.with_recipe`, matched against the path of a layer: of "mlp/up/kernel", "mlp/up".
+    Path patterns are those of `linen.with_recipe`, matched against the path of a layer: "mlp/up" for the weight
+    "mlp/up/kernel".
 
     Args:
       params: an array, or a pytree of parameters, such as linen's `params` or an `nnx.State` of Params.
-      recipe: a Recipe, its name, or {path pattern: recipe or None}, where the first match decides. Recipes with delayed
-        scaling or stochastic rounding of w are refused.
-      dtype: what a weight is converted to before it is cast, such as the `dtype` of nn.Dense; None for its own. Also
+      recipe: a Recipe, its name, or {path pattern: recipe or None}; the first match applies. Recipes with delayed
+        scaling or stochastic rounding of w raise ValueError.
+      dtype: the dtype in which weights are quantised, such as the `dtype` of nn.Dense; None for their own. Also
         {path pattern: dtype}.
-      contracting: how many leading axes of a weight are contracted, or which ones. Also {path pattern: axes}, such as
-        {"*/out": 2} for the output projection of attention, `nn.DenseGeneral(axis=(-2, -1))`; 1 where nothing matches.
-      stacked: the number of leading axes that count layers, as `nn.scan` stacks them; each layer is cast by itself.
-        Also {path pattern: number}; 0 where nothing matches.
-      select: a pattern of the whole paths of leaves to cast, several, or {pattern: bool}. By default leaves named
-        "kernel" with at least 2 axes that are not stacked; an array alone is always cast.
+      contracting: the number of leading contracting axes of a weight, or a sequence of contracting axes. Also
+        {path pattern: axes}, such as {"*/out": 2} for the output projection of attention,
+        `nn.DenseGeneral(axis=(-2, -1))`; 1 where no pattern matches.
+      stacked: the number of leading axes over layers, as in the parameters of `nn.scan`; each layer is cast by itself.
+        Also {path pattern: number}; 0 where no pattern matches.
+      select: a pattern of the full paths of leaves to cast, a sequence of patterns, or {pattern: bool}. By default,
+        leaves named "kernel" with at least 2 axes that are not stacked; a single array is always cast.
 
     >>> import jax, jax.numpy as jnp
     >>> from scaledot import train
@@ -116,32 +120,32 @@ def cast_weights(
     Array([32., 32.], dtype=float32)
     """
     leaves, _ = _leaves(params)
-    named = {"dtype": dtype, "contracting": contracting, "stacked": stacked}
-    by_layer = [RecipesByPath(recipe), *(PathPatterns(given, name) for name, given in named.items())]
-    chosen = PathPatterns(_selection(select), "select")
+    arguments = {"dtype": dtype, "contracting": contracting, "stacked": stacked}
+    by_layer = [RecipesByPath(recipe), *(PathPatterns(value, name) for name, value in arguments.items())]
+    selected = PathPatterns(_selection(select), "select")
     codes: dict[str, WeightCodes | None] = {}
     for path, leaf in leaves:
         w, layer = _unboxed(leaf), _layer(path)
-        found, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
+        layer_recipe, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
         axes, count = 1 if axes is None else axes, count or 0
-        if chosen.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
-            codes[path] = None if found is None else _codes_of(path, w, found, to, axes, count)
+        if selected.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
+            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, to, axes, count)
     if not codes and select is None:
-        raise ValueError(f"`params` has no leaf named {KERNEL!r}; give its leaves by `select`, of {_some(leaves)}")
+        raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
         patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
-    for patterns in (*by_layer, chosen):
+    for patterns in (*by_layer, selected):
         patterns.check_all_matched()
-    return CastWeights({path: made for path, made in codes.items() if made is not None})
+    return CastWeights({path: weight_codes for path, weight_codes in codes.items() if weight_codes is not None})
 
 
 def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves with their paths, and the tree; a box of Flax linen around an array is a leaf."""
-    found, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: hasattr(node, "unbox"))
-    value = GetAttrKey("value")  # of a Variable of NNX
-    names = (keys[:-1] if keys and keys[-1] == value else keys for keys, _ in found)
+    """(path, leaf) pairs and the treedef; a box of Flax linen around an array is a leaf."""
+    keyed, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: hasattr(node, "unbox"))
+    value = GetAttrKey("value")  # the array in an nnx.Variable
+    names = (keys[:-1] if keys and keys[-1] == value else keys for keys, _ in keyed)
     paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names)
-    return [(path, leaf) for path, (_, leaf) in zip(paths, found, strict=True)], tree
+    return [(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True)], tree
 
 
 def _unboxed(leaf: Any) -> Any:
@@ -153,14 +157,14 @@ def _some(leaves: list[tuple[str, Any]]) -> str:
 
 
 def _layer(path: str) -> str:
-    """The path of the layer that has a weight: that of a "kernel" without its name, any other one whole."""
+    """The path of a weight's layer: without the last component if that is "kernel", else the path itself."""
     layer, _, name = path.rpartition("/")
     return layer if name == KERNEL else path
 
 
 def _selection(select: Any) -> Mapping[str, bool] | None:
-    given = [select] if isinstance(select, str) else select
-    return given if given is None or isinstance(given, Mapping) else dict.fromkeys(given, True)
+    patterns = [select] if isinstance(select, str) else select
+    return patterns if patterns is None or isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
 
 
 def _is_kernel(path: str, ndim: int) -> bool:
@@ -168,7 +172,7 @@ def _is_kernel(path: str, ndim: int) -> bool:
 
 
 def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, stacked: int) -> WeightCodes | None:
-    """The codes of one leaf; None if the recipe quantises w in no matmul."""
+    """The codes of one leaf; None if the recipe does not quantise w."""
     if all(cast_of(recipe, matmul, "w") is None for matmul in ("fwd", "dgrad")):
         return None
     name = path or "params"
@@ -177,7 +181,7 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
     if is_sharded(jax.typeof(w)):
         raise ValueError(
             f"`{name}` is sharded over explicit mesh axes, {jax.typeof(w).sharding.spec}; cast_weights takes arrays "
-            "that XLA partitions along automatic axes, or whole ones: leave it out with `select`"
+            "on one device or automatic mesh axes: leave it out with `select`"
         )
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
     contracted = _checked_axes(name, contracting, w.shape, stacked)
@@ -190,24 +194,24 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
 
 
 def _check_recipe(name: str, recipe: Recipe) -> None:
-    """Raise if codes of w depend on more than w."""
-    why = None
+    """Raises ValueError for recipes whose codes of w differ between micro-batches."""
+    reason = None
     if "w" in recipe.delayed:
-        why = "scales w by its amax history, which every differentiated matmul advances"
-    elif chance := [what for what in recipe.stochastic if what.startswith("w of")]:
-        why = f"uses stochastic rounding for {' and '.join(chance)}, with new bits in every micro-batch"
-    if why is not None:
+        reason = "scales w by its amax history, which every differentiated matmul advances"
+    elif stochastic := [cast for cast in recipe.stochastic if cast.startswith("w of")]:
+        reason = f"uses stochastic rounding for {' and '.join(stochastic)}, with new bits in every micro-batch"
+    if reason is not None:
         raise ValueError(
-            f"{recipe.name} {why}; it cannot be cast ahead: choose another recipe for `{name}`, or leave it out with "
-            "`select`"
+            f"{recipe.name} {reason}; it cannot be cast ahead: choose another recipe for `{name}`, or leave it out "
+            "with `select`"
         )
 
 
 def _checked_axes(name: str, contracting: Any, shape: tuple[int, ...], stacked: int) -> tuple[int, ...]:
-    """The axes of one weight that fwd contracts."""
+    """The contracting axes of one weight in fwd, none of them negative."""
     if not isinstance(stacked, int) or not 0 <= stacked < len(shape):
         raise ValueError(
-            f"`stacked` {stacked!r} must be a number of leading axes of `{name}` {shape}, and fewer than all"
+            f"`stacked` {stacked!r} must be a number of leading axes of `{name}` {shape}, at most {len(shape) - 1}"
         )
     ndim = len(shape) - stacked
     axes = tuple(range(contracting)) if isinstance(contracting, int) else tuple(contracting)
@@ -218,12 +222,12 @@ def _checked_axes(name: str, contracting: Any, shape: tuple[int, ...], stacked: 
 
 
 def _cast(tables, spec: WeightSpec, partitioning: Partitioning, stacked: int, w: jax.Array) -> WeightCodes:
-    """The codes that a training matmul makes of w; of a stack, one after the other."""
+    """The codes that a training matmul would compute of w; a stack is cast one weight at a time."""
     if stacked:
         return lax.map(functools.partial(_cast, tables, spec, partitioning, stacked - 1), w)
     flat, options = flatten(spec.contraction, spec.to_matrices), Options(spec.recipe, spec.dtype)
     sizes = dict.fromkeys(spec.contraction.lhs, 1) | dict(zip(spec.contraction.rhs, spec.shape, strict=True))
-    casts = Casts(Step(Dot.of(flat, partitioning, sizes), options), None, {}, None)
-    made, _ = casts.cast_and_save("w", flat.w.enter(w.astype(spec.dtype)), "dgrad")
-    quantized = {m: q for m, q in made.operands.items() if cast_of(spec.recipe, m, "w") is not None}
+    caster = OperandCaster(StaticArgs(DotOp.of(flat, partitioning, sizes), options), None, {}, None)
+    cast, _ = caster.cast_and_save("w", flat.w.flatten(w.astype(spec.dtype)), "dgrad")
+    quantized = {m: q for m, q in cast.operands.items() if cast_of(spec.recipe, m, "w") is not None}
     return WeightCodes.of(spec, quantized)
