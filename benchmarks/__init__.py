@@ -1,4 +1,4 @@
-"""Speed, memory and start-up time, measured beside the peers and never without a check of the result.
+"""Benchmarks of speed, memory, start-up time and convergence, against other libraries; results are checked first.
 
-`python -m benchmarks.run --suite cpu` prints one line per case and writes its JSON twin to `benchmarks/results/`.
+`python -m benchmarks.run --suite cpu` prints one line per case and writes the numbers as JSON to `benchmarks/results/`.
 """

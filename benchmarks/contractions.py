@@ -1,8 +1,9 @@
-"""Products on the CPU: matmul of scaled operands beside Qwix, jax.nn and plain float32; memory; time to compile.
+"""Quantised matmuls on the CPU, compared with Qwix, jax.nn and float32: time, working memory and compile time.
 
-All sides of a case multiply the same two matrices, quantised by each library beforehand, as ahead-of-time compiled
-programs in one process, in turns. A ratio is the peer's median over ours, so larger is better for us. A time is taken
-only after our result was held to the float64 product of the values, and both errors stand beside it.
+All implementations of a case multiply the same two matrices, quantised beforehand by each library. They are compiled
+ahead of time and timed alternately in one process. A ratio is the peer's median time over scaledot's, so larger is
+better. Before timing, scaledot's result is compared with the float64 matmul of the dequantised operands; the errors of
+all implementations are recorded.
 """
 
 import dataclasses
@@ -23,14 +24,14 @@ from benchmarks.timing import Times, interleaved
 
 SIZE = 1024
 COMPILES = 5
-TILED = (2048, 4096, 2048)  # rows, sum, columns of the memory case
+TILED = (2048, 4096, 2048)  # M, K, N of the memory case
 TEMP_TARGET = 64 * 2**20
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product; `targets` are the least ratios to each peer, `compile_target` the most to a plain product."""
+    """A matmul, with the least speedup over each peer (`targets`) and the most compile time over a float32 matmul."""
 
     name: str
     format: str
@@ -54,7 +55,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled product and its operands."""
+    """A compiled matmul with its operands."""
 
     run: Any
     operands: tuple
@@ -69,8 +70,9 @@ def run(size: int, repeats: int) -> dict:
     x, w = (jax.random.normal(jax.random.key(key), (size, size), jnp.float32) for key in (0, 1))
     notes = [*peers.notes()[:-1], *jax_nn_note()]
     print(*notes, sep="\n")
-    plain = {"a plain product": jnp.matmul, "a product and a scale": lambda a, b: jnp.matmul(a, b) * np.float32(2)}
-    baselines = {name: compiled(f, x, w).compile_s for name, f in plain.items()}
+    # The names are keys of the results.
+    float32 = {"a plain product": jnp.matmul, "a product and a scale": lambda a, b: jnp.matmul(a, b) * np.float32(2)}
+    baselines = {name: compiled(f, x, w).compile_s for name, f in float32.items()}
     rows = []
     for case in tqdm(CASES, unit="case", leave=False):
         rows.append(_row(case, x, w, baselines, repeats))
@@ -82,7 +84,7 @@ def run(size: int, repeats: int) -> dict:
 
 
 def compiled(f: Callable, *operands) -> Program:
-    """The program, and the least of several times that tracing and compiling took."""
+    """Compiles a function several times and returns the program with the least time of tracing and compilation."""
     seconds = []
     for _ in range(COMPILES):
         jax.clear_caches()
@@ -99,7 +101,7 @@ def _row(case: Case, x: jax.Array, w: jax.Array, baselines: dict[str, float], re
     if case.format in ("mxfp8", "nvfp4") and not jax_nn_note():
         programs["jax.nn"] = _jax_nn(case, x, w)
     _check(case, programs["ours"])
-    errors = {name: _error(program(), x, w) for name, program in programs.items()}
+    errors = {name: _relative_error(program(), x, w) for name, program in programs.items()}
     times = interleaved(programs, repeats)
     ours = times["ours"]
     return {
@@ -130,31 +132,31 @@ def _jax_nn(case: Case, x: jax.Array, w: jax.Array) -> Program:
     operands = a.data[None], b.data[None], a.scale[None], b.scale[None]
     if a.tensor_scale is None or b.tensor_scale is None:
         return compiled(jax.nn.scaled_matmul, *operands)
-    # It knows one level of scales; the other is the caller's to apply.
-    levels = a.tensor_scale * b.tensor_scale
-    return compiled(lambda a, b, s, t, level: jax.nn.scaled_matmul(a, b, s, t) * level, *operands, levels)
+    # jax.nn.scaled_matmul applies block scales only; its callers apply tensor scales.
+    tensor_scale = a.tensor_scale * b.tensor_scale
+    return compiled(lambda a, b, s, t, scale: jax.nn.scaled_matmul(a, b, s, t) * scale, *operands, tensor_scale)
 
 
 def jax_nn_note() -> list[str]:
-    """Why jax.nn is not timed, if it is not."""
-    one = jnp.ones((1, 32, 32), jnp.float8_e4m3fn), jnp.ones((1, 32, 1), jnp.float8_e8m0fnu)
+    """The reason why jax.nn is not timed, or an empty list."""
+    codes, scales = jnp.ones((1, 32, 32), jnp.float8_e4m3fn), jnp.ones((1, 32, 1), jnp.float8_e8m0fnu)
     try:
-        jax.jit(jax.nn.scaled_matmul).lower(one[0], one[0], one[1], one[1])
+        jax.jit(jax.nn.scaled_matmul).lower(codes, codes, scales, scales)
     except NotImplementedError:
-        return ["jax.nn.scaled_matmul has no CPU lowering in this jax: it is not timed"]
+        return ["jax.nn.scaled_matmul has no CPU lowering in this version of jax and is not timed"]
     return []
 
 
 def _check(case: Case, ours: Program) -> None:
-    """Raise unless our product is the float64 product of the values, up to float32 sums."""
+    """Compares scaledot's matmul with the float64 matmul of the dequantised operands, up to float32 accumulation."""
     a, b = (np.asarray(sd.dequantize(q, jnp.float32), np.float64) for q in ours.operands)
     error = np.abs(np.asarray(ours(), np.float64) - a @ b)
     worst = float(np.max(error / (np.abs(a) @ np.abs(b)))) * 2**24
     if not worst <= a.shape[1]:
-        raise AssertionError(f"{case.name}: an error is {worst:.0f} units of 2^-24 of the sum of magnitudes")
+        raise AssertionError(f"{case.name}: the largest error is {worst:.0f} * 2^-24 * (|a| @ |b|)")
 
 
-def _error(y: jax.Array, x: jax.Array, w: jax.Array) -> float:
+def _relative_error(y: jax.Array, x: jax.Array, w: jax.Array) -> float:
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     return float(np.linalg.norm(np.asarray(y, np.float64).reshape(exact.shape) - exact) / np.linalg.norm(exact))
 
@@ -181,39 +183,40 @@ def _ratio(case: Case, name: str, peer: Times, ours: Times) -> dict:
 
 
 def _memory() -> dict:
-    """Working memory of an int8 product with tiles of 128, from the compiled programs alone."""
-    rows, summed, columns = TILED
-    shapes = jax.ShapeDtypeStruct((rows, summed), jnp.float32), jax.ShapeDtypeStruct((summed, columns), jnp.float32)
+    """Working memory of an int8 matmul with blocks of 128, from XLA's memory analysis; nothing is run."""
+    m, k, n = TILED
+    shapes = jax.ShapeDtypeStruct((m, k), jnp.float32), jax.ShapeDtypeStruct((k, n), jnp.float32)
     case = next(case for case in CASES if case.name == "int8 tile 128")
-    sides: dict[str, tuple[Callable, Callable, Callable]] = {
+    implementations: dict[str, tuple[Callable, Callable, Callable]] = {
         "ours": (sd.matmul, functools.partial(case.quantize, axis=1), functools.partial(case.quantize, axis=0))
     }
     if peers.has_qwix():
         import qwix  # pyright: ignore[reportMissingImports]
 
         dot = functools.partial(qwix.dot_general, dimension_numbers=DIMENSIONS)
-        sides["qwix"] = (dot, case.qwix.quantizer(0), case.qwix.quantizer(1))
-    found = {}
-    for name, (dot, *casts) in sides.items():
+        implementations["qwix"] = (dot, case.qwix.quantizer(0), case.qwix.quantizer(1))
+    temp_bytes = {}
+    for name, (dot, *casts) in implementations.items():
         operands = [jax.eval_shape(cast, shape) for cast, shape in zip(casts, shapes, strict=True)]
-        found[name] = _temp_bytes(jax.jit(dot).lower(*operands).compile())
-    target = {"target_bytes": TEMP_TARGET, "met": found["ours"] <= TEMP_TARGET}
-    return {"case": f"int8 tile 128, {rows} x {summed} x {columns}", "temp_bytes": found, **target}
+        temp_bytes[name] = _temp_bytes(jax.jit(dot).lower(*operands).compile())
+    target = {"target_bytes": TEMP_TARGET, "met": temp_bytes["ours"] <= TEMP_TARGET}
+    return {"case": f"int8 tile 128, {m} x {k} x {n}", "temp_bytes": temp_bytes, **target}
 
 
 def _line(row: dict) -> str:
-    sides = ", ".join(
-        f"{name} {side['median_ms']:.2f} ms (error {side['relative_error']:.1e})" for name, side in row["sides"].items()
+    times = ", ".join(
+        f"{name} {numbers['median_ms']:.2f} ms (relative error {numbers['relative_error']:.1e})"
+        for name, numbers in row["sides"].items()
     )
     ratios = ", ".join(
         f"{name} {r['ratio']:.2f}" + ("" if r["target"] is None else f" (>= {r['target']:g}: {verdict(r['met'])})")
         for name, r in row["ratios"].items()
     )
     over = ", ".join(f"{ratio:.1f} x {name}" for name, ratio in row["compile"]["over"].items())
-    compiling = f"compiles in {row['compile']['ours_ms']:.0f} ms, {over} (target {row['compile']['target']:g})"
-    return f"{row['case']}\n  {sides}\n  their time over ours: {ratios}\n  {compiling}"
+    compile_time = f"compiles in {row['compile']['ours_ms']:.0f} ms, {over} (target {row['compile']['target']:g})"
+    return f"{row['case']}\n  {times}\n  speedup over peers: {ratios}\n  {compile_time}"
 
 
 def _memory_line(memory: dict) -> str:
-    found = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory["temp_bytes"].items())
-    return f"{memory['case']}: working memory {found} (<= {TEMP_TARGET // 2**20} MiB: {verdict(memory['met'])})"
+    sizes = ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in memory["temp_bytes"].items())
+    return f"{memory['case']}: working memory {sizes} (<= {TEMP_TARGET // 2**20} MiB: {verdict(memory['met'])})"

@@ -1,9 +1,8 @@
-"""Casts on the CPU: quantize and dequantize beside Qwix, working memory, and the cost of `import scaledot`.
+"""quantize and dequantize on the CPU compared with Qwix, their working memory, and the time of `import scaledot`.
 
-One row per case and direction. The ratio is the peer's median over ours, so larger is better for us. A speed is
-taken only after the result was checked on fresh data, and stands beside both signal-to-noise ratios, because a
-faster cast that loses more is not the same cast. Both sides run ahead-of-time compiled programs that start from
-the same array in the same process.
+One row per case and function. A ratio is Qwix's median time over scaledot's, so larger is better. Results are checked
+on other data before timing, and the signal-to-noise ratios of both libraries are recorded, because a faster cast with a
+larger error would not be comparable. Programs are compiled ahead of time and timed in one process on the same array.
 """
 
 import dataclasses
@@ -24,14 +23,14 @@ TEMP_TARGET = 1.5  # working memory of quantize, in bytes of its input
 DEQUANTIZE_TARGET = 1.0
 IMPORT_TARGET = 0.1  # seconds
 NIBBLES = (
-    "On jax < 0.12 XLA's CPU stores 4-bit arrays one nibble at a time (about 7 ns an element), "
-    "which bounds every library there."
+    "Before jax 0.12, XLA's CPU backend stores 4-bit arrays one element at a time (about 7 ns per element), "
+    "which bounds every library."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A cast of a matrix, ours and Qwix's; `target` is the ratio that quantize should reach."""
+    """A cast of a matrix by scaledot and by Qwix; `target` is the least speedup of quantize."""
 
     name: str
     format: str
@@ -56,13 +55,13 @@ CASES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """One library's case, compiled: there, back, and what the round trip of x gives."""
+class Implementation:
+    """One library's compiled functions, and their results for x."""
 
     quantize: Any
     dequantize: Any
     quantized: Any
-    values: jax.Array
+    dequantized: jax.Array
 
 
 def run(size: int, repeats: int) -> dict:
@@ -79,16 +78,16 @@ def run(size: int, repeats: int) -> dict:
 
 
 def _rows(case: Case, x: jax.Array, repeats: int, bar: tqdm) -> list[dict]:
-    """Both directions of a case, checked and then timed."""
+    """Checks quantize and dequantize of a case, then times them."""
     bar.set_description(case.name)
     _check(case, x.shape)
-    sides = {"ours": _compile(case.quantize, sd.dequantize, x)}
+    implementations = {"ours": _compile(case.quantize, sd.dequantize, x)}
     if peers.has_qwix():
-        sides["peer"] = _compile(case.qwix.quantizer(), case.qwix.dequantizer(), x)
+        implementations["peer"] = _compile(case.qwix.quantizer(), case.qwix.dequantizer(), x)
     rows = []
-    for verb, target in (("quantize", case.target), ("dequantize", DEQUANTIZE_TARGET)):
-        calls = {name: _call(side, verb, x) for name, side in sides.items()}
-        rows.append(_row(case, verb, target, sides, interleaved(calls, repeats), x))
+    for function, target in (("quantize", case.target), ("dequantize", DEQUANTIZE_TARGET)):
+        calls = {name: _call(implementation, function, x) for name, implementation in implementations.items()}
+        rows.append(_row(case, function, target, implementations, interleaved(calls, repeats), x))
         tqdm.write(table.line(rows[-1]))
         bar.update()
     return rows
@@ -98,51 +97,62 @@ def _check(case: Case, shape: tuple[int, ...]) -> None:
     x = jax.random.normal(jax.random.key(1), shape, jnp.float32)
     ours = _compile(case.quantize, sd.dequantize, x)
     with jax.disable_jit():
-        plain = case.quantize(x)
-    checks.require_same_bytes(case.name, ours.quantized, plain)
-    checks.require_nearest(case.name, x, ours.quantized, ours.values)
+        unjitted = case.quantize(x)
+    checks.require_same_bytes(case.name, ours.quantized, unjitted)
+    checks.require_nearest(case.name, x, ours.quantized, ours.dequantized)
 
 
-def _compile(quantize: Callable, dequantize: Callable, x: jax.Array) -> Side:
-    there = jax.jit(quantize).lower(x).compile()
-    quantized = there(x)
-    back = jax.jit(dequantize).lower(quantized).compile()
-    return Side(there, back, quantized, back(quantized))
+def _compile(quantize: Callable, dequantize: Callable, x: jax.Array) -> Implementation:
+    quantize = jax.jit(quantize).lower(x).compile()
+    quantized = quantize(x)
+    dequantize = jax.jit(dequantize).lower(quantized).compile()
+    return Implementation(quantize, dequantize, quantized, dequantize(quantized))
 
 
-def _call(side: Side, verb: str, x: jax.Array) -> Callable[[], Any]:
-    return (lambda: side.quantize(x)) if verb == "quantize" else (lambda: side.dequantize(side.quantized))
+def _call(implementation: Implementation, function: str, x: jax.Array) -> Callable[[], Any]:
+    if function == "quantize":
+        return lambda: implementation.quantize(x)
+    return lambda: implementation.dequantize(implementation.quantized)
 
 
-def _row(case: Case, verb: str, target, sides: dict[str, Side], times: dict[str, Times], x: jax.Array) -> dict:
-    ours = _side_numbers(sides["ours"], verb, times["ours"], x)
-    peer = _side_numbers(sides["peer"], verb, times["peer"], x) if "peer" in sides else dict.fromkeys(ours)
+def _row(
+    case: Case,
+    function: str,
+    target,
+    implementations: dict[str, Implementation],
+    times: dict[str, Times],
+    x: jax.Array,
+) -> dict:
+    numbers = {name: _numbers(each, function, times[name], x) for name, each in implementations.items()}
+    ours = numbers["ours"]
+    peer = numbers.get("peer", dict.fromkeys(ours))
     ratios = {"ratio": None, "ratio_of_min": None, "target": target, "met": None}
     if "peer" in times:
         ratios["ratio"] = times["peer"].median / times["ours"].median
         ratios["ratio_of_min"] = times["peer"].min / times["ours"].min
         ratios["met"] = None if target is None else ratios["ratio"] >= target
-    named = {
-        f"{side}_{key}": value for side, numbers in (("ours", ours), ("peer", peer)) for key, value in numbers.items()
+    prefixed = {
+        f"{name}_{key}": value for name, each in (("ours", ours), ("peer", peer)) for key, value in each.items()
     }
-    return {"case": f"{case.name} {verb}", **named, **ratios, **_memory(verb, ours["temp_bytes"], x.nbytes)}
+    return {"case": f"{case.name} {function}", **prefixed, **ratios, **_memory(function, ours["temp_bytes"], x.nbytes)}
 
 
-def _side_numbers(side: Side, verb: str, times: Times, x: jax.Array) -> dict:
+def _numbers(implementation: Implementation, function: str, times: Times, x: jax.Array) -> dict:
     return {
         "median_ms": 1e3 * times.median,
         "min_ms": 1e3 * times.min,
-        "snr_db": checks.snr_db(x, side.values),
-        "temp_bytes": getattr(side, verb).memory_analysis().temp_size_in_bytes,
+        "snr_db": checks.snr_db(x, implementation.dequantized),
+        "temp_bytes": getattr(implementation, function).memory_analysis().temp_size_in_bytes,
     }
 
 
-def _memory(verb: str, temp_bytes: int, input_bytes: int) -> dict:
-    """Only quantize has a bound: what it makes is smaller than what it reads."""
-    part, target = temp_bytes / input_bytes, TEMP_TARGET
-    if verb != "quantize":
-        part = target = None
-    return {"temp_over_input": part, "temp_target": target, "temp_met": None if part is None else part <= TEMP_TARGET}
+def _memory(function: str, temp_bytes: int, input_bytes: int) -> dict:
+    """Working memory relative to the input, with a target for quantize only, whose result is smaller than its input."""
+    ratio, target = temp_bytes / input_bytes, TEMP_TARGET
+    if function != "quantize":
+        ratio = target = None
+    met = None if ratio is None else ratio <= TEMP_TARGET
+    return {"temp_over_input": ratio, "temp_target": target, "temp_met": met}
 
 
 def _import_row(bar: tqdm) -> dict:
@@ -158,6 +168,6 @@ def _import_row(bar: tqdm) -> dict:
 
 def _print_summary(rows: list[dict], importing: dict) -> None:
     cost, verdict = importing["scaledot_s"], table.verdict(importing["met"])
-    print(f"import scaledot over import jax: {cost:.3f} s | target <= {IMPORT_TARGET:g} s | {verdict}")
+    print(f"import scaledot, beyond import jax: {cost:.3f} s | target <= {IMPORT_TARGET:g} s | {verdict}")
     outcomes = [importing["met"], *(row[key] for row in rows for key in ("met", "temp_met"))]
     print(f"{outcomes.count(True)} targets met, {outcomes.count(False)} missed")

@@ -1,8 +1,8 @@
-"""Eager calls: what Python costs around a small matmul, beside `jnp.matmul` of the same shapes.
+"""Eager dispatch: Python overhead of small calls outside jit, compared with `jnp.matmul` of the same shapes.
 
-Outside jit every call checks its arguments, finds its kernel and dispatches a program. A time is that of one call out
-of a hundred in a row, with the next dispatched while the last one runs. Targets were set where `jnp.matmul` took 76
-microseconds.
+Outside jit every call checks its arguments, looks up its kernel and dispatches a compiled program. Times are means over
+a hundred calls, each dispatched while the one before runs. Targets were set on a machine on which `jnp.matmul` took
+76 µs.
 """
 
 import jax
@@ -22,13 +22,13 @@ def run(size: int, repeats: int) -> dict:
     key = jax.random.key(0)
     x, w = jax.random.normal(key, (size, size)), jax.random.normal(key, (size, size))
     lhs, rhs = sd.quantize(x, "int8"), sd.quantize(w, "int8", axis=0)
-    verbs = {
+    functions = {
         "jnp.matmul": lambda: jnp.matmul(x, w),
         "sd.matmul of int8": lambda: sd.matmul(lhs, rhs),
         "train.dense, fp8_current": lambda: train.dense(x, w, recipe="fp8_current"),
         "sd.quantize to mxfp8": lambda: sd.quantize(x, "mxfp8"),
     }
-    calls = {name: lambda verb=verb: [verb() for _ in range(CALLS)] for name, verb in verbs.items()}
+    calls = {name: lambda call=call: [call() for _ in range(CALLS)] for name, call in functions.items()}
     times = {name: each.median / CALLS for name, each in interleaved(calls, repeats).items()}
     rows = []
     for name, seconds in times.items():

@@ -1,7 +1,7 @@
-"""What `import scaledot` costs on top of `import jax`.
+"""The time of `import scaledot` beyond `import jax`.
 
-Fresh interpreters, in turns. Each times its own imports, so that starting Python is not counted; touching
-`scaledot.quantize` loads the rooms that the first call would load.
+Measured in fresh interpreters, alternately. Each times its own imports, so that Python's start is not counted; the
+access of `scaledot.quantize` imports the modules that the first call would import.
 """
 
 import statistics
@@ -15,7 +15,7 @@ _BOTH = "import jax; import scaledot; scaledot.quantize"
 
 
 def pairs() -> Iterator[tuple[float, float]]:
-    """Seconds of `import jax`, and of it with scaledot, after one of each that fills the disk's cache."""
+    """Yields seconds of (`import jax`, `import jax` and scaledot), after one warm-up of each for the disk cache."""
     for statement in (_JAX, _BOTH):
         _seconds(statement)
     for _ in range(TIMES_EACH):

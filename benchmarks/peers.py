@@ -1,7 +1,7 @@
-"""The libraries that scaledot is timed against, through their public names only.
+"""The libraries that scaledot is compared with, through their public APIs.
 
-Qwix has `qwix.quantize` and `qwix.dequantize`. `jax.nn` has none: `scaled_dot_general` quantises its operands
-inside, and `get_scaled_dot_general_config` only describes how.
+Qwix has `qwix.quantize` and `qwix.dequantize`. `jax.nn` has no public quantisation function: `scaled_dot_general`
+quantises its operands internally.
 """
 
 import dataclasses
@@ -9,19 +9,19 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-JAX_NN = "jax.nn has no public quantiser to time: scaled_dot_general quantises inside"
+JAX_NN = "jax.nn has no public quantisation function to time: scaled_dot_general quantises internally"
 
 
 @dataclasses.dataclass(frozen=True)
 class QwixCast:
-    """What `qwix.quantize` calls a case: a scale for every row unless `per_tensor`, cut into tiles where given."""
+    """Arguments of `qwix.quantize`: one scale per row and tile, per row if `tile` is None, or one if `per_tensor`."""
 
     qtype: str
     tile: int | None = None
     per_tensor: bool = False
 
     def quantizer(self, row_axis: int = 0) -> Callable[[Any], Any]:
-        """The cast of a matrix whose scales belong to indices of `row_axis`."""
+        """Returns a function that quantises a matrix with scales per index of `row_axis`."""
         import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
 
         rows = () if self.per_tensor else (row_axis,)
@@ -40,6 +40,6 @@ def has_qwix() -> bool:
 
 
 def notes() -> list[str]:
-    """What a reader should know about peers that are not timed."""
-    absent = [] if has_qwix() else ["qwix is not installed: no peer is timed"]
-    return [*absent, JAX_NN]
+    """Notes on peers that are not timed."""
+    not_installed = [] if has_qwix() else ["qwix is not installed: no peer is timed"]
+    return [*not_installed, JAX_NN]

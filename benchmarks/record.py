@@ -1,4 +1,4 @@
-"""Where and with what a run was made, and its JSON file."""
+"""The environment of a benchmark run, and its JSON file."""
 
 import datetime
 import importlib.metadata
@@ -25,12 +25,12 @@ def environment() -> dict:
 
 
 def write(name: str, record: dict) -> str:
-    """Write `results/<name>-jax<version>.json` whole or not at all; returns its path from the repository's root."""
+    """Writes `results/<name>-jax<version>.json` atomically; returns its path relative to the repository's root."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-jax{record['environment']['jax']}.json"
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    unfinished.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    temporary.replace(path)
     return path.relative_to(RESULTS.parent.parent).as_posix()
 
 
@@ -42,7 +42,7 @@ def version(package: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    """The name that Linux gives the processor; elsewhere whatever Python knows."""
+    """The processor's model name on Linux, otherwise `platform.processor()`."""
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text().splitlines() if listing.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,9 +1,9 @@
-"""The door: which suite, how large, how often.
+"""Command line: `python -m benchmarks.run --suite NAME`.
 
-A suite for CPUs is a module with a SIZE and `run(size, repeats) -> dict`, the record that is written to `results/`; one
-for GPUs has cases instead, `run(cases, turns, skipped)`, and writes its part of the device's file; `targets` runs cases
-of the others. A module is imported only when asked for, so that a suite for one machine does not need what another one
-needs. A row that misses its target is a finding and not a failure; a wrong result raises before anything is timed.
+A CPU suite is a module with SIZE and `run(size, repeats)`, which returns the record for `results/`. A GPU suite has
+`run(cases, rounds, skipped)` and writes its cases to the device's file; `targets` runs the cases of other suites that
+have targets. A suite is imported only if it is selected, so that its dependencies are needed on its machine only. A
+missed target is reported and does not fail; a wrong result raises before anything is timed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.tiny and options.suite != "model":
-        parser.error(f"--tiny is of the suite model, not of {options.suite}")
+        parser.error(f"--tiny is an option of the suite model, not of {options.suite}")
     suite = importlib.import_module(SUITES[options.suite])
     if options.suite in GPU_SUITES:
         tiny = {"tiny": True} if options.tiny else {}
@@ -32,22 +32,24 @@ def main(arguments: list[str] | None = None) -> None:
         return
     size = options.size or suite.SIZE
     result = suite.run(size, options.repeats)
-    # A quicker run never takes the place of the one that the docs quote.
+    # A run with another size must not overwrite the results that the docs quote.
     name = options.suite if size == suite.SIZE else f"{options.suite}-size{size}"
     print(f"wrote {record.write(name, result)}")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Time scaledot beside its peers.")
-    parser.add_argument("--suite", required=True, choices=SUITES, help="what to measure")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Benchmark scaledot against its peers."
+    )
+    parser.add_argument("--suite", required=True, choices=SUITES, help="the suite to run")
     parser.add_argument("--size", type=_size, help="rows and columns of the matrices (default: the suite's)")
-    parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed calls of each (default %(default)s)")
-    parser.add_argument("--cases", nargs="*", default=[], help="of a suite for GPUs (default: all)")
+    parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed rounds (default %(default)s)")
+    parser.add_argument("--cases", nargs="*", default=[], help="cases of a GPU suite (default: all)")
     parser.add_argument(
-        "--skip", nargs="*", default=[], help="sides that a suite for GPUs leaves out; a case may precede: B/qwix"
+        "--skip", nargs="*", default=[], help="implementations that a GPU suite skips, or of one case: B/qwix"
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="of the suite model: a dry run of tiny stacks, on any machine, not written"
+        "--tiny", action="store_true", help="suite model: dry run with tiny models on any machine; writes no results"
     )
     return parser
 

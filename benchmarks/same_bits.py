@@ -1,9 +1,9 @@
-"""Does the accelerator give the CPU's bits?
+"""Compares casts on an accelerator with the CPU's, bit for bit.
 
-Every format, rounding, rule, flavour and orientation is run on both devices over data that reaches every corner
-of float32. Codes and scales must agree byte for byte, and so must values: those of the codes by themselves, and
-those of the round trip as one compiled program, because XLA deletes casts to a narrow float and back on a GPU.
-Calibrations that sum (`rms`, `mse`) or interpolate are left out: their order of addition is the backend's.
+Every format, rounding, scale rule, library variant and orientation is run on both devices over inputs that cover all of
+float32. Codes, scales and dequantised values must be bit-identical, and so must a quantise–dequantise round trip in one
+jitted function, because XLA's GPU backend removes conversions to a narrow float and back. Calibrations that sum (`rms`,
+`mse`) or interpolate are excluded: their order of addition depends on the backend.
 
     python -m benchmarks.same_bits
 """
@@ -30,7 +30,7 @@ KEY = np.array([7, 11], np.uint32)
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """One way to quantise, by name, and the dtype of its input."""
+    """A quantisation function with its name and the dtype of its input."""
 
     name: str
     apply: Callable[[Any], Any]
@@ -72,15 +72,15 @@ def inputs() -> dict[str, np.ndarray]:
 
 
 def differences(cast: Cast, inputs: dict[str, np.ndarray], devices) -> list[dict]:
-    """What differs between the two devices; each program is compiled once and run on every input."""
-    found: dict[str, dict[str, bytes]] = {}
+    """Returns what differs between the two devices; each function is compiled once and run on every input."""
+    first_results: dict[str, dict[str, bytes]] = {}
     differing = []
     for device in devices:
         quantize, round_trip = jax.jit(cast.apply), jax.jit(lambda x: sd.dequantize(cast.apply(x)))
         for name, x in inputs.items():
             x = jax.device_put(x.astype(cast.dtype), device)
             results = {**_leaves(quantize(x)), "round trip": _canonical(round_trip(x))}
-            expected = found.setdefault(name, results)
+            expected = first_results.setdefault(name, results)
             differing += [
                 {"cast": cast.name, "input": name, "part": part} for part in results if results[part] != expected[part]
             ]
@@ -88,14 +88,15 @@ def differences(cast: Cast, inputs: dict[str, np.ndarray], devices) -> list[dict
 
 
 def _leaves(q: sd.ScaledArray) -> dict[str, bytes]:
-    """Codes, scales, and the values that they give when dequantised by themselves on the CPU."""
+    """The bytes of codes and scales, and of the values dequantised from them on the CPU."""
     leaves = {"codes": q.data, "scale": q.scale, "tensor scale": q.tensor_scale, "zero": q.zero}
-    found = {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items() if leaf is not None}
-    return {**found, "values": _canonical(sd.dequantize(jax.device_put(q, jax.devices("cpu")[0])))}
+    stored = {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items() if leaf is not None}
+    return {**stored, "values": _canonical(sd.dequantize(jax.device_put(q, jax.devices("cpu")[0])))}
 
 
-def _canonical(values: jax.Array) -> bytes:
-    array = np.asarray(values.astype(jnp.float32))
+def _canonical(x: jax.Array) -> bytes:
+    """The bytes of an array with one bit pattern for NaN."""
+    array = np.asarray(x.astype(jnp.float32))
     return np.where(np.isnan(array), np.float32(np.nan), array).tobytes()
 
 
@@ -107,8 +108,8 @@ def main() -> None:
         jobs = [pool.submit(differences, cast, data, devices) for cast in cases]
         for job in tqdm(concurrent.futures.as_completed(jobs), total=len(jobs), unit="cast"):
             differing += job.result()
-    for found in differing:
-        print("{cast} on {input}: {part} differ".format(**found))
+    for difference in differing:
+        print("{cast} on {input}: {part} differ".format(**difference))
     print(f"{len(cases)} casts x {len(data)} inputs, cpu and {accelerator.device_kind}: {len(differing)} differences")
     kind = accelerator.device_kind.lower().replace(" ", "-")
     result = {"environment": record.environment(), "device": accelerator.device_kind, "inputs": list(data)}

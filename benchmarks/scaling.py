@@ -1,7 +1,7 @@
-"""`python -m benchmarks.scaling`: plans of large models on many devices, and the page of docs about them.
+"""`python -m benchmarks.scaling`: plans large models on many devices and generates docs/notes/scaling.md.
 
-Plans are those of `scaledot plan`: layers are compiled and counted, nothing is run. `--page` makes the page
-again from the results that are there. Everything that is a number comes from the file; the words around it are below.
+Plans are those of `scaledot plan`: layers are compiled and their collectives counted, nothing is run.
+`--page` only regenerates the page from the results file. All numbers come from the file; the text is below.
 """
 
 import argparse
@@ -24,15 +24,15 @@ CASES = (
 )
 PAGE = record.RESULTS.parent.parent / "docs" / "notes" / "scaling.md"
 QUOTED = "scaling-jax0.12.0.1.json"
-SHOWN = 2  # the plan whose bytes are shown along each axis
+SHOWN = 2  # the plan whose bytes are listed per mesh axis
 
 TEXT = """# Past one host
 
 <!-- Made by `python -m benchmarks.scaling`; change that, not this. -->
 
-What does low precision gain where a model is split over thousands of devices? Nobody here has them, so this is a
-**model**, not a measurement: the collectives are those of programs that XLA compiled for the mesh, and times follow
-from a table of rates, some measured and some assumed. Made with jax {jax}, {date}:
+What does low precision gain for a model that is sharded over thousands of devices? This is a **model**, not a
+measurement: collectives are those of programs that XLA compiled for the mesh, and times follow from a table of rates,
+some measured and some assumed. Made with jax {jax}, {date}:
 [{results}](../../benchmarks/results/{results}).
 
 ```
@@ -42,105 +42,105 @@ scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp
 
 ## How
 
-* **Programs.** A decoder layer's four linear products, forward and backward as in a step of many layers, under
-  `train.einsum` on explicit mesh axes: weights split over fsdp and tp (first products of a pair by columns, second
-  ones by rows), tokens over dp and fsdp, and between products over tp where sequences are parallel. XLA compiles them
-  for that many CPU devices from shapes alone, in a child process. bfloat16 is the same program with a recipe that
-  casts nothing. The head is bfloat16 in all of them.
-* **Bytes.** Collectives, their dtypes, sizes and groups are read from the compiled text, and groups turned into mesh
-  axes. bfloat16 travels as `u16` and codes as `u8`. A device sends (n − 1)/n of what is gathered or scattered among
-  n, twice that of what is added up, and all of what is passed on. Tests hold the bytes to closed forms on meshes of
-  eight devices.
-* **Many devices.** Devices along dp only repeat each other: beyond 2048 devices the mesh is compiled with two of
-  them, the tokens of each unchanged, and the formulas take the true number. A test compiles both.
-* **Time.** Operations over the rate of the product's kind; bytes of casts and of Adam over the memory's rate; bytes
-  sent over NVLink's rate where a group's devices are neighbours within its reach, over the network's where they are
-  not, and a latency for each collective. *In turns* adds everything up. *At once* is perfect overlap, the longest of
-  computing, NVLink and network. The truth lies between.
-* **Memory.** float32 weights, gradients and two moments, split over fsdp and tp; what the backward pass needs, from
-  the types of what `train` keeps (codes under a recipe); one layer's gathered weights. Where a step does not fit,
-  the nearest mesh of as many devices that does is proposed, or the fewest devices.
+* **Programs.** The four linear layers of a decoder block, forward and backward as in a step of many blocks, under
+  `train.einsum` on explicit mesh axes: weights are sharded over fsdp and tp (column-parallel, then row-parallel),
+  tokens over dp and fsdp, and with sequence parallelism activations between the layers over tp. XLA compiles them for
+  that many CPU devices from shapes alone, in a child process. bfloat16 is the same program with a recipe without casts.
+  The output head is bfloat16 in all plans.
+* **Bytes.** Collectives, their dtypes, sizes and replica groups are read from the compiled HLO, and replica groups are
+  mapped to mesh axes. bfloat16 is transferred as `u16`, codes as `u8`. Among n devices, each sends (n − 1)/n of the
+  bytes of an all-gather or reduce-scatter, twice that of an all-reduce, and all bytes of a collective-permute. Tests
+  compare the bytes with closed formulas on meshes of eight devices.
+* **Many devices.** Devices along dp run identical programs: for more than 2048 devices the mesh is compiled with dp = 2
+  and the same tokens per device, and the formulas use the true size. A test compiles both.
+* **Time.** FLOPs over the rate of each kind of matmul; bytes of casts and of Adam over the memory bandwidth; bytes sent
+  over NVLink's bandwidth if a group lies within an NVLink domain, otherwise over the network's; and a latency per
+  collective. *No overlap* is the sum. *Full overlap* is the maximum of compute, NVLink and network. A real step lies
+  between the two.
+* **Memory.** float32 weights, gradients and two moments, sharded over fsdp and tp; the residuals that `train` saves
+  (codes under a recipe); one block's gathered weights. If a step does not fit, `scaledot plan` proposes the nearest
+  mesh of as many devices that does, or the smallest number of devices.
 
 ## Plans
 
-*Gathered* is what recipes change, operands; *sent* counts sums as well, which stay float32. Times are milliseconds of
-a step, *faster* is beside bfloat16.
+*Gathered* are operands, which recipes shrink; *sent* includes gradients and partial results, which stay float32. Times
+are milliseconds per step, *speedup* is over bfloat16.
 
 {plans}
 
 ## Where the bytes go
 
-{shown}, gigabytes that a device sends in a step:
+{shown}, gigabytes that a device sends per step:
 
 {bytes}
 
 ## What limits, and what codes gain
 
-* In the plan above gathers shrink to {eight} of bfloat16 with 8-bit codes and to {four} with nvfp4; those of weights
-  alone to {fp8_weights} (fp8_block) and {nvfp4_weights} (nvfp4), scales counted. Recipes whose blocks run along what
-  is summed gather tokens in two orientations, one for each gradient, which gives some of it back.
-* Sums do not shrink: {sums} of what a bfloat16 device sends are float32 parts of sums, over the network those of
-  gradients of weights. They bound what smaller codes can save. Sums of 16 bits, or of codes, are not offered:
-  gradients would be rounded once for each device.
-* Where groups of fsdp reach past NVLink, the network takes longest, and codes gain what they save there. One sequence
-  for a group of tp devices is too little work to hide weights that travel twice and gradients that travel once. More
-  tokens (`--batch`) would hide more, as far as memory goes; pipelines, which are left out here, would move fewer
-  weights; a larger reach of NVLink leaves the network only the sums along dp.
-* Scales of whole tensors cost a collective for each cast (`fp8_current`, and `nvfp4`'s second level), of a few bytes
-  each: at the assumed latencies {latency} ms of the plan above. Recipes of blocks have none, and `amax_scope="local"`
-  leaves out those that are not needed.
-* On Hopper MXFP8 and NVFP4 are multiplied as bfloat16 values, so their gain is in bytes and memory only; on Blackwell
-  their products are faster too, at rates that are assumed here.
+* In the plan above, gathered bytes shrink to {eight} of bfloat16's with 8-bit codes and to {four} with nvfp4; those of
+  weights alone to {fp8_weights} (fp8_block) and {nvfp4_weights} (nvfp4), including scales. Recipes with 1D blocks along
+  the contracting dim gather tokens in two orientations, for dgrad and wgrad, which costs part of the gain.
+* Reductions do not shrink: {sums} of the bytes that a device sends under bfloat16 are float32 partial results, over the
+  network those of weight gradients. They bound the gain of smaller codes. Reductions in 16 bits or in codes are not
+  offered: gradients would be rounded once per device.
+* If fsdp groups extend beyond an NVLink domain, the network is the bottleneck, and codes gain what they save there. One
+  sequence per tp group is too little work to hide two all-gathers of weights and one reduce-scatter of gradients. More
+  tokens (`--batch`) would hide more, within memory; pipeline parallelism, which is not modelled, would transfer fewer
+  weights; a larger NVLink domain leaves the network only the all-reduce along dp.
+* Per-tensor scales need a small all-reduce of amax for each cast (`fp8_current`, and `nvfp4`'s second level): at the
+  assumed latencies {latency} ms of the plan above. Block-scaled recipes need none, and `amax_scope="local"` omits those
+  that are not needed.
+* On Hopper, MXFP8 and NVFP4 matmuls run on operands dequantised to bfloat16, so they gain bytes and memory only; on
+  Blackwell their matmuls are faster too, at assumed rates.
 
 ## Rates
 
-TFLOP/s of products and GB/s, as reached. Products, casts and memory of the H200 were measured; attention, links and
-latencies, and what other devices reach of their data sheets, are assumed. Every figure says where it is from in
-[devices/](../../scaledot/plan/devices).
+Achieved TFLOP/s of matmuls, and GB/s. Matmuls, casts and memory of the H200 were measured; attention, links and
+latencies, and the fraction of the data sheet's peak that other devices achieve, are assumed. Each figure has its source
+in [devices/](../../scaledot/plan/devices).
 
 {rates}
 
 ## What is left out
 
-Pipelines, experts and context parallelism; overlap other than none and perfect; norms, activations, rotary embeddings
-and the loss; the embedding's lookup and its gradient; recomputation; attention's own collectives, which there are
-none of as long as heads are whole; gradient accumulation (plan a step of it, and count sums along dp once). Links are
-not shared with anybody, networks do not congest, and a hierarchical collective would send less over the network than
-a group's ring where several of its devices are neighbours. Devices never fail.
+Pipeline, expert and context parallelism; partial overlap; norms, activation functions, rotary embeddings and the loss;
+the embedding lookup and its gradient; rematerialisation; collectives of attention, of which there are none as long as
+heads are not split; gradient accumulation (plan one micro-batch, and count the reductions along dp once). Links are not
+shared with other jobs, networks do not congest, and hierarchical collectives, which would send less over the network
+than one ring if several devices of a group share an NVLink domain, are not modelled. Devices never fail.
 """
 
 
 def plans() -> dict[str, Any]:
-    """The record: every case as the command wrote it."""
-    found = []
+    """Runs `scaledot plan` for every case and returns the record."""
+    cases = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
-        for words in CASES:
-            if scaledot(["plan", *words.split(), "--json", str(path)]):
+        for arguments in CASES:
+            if scaledot(["plan", *arguments.split(), "--json", str(path)]):
                 raise SystemExit(1)
-            found.append({"arguments": words} | json.loads(path.read_text()))
-    return {"environment": record.environment(), "plans": found}
+            cases.append({"arguments": arguments} | json.loads(path.read_text()))
+    return {"environment": record.environment(), "plans": cases}
 
 
 def text(results: dict[str, Any]) -> str:
-    environment, found = results["environment"], results["plans"]
-    shown = found[SHOWN]["recipes"]
-    sums = 1 - _sent(_operands(shown["bf16"])) / _sent(shown["bf16"]["traffic"])
+    environment, cases = results["environment"], results["plans"]
+    shown = cases[SHOWN]["recipes"]
+    reductions = 1 - _sent(_operands(shown["bf16"])) / _sent(shown["bf16"]["traffic"])
     small = [row for row in shown["fp8_current"]["traffic"] if row["sent_bytes"] < 1e6]
     return TEXT.format(
         jax=environment["jax"],
         date=environment["date"][:10],
         results=QUOTED,
-        plans="\n\n".join(map(_plan, found)),
-        shown=_title(found[SHOWN]),
+        plans="\n\n".join(map(_plan, cases)),
+        shown=_title(cases[SHOWN]),
         bytes=_bytes(shown),
         eight=", ".join(f"{_share(shown, name)} ({name})" for name in ("fp8_current", "fp8_block", "mxfp8")),
         four=_share(shown, "nvfp4"),
         fp8_weights=_weights(shown, "fp8_block"),
         nvfp4_weights=_weights(shown, "nvfp4"),
-        sums=f"{sums:.0%}",
+        sums=f"{reductions:.0%}",
         latency=f"{sum(row['ms'] for row in small):.0f}",
-        rates=_rates({plan["rates"]["name"]: plan["rates"] for plan in found}),
+        rates=_rates({plan["rates"]["name"]: plan["rates"] for plan in cases}),
     )
 
 
@@ -155,58 +155,55 @@ def _devices(mesh: dict[str, int]) -> int:
 
 def _plan(plan: dict[str, Any]) -> str:
     base, rows = plan["recipes"]["bf16"], []
-    for name, of in plan["recipes"].items():
-        gathered, step = _sent(_operands(of)), of["step_ms"]
-        links = [sum(row["ms"] for row in of["traffic"] if row["link"] == link) for link in ("nvlink", "network")]
+    for name, recipe in plan["recipes"].items():
+        gathered, step = _sent(_operands(recipe)), recipe["step_ms"]
+        links = [sum(row["ms"] for row in recipe["traffic"] if row["link"] == link) for link in ("nvlink", "network")]
         rows.append(
             (
                 name,
                 f"{gathered / 1e9:.1f}",
                 _share(plan["recipes"], name),
-                f"{_sent(of['traffic']) / 1e9:.1f}",
-                f"{sum(of['work_ms'].values()):.0f}",
+                f"{_sent(recipe['traffic']) / 1e9:.1f}",
+                f"{sum(recipe['work_ms'].values()):.0f}",
                 *(f"{ms:.0f}" for ms in links),
                 f"{step['in_turns']:.0f}",
                 f"{base['step_ms']['in_turns'] / step['in_turns']:.2f} ×",
                 f"{step['at_once']:.0f} ({step['limit']})",
                 f"{base['step_ms']['at_once'] / step['at_once']:.2f} ×",
-                f"{sum(of['memory_bytes'].values()) / 1e9:.0f} of {plan['rates']['memory']['gb']:g}",
+                f"{sum(recipe['memory_bytes'].values()) / 1e9:.0f} of {plan['rates']['memory']['gb']:g}",
             )
         )
-    titles = ("recipe", "GB gathered", "of bf16", "GB sent", "computing", "NVLink", "network")
-    titles += ("in turns", "faster", "at once", "faster", "GB of memory")
+    titles = ("recipe", "GB gathered", "of bf16", "GB sent", "compute", "NVLink", "network")
+    titles += ("no overlap", "speedup", "full overlap", "speedup", "GB of memory")
     compiled = "" if plan["compiled_mesh"] == plan["mesh"] else f", compiled for {_devices(plan['compiled_mesh'])}"
-    tokens = f"{plan['batch']} × {plan['sequence']} tokens for {plan['mesh']['tp']} devices"
+    tokens = f"{plan['batch']} × {plan['sequence']} tokens per tp group of {plan['mesh']['tp']} devices"
     return f"**{_title(plan)}**, {tokens}{compiled}: `{plan['arguments']}`\n\n{_table(titles, rows)}"
 
 
 def _bytes(recipes: dict[str, Any]) -> str:
-    """Along each axes, less collectives of a few bytes."""
-    kinds = sorted(
-        {(*row["axes"], row["kind"]) for of in recipes.values() for row in of["traffic"] if row["sent_bytes"] >= 1e6}
-    )
-    rows = []
+    """A table of bytes per mesh axes and kind of collective, without collectives of less than 1 MB."""
+    traffic = [recipe["traffic"] for recipe in recipes.values()]
+    kinds = sorted({(*row["axes"], row["kind"]) for rows in traffic for row in rows if row["sent_bytes"] >= 1e6})
+    table = []
     for *axes, kind in kinds:
-        moved = (
-            _sent(row for row in of["traffic"] if (row["axes"], row["kind"]) == (axes, kind)) for of in recipes.values()
-        )
-        rows.append(("·".join(axes), kind, *(f"{sent / 1e9:.1f}" for sent in moved)))
-    return _table(("axis", "collective", *recipes), rows)
+        sent = (_sent(row for row in rows if (row["axes"], row["kind"]) == (axes, kind)) for rows in traffic)
+        table.append(("·".join(axes), kind, *(f"{count / 1e9:.1f}" for count in sent)))
+    return _table(("axis", "collective", *recipes), table)
 
 
 def _share(recipes: dict[str, Any], name: str) -> str:
-    """What a recipe gathers, beside bfloat16."""
+    """The bytes of operands that a recipe gathers, relative to bfloat16."""
     return f"{_sent(_operands(recipes[name])) / _sent(_operands(recipes['bf16'])):.0%}"
 
 
 def _weights(recipes: dict[str, Any], name: str) -> str:
-    """What a recipe's layers gather along fsdp, beside bfloat16; the head is bfloat16 in both."""
+    """The bytes of layers' weights gathered along fsdp, relative to bfloat16; the output head is bfloat16 in both."""
 
-    def of_layers(recipe: str, dtypes: tuple[str, ...]) -> float:
+    def gathered(recipe: str, dtypes: tuple[str, ...]) -> float:
         return _sent(row for row in _operands(recipes[recipe]) if row["axes"] == ["fsdp"] and row["dtype"] in dtypes)
 
-    head = of_layers(name, ("u16",))
-    return f"{of_layers(name, ('u8', 'f32')) / (of_layers('bf16', ('u16',)) - head):.0%}"
+    head = gathered(name, ("u16",))
+    return f"{gathered(name, ('u8', 'f32')) / (gathered('bf16', ('u16',)) - head):.0%}"
 
 
 def _operands(recipe: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,20 +215,18 @@ def _sent(rows: Iterable[dict[str, Any]]) -> float:
 
 
 def _rates(devices: dict[str, Any]) -> str:
-    kinds = dict.fromkeys(kind for of in devices.values() for kind in of["products"])
-    rows = [
-        (
-            kind,
-            *(f"{row['peak_tflops'] * row['reached']:.0f}" for of in devices.values() if (row := of["products"][kind])),
-        )
-        for kind in kinds
-    ]
+    rates = list(devices.values())
+    kinds = dict.fromkeys(kind for device in rates for kind in device["products"])
+    rows = []
+    for kind in kinds:
+        matmuls = (device["products"][kind] for device in rates)
+        rows.append((kind, *(f"{matmul['peak_tflops'] * matmul['reached']:.0f}" for matmul in matmuls)))
     for name in ("memory", "nvlink", "network"):
-        rows.append((f"{name}, GB/s", *(f"{of[name]['gb_s'] * of[name]['reached']:.0f}" for of in devices.values())))
-    rows.append(("devices within NVLink", *(str(of["nvlink"]["devices"]) for of in devices.values())))
+        rows.append((f"{name}, GB/s", *(f"{device[name]['gb_s'] * device[name]['reached']:.0f}" for device in rates)))
+    rows.append(("devices per NVLink domain", *(str(device["nvlink"]["devices"]) for device in rates)))
     for name in ("nvlink", "network"):
-        rows.append((f"latency of {name}, µs", *(f"{of[name]['latency_us']:g}" for of in devices.values())))
-    return _table(("", *(of["device"] for of in devices.values())), rows)
+        rows.append((f"latency of {name}, µs", *(f"{device[name]['latency_us']:g}" for device in rates)))
+    return _table(("", *(device["device"] for device in rates)), rows)
 
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -241,7 +236,7 @@ def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Plan large models.")
-    parser.add_argument("--page", action="store_true", help="only make the page from the results")
+    parser.add_argument("--page", action="store_true", help="only regenerate the page from the results file")
     if not parser.parse_args().page:
         print(f"wrote {record.write('scaling', plans())}")
     PAGE.write_text(text(json.loads((record.RESULTS / QUOTED).read_text())))

@@ -1,4 +1,4 @@
-"""One aligned line per case, and tables of pages, for people; the JSON has the same numbers for programs."""
+"""Aligned printed lines, and Markdown tables of generated pages; the JSON results have the same numbers."""
 
 _COLUMNS = (
     ("case", 30),
@@ -17,7 +17,7 @@ def header() -> str:
 
 
 def line(row: dict) -> str:
-    """A row of the record; a number that was not taken is a dash, a memory target that is missed is marked."""
+    """The printed line of a row: "-" for what was not measured, "missed" after a missed memory target."""
     over = row["temp_over_input"] is not None and row["temp_over_input"] > row["temp_target"]
     return _line(
         (

@@ -1,10 +1,10 @@
-"""TransformerEngine's Dense tutorial in our words: the calls, the sizes and the accuracy test are its own.
+"""TransformerEngine's Dense tutorial with scaledot's implementation: its calls, sizes and accuracy test.
 
     python -m benchmarks.te_tutorial                          # at the tutorial's size
     python -m benchmarks.te_tutorial --size 4 64 256 128      # for CPUs
 
-For each recipe: the worst error of result and gradients as a part of what the tutorial tolerates, and the time of a
-step beside plain bfloat16. Written to results/ after every recipe.
+For each recipe it records the largest errors of output and gradients relative to the tutorial's tolerances, and the
+time of a step compared with bfloat16. Results are written to results/ after every recipe.
 """
 
 import argparse
@@ -31,15 +31,15 @@ RECIPES = (DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4B
 
 
 class Dense(nn.Module):
-    """One linear layer whose product can be swapped."""
+    """A linear layer with a replaceable dot_general."""
 
     features: int
     dot_general_cls: Any = lambda: None
 
     @nn.compact
     def __call__(self, x):
-        product = self.dot_general_cls()
-        return nn.Dense(self.features, use_bias=False, dtype=jnp.bfloat16, dot_general=product)(x)
+        dot_general = self.dot_general_cls()
+        return nn.Dense(self.features, use_bias=False, dtype=jnp.bfloat16, dot_general=dot_general)(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ CPU, TUTORIAL = Size(4, 64, 256, 128), Size(8, 2048, 8192, 32768)
 
 
 class Layer:
-    """The layer with and without a recipe, its input and its output's gradient."""
+    """The layer with and without a recipe, its input and its output gradient."""
 
     def __init__(self, recipe: Any, size: Size):
         self.size = size
@@ -73,18 +73,18 @@ class Layer:
 
     @property
     def tolerances(self) -> dict[str, float]:
-        """The tutorial's: the spacing of e4m3, ten of it absolutely, and for dW that times sqrt(tokens)."""
-        noise = float(jnp.finfo(jnp.float8_e4m3fn).eps)
+        """The tutorial's tolerances: eps of e4m3 relative, 10 eps absolute, and 10 eps sqrt(tokens) for dW."""
+        eps = float(jnp.finfo(jnp.float8_e4m3fn).eps)
         tokens = self.size.batch * self.size.seq
-        return {"rtol": noise, "atol": 10 * noise, "atol_dW": 10 * noise * tokens**0.5}
+        return {"rtol": eps, "atol": 10 * eps, "atol_dW": 10 * eps * tokens**0.5}
 
     def compare(self) -> None:
-        """Raise unless the tutorial's accuracy test passes."""
+        """Runs the tutorial's accuracy test; raises AssertionError if it fails."""
         models = (self.plain.apply, self.plain_variables, self.quantised.apply, self.variables)
         utils.compare_fwd_bwd(*models, input=self.x, output_grad=self.dy, **self.tolerances, rngs=self.rngs)
 
     def worst(self) -> dict[str, float]:
-        """The largest error as a part of its tolerance: the test passes where all are at most 1."""
+        """Returns the largest errors relative to their tolerances; the test passes if all are at most 1."""
 
         @functools.partial(jax.jit, static_argnums=0)
         def run(apply, variables, x, dy):
@@ -94,22 +94,22 @@ class Layer:
 
         rtol, atol, atol_dw = self.tolerances.values()
         expected = run(self.plain.apply, self.plain_variables, self.x, self.dy)
-        found = run(functools.partial(self.quantised.apply, rngs=self.rngs), self.variables, self.x, self.dy)
+        actual = run(functools.partial(self.quantised.apply, rngs=self.rngs), self.variables, self.x, self.dy)
         absolute = {"y": atol, "dx": atol, "dW": atol_dw}
-        return {name: float(_part(found[name], expected[name], rtol, absolute[name])) for name in absolute}
+        return {name: float(_over_tolerance(actual[name], expected[name], rtol, absolute[name])) for name in absolute}
 
     def time(self, iterations: int) -> dict[str, float]:
-        how = {"input": self.x, "output_grad": self.dy, "timing_iters": iterations, "warmup_iters": iterations}
+        options = {"input": self.x, "output_grad": self.dy, "timing_iters": iterations, "warmup_iters": iterations}
         return {
-            "bfloat16_ms": utils.speedometer(self.plain.apply, self.plain_variables, **how),
-            "quantised_ms": utils.speedometer(self.quantised.apply, self.variables, **how, rngs=self.rngs),
+            "bfloat16_ms": utils.speedometer(self.plain.apply, self.plain_variables, **options),
+            "quantised_ms": utils.speedometer(self.quantised.apply, self.variables, **options, rngs=self.rngs),
         }
 
 
 @jax.jit
-def _part(found: jax.Array, expected: jax.Array, rtol: float, atol: float) -> jax.Array:
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.max(jnp.abs(found - expected) / (atol + rtol * jnp.abs(expected)))
+def _over_tolerance(actual: jax.Array, expected: jax.Array, rtol: float, atol: float) -> jax.Array:
+    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.max(jnp.abs(actual - expected) / (atol + rtol * jnp.abs(expected)))
 
 
 def measure(recipe: Any, size: Size, iterations: int) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def main() -> None:
     print(f"{device}, {size}")
     for recipe in RECIPES:
         rows.append(measure(recipe, size, args.iterations))
-        parts = ", ".join(f"{of} {part:.2f}" for of, part in rows[-1]["worst"].items())
+        worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in rows[-1]["worst"].items())
         verdict = "within the tutorial's tolerances" if rows[-1]["within"] else "NOT within the tutorial's tolerances"
-        print(f"{rows[-1]['recipe']}: {verdict}; worst error as a part of them: {parts}\n", flush=True)
+        print(f"{rows[-1]['recipe']}: {verdict}; largest errors relative to them: {worst}\n", flush=True)
         settings = {"suite": "te_tutorial", "size": dataclasses.asdict(size), "iterations": args.iterations}
         path = record.write(name, {**settings, "environment": environment, "rows": rows})
     print(f"wrote {path}")

@@ -1,9 +1,7 @@
-"""Interleaved timing: each round calls every program once, so that whatever else the machine does slows all alike.
+"""Interleaved timing: each round calls every program once, so that other load on the machine affects all alike.
 
-The order changes from round to round, because a program that always follows one which frees much memory pays for it.
-
-The ratio of two medians taken this way is steadier than either median; the minimum is what the code can do
-when nothing else runs.
+The order is shuffled in each round, because a program that always follows one that frees much memory is slowed by it.
+The ratio of two medians measured this way varies less than either median; the minimum is the time without other load.
 """
 
 import dataclasses
@@ -32,17 +30,17 @@ class Times:
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Times]:
-    """Times of each call, taken in turns after one warm-up each."""
+    """Returns the times of each call, measured alternately after one warm-up call of each."""
     for call in calls.values():
         jax.block_until_ready(call())
     order = random.Random(0)
     rounds = [{name: _seconds(calls[name]) for name in order.sample(list(calls), len(calls))} for _ in range(repeats)]
-    return {name: Times(tuple(turn[name] for turn in rounds)) for name in calls}
+    return {name: Times(tuple(times[name] for times in rounds)) for name in calls}
 
 
 def _seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     result = jax.block_until_ready(call())
     end = time.perf_counter()
-    del result  # freed after the clock has stopped
+    del result  # after the clock has stopped, so that freeing is not timed
     return end - start

@@ -1,1 +1,1 @@
-"""Programs to read and to run: `python -m examples.demo`, `python -m examples.gpt_linen --recipe nvfp4`."""
+"""Runnable examples: `python -m examples.demo`, `python -m examples.gpt_linen --recipe nvfp4`."""

@@ -1,14 +1,14 @@
-"""Token by token with weights of 4 bits.
+"""Autoregressive decoding with 4-bit weights.
 
     python -m examples.decode
     python -m examples.decode --untrained --width 4096 --hidden 14336 --layers 8 --batch 1      # for a GPU
 
-A decoder-only transformer generates text with a cache of keys and values, in one compiled loop. A step multiplies a few
-rows by every weight: on a GPU its time is that of reading the weights, and fewer bits are less to read. On a CPU, which
-has to unpack them first, look at what is lost and not at the speed.
+A decoder-only transformer generates text with a KV cache, in one jitted loop. A step multiplies a few rows by every
+weight, so on a GPU it is bound by the bandwidth of reading weights, and fewer bits are faster. A CPU has to unpack them
+first: there, compare accuracy, not speed.
 
-The same weights are held three ways: in bfloat16, in int4 with a scale for every 128 and in nvfp4, whose blocks run
-along the axis that is summed. Activations are bfloat16.
+The same weights are compared in bfloat16, in int4 with blocks of 128 and in nvfp4, both with blocks along the
+contracting dim. Activations are bfloat16.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from tqdm import tqdm
 import scaledot as sd
 from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, optimizer
 
-BLOCKS = {"int4": 128, "nvfp4": 16}  # weights that share a scale
+BLOCKS = {"int4": 128, "nvfp4": 16}  # elements along the contracting dim that share a scale
 FORMATS = ("bfloat16", *BLOCKS)
-PROMPT = 8  # tokens that are given
+PROMPT = 8  # tokens
 RUNS = 5
 Kernel = jax.Array | sd.ScaledArray
 
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
     qkv: Kernel
     out: Kernel
     before_mlp: jax.Array
-    up: Kernel  # the gate and what it lets through
+    up: Kernel  # gate and up projections
     down: Kernel
 
 
@@ -51,14 +51,14 @@ class Weights(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What a layer remembers of earlier tokens: (batch, capacity, heads, width of a head)."""
+    """The KV cache of a layer, each (batch, capacity, heads, width of a head)."""
 
     keys: jax.Array
     values: jax.Array
 
 
 def heads_of(width: int) -> tuple[int, int]:
-    """Heads of queries, and heads of keys and values: each of them serves four."""
+    """Returns the numbers of query heads and of key-value heads, each of which four query heads share."""
     heads = max(4, width // 128)
     return heads, heads // 4
 
@@ -88,34 +88,35 @@ def in_bfloat16(weights: Weights) -> Weights:
 
 
 def quantized(weights: Weights, format: str) -> Weights:
-    """The kernels of all layers in a format; what is read by the row or is small stays as it is."""
+    """Quantises the kernels of all layers; embeddings, norms and the head stay in bfloat16."""
 
-    def layer(plain: Layer) -> Layer:
-        kernels = {name: getattr(plain, name) for name in ("qkv", "out", "up", "down")}
-        return plain._replace(**{n: sd.quantize(k, format, axis=0, block=BLOCKS[format]) for n, k in kernels.items()})
+    def quantized_layer(layer: Layer) -> Layer:
+        kernels = {name: getattr(layer, name) for name in ("qkv", "out", "up", "down")}
+        return layer._replace(**{n: sd.quantize(k, format, axis=0, block=BLOCKS[format]) for n, k in kernels.items()})
 
-    return weights._replace(layers=tuple(map(layer, weights.layers)))
+    return weights._replace(layers=tuple(map(quantized_layer, weights.layers)))
 
 
 def size_of(weights: Weights) -> int:
-    """Bytes, with codes packed to their bits and all scales."""
+    """Bytes of all weights, with packed codes and all scales."""
     arrays = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, sd.ScaledArray))
     return sum(array.nbytes for array in arrays)
 
 
 def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """x (..., inputs) -> (..., outputs)."""
+    """x (..., inputs) · kernel (inputs, outputs) -> (..., outputs)."""
     return sd.matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[1])
 
 
 def normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-    return (wide * gain.astype(jnp.float32)).astype(x.dtype)
+    """RMSNorm, computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6)
+    return (y * gain.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """(batch, length, heads, width) turned by angles that grow with the position."""
+    """Applies rotary position embeddings to x (batch, length, heads, width)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None, :].astype(x.dtype), jnp.sin(angles)[:, None, :].astype(x.dtype)
@@ -129,11 +130,11 @@ def attention(layer: Layer, x: jax.Array, cache: Cache, position: jax.Array | in
     q, k, v = jnp.split(linear(x, layer.qkv).reshape(batch, length, -1, width // heads), (heads, heads + shared), 2)
     positions = position + jnp.arange(length)
     keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(earlier, new, position, axis=1)
-        for earlier, new in zip(cache, (rotary(k, positions), v), strict=True)
+        jax.lax.dynamic_update_slice_in_dim(cached, new, position, axis=1)
+        for cached, new in zip(cache, (rotary(k, positions), v), strict=True)
     )
-    seen = jnp.arange(keys.shape[1]) <= positions[:, None]
-    attended = jax.nn.dot_product_attention(rotary(q, positions), keys, values, mask=seen[None, None])
+    causal = jnp.arange(keys.shape[1]) <= positions[:, None]
+    attended = jax.nn.dot_product_attention(rotary(q, positions), keys, values, mask=causal[None, None])
     return linear(attended.reshape(x.shape), layer.out), Cache(keys, values)
 
 
@@ -143,15 +144,15 @@ def mlp(layer: Layer, x: jax.Array) -> jax.Array:
 
 
 def forward(weights: Weights, tokens: jax.Array, caches: tuple[Cache, ...], position: jax.Array | int):
-    """tokens (batch, length) from that position on -> logits (batch, length, symbols) and the caches with them."""
+    """Returns the logits (batch, length, symbols) of `tokens` (batch, length), the first at `position`, and caches."""
     x = weights.symbols[tokens]
-    after = []
+    updated = []
     for layer, cache in zip(weights.layers, caches, strict=True):
         attended, cache = attention(layer, normalized(x, layer.before_attention), cache, position)
         x = x + attended
         x = x + mlp(layer, normalized(x, layer.before_mlp))
-        after.append(cache)
-    return linear(normalized(x, weights.before_head), weights.head).astype(jnp.float32), tuple(after)
+        updated.append(cache)
+    return linear(normalized(x, weights.before_head), weights.head).astype(jnp.float32), tuple(updated)
 
 
 def empty_caches(weights: Weights, batch: int, capacity: int) -> tuple[Cache, ...]:
@@ -162,13 +163,13 @@ def empty_caches(weights: Weights, batch: int, capacity: int) -> tuple[Cache, ..
 
 
 def logits_of(weights: Weights, tokens: jax.Array) -> jax.Array:
-    """All positions at once, as in training."""
+    """Returns the logits of all positions in one forward pass, as in training."""
     return forward(weights, tokens, empty_caches(weights, *tokens.shape), 0)[0]
 
 
 @functools.partial(jax.jit, static_argnames="capacity")
-def read(weights: Weights, prompt: jax.Array, capacity: int) -> tuple[Cache, ...]:
-    """The caches after all of the prompt but its last token."""
+def prefill(weights: Weights, prompt: jax.Array, capacity: int) -> tuple[Cache, ...]:
+    """Returns the caches of all tokens of the prompt but the last."""
     return forward(weights, prompt[:, :-1], empty_caches(weights, prompt.shape[0], capacity), 0)[1]
 
 
@@ -183,41 +184,41 @@ def generate(
     count: int,
     temperature: float,
 ) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """`count` tokens (batch, count) after a token (batch,) at a position, and the caches, updated in place."""
+    """Generates (batch, count) tokens after a token (batch,) at `position`; updates the donated caches."""
 
     def step(carry, key: jax.Array):
         token, caches, position = carry
-        # Without a barrier XLA may unpack the weights once, before the loop, and read 16 bits for each in every step.
-        held, token = jax.lax.optimization_barrier((weights, token))
-        logits, caches = forward(held, token[:, None], caches, position)
-        token = pick(logits[:, 0], key, temperature)
+        # Without a barrier XLA may hoist the unpacking of weights out of the loop and read bfloat16 in every step.
+        packed, token = jax.lax.optimization_barrier((weights, token))
+        logits, caches = forward(packed, token[:, None], caches, position)
+        token = sample(logits[:, 0], key, temperature)
         return (token, caches, position + 1), token
 
     (_, caches, _), tokens = jax.lax.scan(step, (token, caches, position), jax.random.split(key, count))
     return tokens.T, caches
 
 
-def pick(logits: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    """The likeliest symbols at temperature 0; above it, symbols by chance, which the key decides for similar logits."""
+def sample(logits: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
+    """Samples symbols from softmax(logits / temperature); argmax at temperature 0."""
     if not temperature:
         return jnp.argmax(logits, axis=-1)
     return jax.random.categorical(key, logits / temperature)
 
 
-def continued(weights: Weights, prompt: jax.Array, key: jax.Array, count: int, temperature: float):
-    """`count` tokens after the prompt, and the seconds that the loop took."""
+def complete(weights: Weights, prompt: jax.Array, key: jax.Array, count: int, temperature: float):
+    """Returns `count` tokens after the prompt, and the seconds of the decoding loop."""
     length = prompt.shape[1]
-    caches = jax.block_until_ready(read(weights, prompt, capacity=length - 1 + count))
-    began = time.perf_counter()
+    caches = jax.block_until_ready(prefill(weights, prompt, capacity=length - 1 + count))
+    started = time.perf_counter()
     tokens, _ = generate(
         weights, caches, prompt[:, -1], jnp.int32(length - 1), key, count=count, temperature=temperature
     )
     jax.block_until_ready(tokens)
-    return tokens, time.perf_counter() - began
+    return tokens, time.perf_counter() - started
 
 
 def fit(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weights:
-    """Weights in float32 that predict the source."""
+    """Trains float32 weights on the source."""
     start_key, data_key = jax.random.split(jax.random.key(seed))
     weights, updates = start(start_key, width, hidden, layers), optimizer(steps)
 
@@ -238,17 +239,17 @@ def fit(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weig
 
 
 class Quality(NamedTuple):
-    """On held-out text, in nats per symbol."""
+    """Accuracy on held-out sequences, in nats per symbol."""
 
-    divergence: jax.Array  # of the predictions from those of bfloat16
+    divergence: jax.Array  # Kullback-Leibler divergence from the predictions of bfloat16
     excess: jax.Array  # loss above the entropy of the source
 
 
 @jax.jit
-def quality(weights: Weights, plain: Weights, tokens: jax.Array) -> Quality:
-    logits, expected = logits_of(weights, tokens[:, :-1]), jax.nn.log_softmax(logits_of(plain, tokens[:, :-1]))
-    apart = jnp.sum(jnp.exp(expected) * (expected - jax.nn.log_softmax(logits)), axis=-1)
-    return Quality(jnp.mean(apart), loss_and_excess(logits, tokens)[1])
+def quality(weights: Weights, bfloat16: Weights, tokens: jax.Array) -> Quality:
+    logits, expected = logits_of(weights, tokens[:, :-1]), jax.nn.log_softmax(logits_of(bfloat16, tokens[:, :-1]))
+    divergence = jnp.sum(jnp.exp(expected) * (expected - jax.nn.log_softmax(logits)), axis=-1)
+    return Quality(jnp.mean(divergence), loss_and_excess(logits, tokens)[1])
 
 
 class Row(NamedTuple):
@@ -259,32 +260,32 @@ class Row(NamedTuple):
     quality: Quality
 
 
-def measure(name: str, weights: Weights, plain: Weights, prompt: jax.Array, count: int, temperature: float) -> Row:
+def measure(name: str, weights: Weights, bfloat16: Weights, prompt: jax.Array, count: int, temperature: float) -> Row:
     text_key, held_out_key = jax.random.split(jax.random.key(1))
-    tokens, _ = continued(weights, prompt, text_key, count, temperature)  # compiles
-    seconds = statistics.median(continued(weights, prompt, text_key, count, temperature)[1] for _ in range(RUNS))
-    found = quality(weights, plain, SOURCE.draw(held_out_key, (64, LENGTH + 1)))
-    return Row(name, size_of(weights), tokens.size / seconds, tokens, found)
+    tokens, _ = complete(weights, prompt, text_key, count, temperature)  # compiles
+    seconds = statistics.median(complete(weights, prompt, text_key, count, temperature)[1] for _ in range(RUNS))
+    held_out = quality(weights, bfloat16, SOURCE.draw(held_out_key, (64, LENGTH + 1)))
+    return Row(name, size_of(weights), tokens.size / seconds, tokens, held_out)
 
 
 HEAD = f"{'':<10}{'weights':>13}{'of bf16':>9}{'tokens/s':>11}{'× bf16':>8}{'same':>7}{'divergence':>12}{'excess':>9}"
 NOTES = (
-    f"tokens/s: of all sequences together, the median of {RUNS} runs.\n"
-    "same: generated tokens that bfloat16 generated, too, with the same random numbers.\n"
-    "divergence: of predictions from those of bfloat16 (Kullback-Leibler), and excess: loss above the entropy of the\n"
-    "source; both in nats per symbol, on held-out text."
+    f"tokens/s: of all sequences, median of {RUNS} runs.\n"
+    "same: generated tokens that equal those of bfloat16, with the same random numbers.\n"
+    "divergence: Kullback-Leibler divergence from bfloat16's predictions; excess: loss above the entropy of the\n"
+    "source; both in nats per symbol, on held-out sequences."
 )
 
 
-def line(row: Row, plain: Row) -> str:
-    size = f"{row.nbytes / 2**20:,.2f} MiB{row.nbytes / plain.nbytes:>9.1%}"
-    speed = f"{row.speed:>11,.0f}{row.speed / plain.speed:>8.2f}"
-    same = float(jnp.mean(row.tokens == plain.tokens))
+def line(row: Row, bfloat16: Row) -> str:
+    size = f"{row.nbytes / 2**20:,.2f} MiB{row.nbytes / bfloat16.nbytes:>9.1%}"
+    speed = f"{row.speed:>11,.0f}{row.speed / bfloat16.speed:>8.2f}"
+    same = float(jnp.mean(row.tokens == bfloat16.tokens))
     return f"{row.name:<10}{size:>22}{speed}{same:>7.0%}{row.quality.divergence:>12.4f}{row.quality.excess:>9.4f}"
 
 
-def kernel_taken(weights: Weights, batch: int) -> str:
-    """The first product of the MLP, and the kernel that computes it."""
+def selected_kernel(weights: Weights, batch: int) -> str:
+    """The explain lines of the MLP's first matmul and of the kernel that it selects."""
     x = jax.ShapeDtypeStruct((batch, weights.symbols.shape[1]), weights.symbols.dtype)
     problem, *kernels = sd.explain(sd.matmul, x, weights.layers[0].up).splitlines()
     return "\n".join([problem, *(kernel for kernel in kernels if "  TAKEN: " in kernel)])
@@ -294,34 +295,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m examples.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=256, help="of a token (default: 256)")
-    parser.add_argument("--hidden", type=int, default=512, help="inside the gated MLP (default: 512)")
-    parser.add_argument("--layers", type=int, default=2, help="of attention and MLP (default: 2)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences at once (default: 8)")
-    parser.add_argument("--tokens", type=int, default=64, help="to generate for each (default: 64)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default: 1)")
-    parser.add_argument("--steps", type=int, default=500, help="of training (default: 500)")
-    parser.add_argument("--untrained", action="store_true", help="random weights, where only speed matters")
+    parser.add_argument("--width", type=int, default=256, help="model width (default: 256)")
+    parser.add_argument("--hidden", type=int, default=512, help="hidden features of the MLP (default: 512)")
+    parser.add_argument("--layers", type=int, default=2, help="number of layers (default: 2)")
+    parser.add_argument("--batch", type=int, default=8, help="number of sequences (default: 8)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate per sequence (default: 64)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: argmax (default: 1)")
+    parser.add_argument("--steps", type=int, default=500, help="training steps (default: 500)")
+    parser.add_argument("--untrained", action="store_true", help="random weights, to measure speed only")
     args = parser.parse_args(arguments)
     for name, size in (("width", args.width), ("hidden", args.hidden)):
         if size % BLOCKS["int4"]:
-            parser.error(f"--{name} is {size}, but int4 has a scale for every {BLOCKS['int4']}; give a multiple of it")
+            parser.error(f"--{name} is {size}, which is no multiple of int4's block of {BLOCKS['int4']}")
     print(
         f"{args.layers} layers of {args.width} x {args.hidden}, {'random' if args.untrained else 'trained'}, "
         f"{args.batch} x {args.tokens} tokens after a prompt of {PROMPT}.\n",
         flush=True,
     )
     sizes = args.width, args.hidden, args.layers
-    plain = start(jax.random.key(0), *sizes, jnp.bfloat16) if args.untrained else in_bfloat16(fit(*sizes, args.steps))
+    if args.untrained:
+        bfloat16 = start(jax.random.key(0), *sizes, jnp.bfloat16)
+    else:
+        bfloat16 = in_bfloat16(fit(*sizes, args.steps))
     prompt = SOURCE.draw(jax.random.key(3), (args.batch, PROMPT))
     rows, kernels = [], []
     print(HEAD)
     for name in FORMATS:
-        weights = quantized(plain, name) if name in BLOCKS else plain
-        rows.append(measure(name, weights, plain, prompt, args.tokens, args.temperature))
-        kernels.append(kernel_taken(weights, args.batch))
+        weights = quantized(bfloat16, name) if name in BLOCKS else bfloat16
+        rows.append(measure(name, weights, bfloat16, prompt, args.tokens, args.temperature))
+        kernels.append(selected_kernel(weights, args.batch))
         print(line(rows[-1], rows[0]), flush=True)
-    print("\n".join(["", NOTES, "", "The first product of the MLP:", "", *kernels]))
+    print("\n".join(["", NOTES, "", "The first matmul of the MLP:", "", *kernels]))
 
 
 if __name__ == "__main__":

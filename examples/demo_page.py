@@ -1,4 +1,4 @@
-"""The page of the demo: tables, loss curves, signal-to-noise ratios and what to do next, in one HTML file."""
+"""The demo's HTML page: tables, loss curves, signal-to-noise ratios and next steps, in one file."""
 
 import datetime
 import html
@@ -45,26 +45,26 @@ PAGE = """<!doctype html>
 <p>One small GPT, trained {runs} times for {steps} steps: the same initial parameters, the same batches, the same
 optimizer. Only the precision of its eight linear layers differs, in all three matmuls, forward and backward.</p>
 {table}
-<p class="quiet"><b>Excess</b> is the loss on sequences that were not trained on, in nats per symbol above the entropy
-of the source, which is known because the source is a Markov chain: 0 is a perfect model. <b>Saved for backward</b> is
-what the linear layers store between the two passes: activations, or codes of activations and weights.</p>
+<p class="quiet"><b>Excess</b> is the loss on held-out sequences, in nats per symbol above the entropy of the source,
+which is known because the source is a Markov chain: 0 is a perfect model. <b>Residuals</b> are what the linear layers
+save for the backward pass: activations, or codes of activations and weights.</p>
 <h2>Loss</h2>
 {curves}
 <h2>How exact is each matmul?</h2>
-<p>Signal-to-noise ratio of the three matmuls of every linear layer, on the trained model's own tensors. Six decibels
-more halve the error. <code>nvfp4</code> rounds gradients stochastically: noisier, but nearly unbiased.</p>
+<p>Signal-to-noise ratio of the three matmuls of every linear layer, on the trained model's own tensors; 6 dB more
+halve the error. <code>nvfp4</code> uses stochastic rounding for gradients: noisier, but nearly unbiased.</p>
 {ratios}
 <h2>How fast is it?</h2>
 {times}
 <h2>What next?</h2>
-<p>Give a recipe to a Flax model of your own. The model does not change:</p>
+<p>Apply a recipe to your own Flax model. The model does not change:</p>
 <pre>import scaledot as sd
 model = sd.linen.with_recipe(model, "mxfp8")                      # Flax linen
 sd.nnx.with_recipe(model, "fp8_current", rngs=nnx.Rngs(sr_rng=0))  # Flax NNX, in place</pre>
-<p>Or change this demo, in the directory that holds it:</p>
+<p>Or run other examples from this repository:</p>
 <pre>python -m examples.demo --steps 1000             # the same comparison, trained for longer
 python -m examples.gpt_nnx --recipe fp8_block    # another recipe, in Flax NNX
-make formats                                     # what each format loses on transformer-like tensors
+make formats                                     # size and error of each format on transformer-like tensors
 make decode                                      # generate text with 4-bit weights
 make moe                                         # a mixture of experts in fp8</pre>
 <p>Read how to <a href="docs/howto/train-in-fp8.md">train in fp8</a>,
@@ -75,15 +75,15 @@ the <a href="README.md">README</a> has the rest.</p>
 </body></html>
 """
 
-ON_A_CPU = """<p>On a CPU low precision saves memory, not time, so nothing was timed here. <code>make demo</code> on a
-machine with a GPU times a large layer. On an H200, a linear layer of 4096&nbsp;→&nbsp;14336 trains
+ON_A_CPU = """<p>On a CPU low precision saves memory, not time, so nothing was timed. On a machine with a GPU,
+<code>make demo</code> times a large layer. On an H200, a linear layer of 4096&nbsp;→&nbsp;14336 trains
 <a href="docs/notes/performance.md">1.7 times as fast</a> in fp8 as in bfloat16.</p>"""
 
 ON_A_GPU = """<p>A linear layer of {inputs}&nbsp;→&nbsp;{outputs} on {tokens} tokens, forward and both gradients, on
 this machine's {device}:</p>
 {table}
-<p class="quiet">Median of single steps, dispatch included. Where the tensor cores of a GPU do not multiply a format,
-its matmuls run on dequantised bfloat16 values: that saves memory, not time.</p>"""
+<p class="quiet">Median of single steps, dispatch included. Formats that the GPU's tensor cores do not support are
+dequantised to bfloat16 for their matmuls, which saves memory, not time.</p>"""
 
 
 def page(runs: Sequence["Run"], ratios: Ratios, times: Sequence[Timed], steps: int) -> str:
@@ -112,8 +112,9 @@ def _run_table(runs: Sequence["Run"]) -> str:
     rows = []
     for run in runs:
         gap = "" if run is first else f"{run.excess - first.excess:+.4f}"
-        rows.append((run.name, f"{run.excess:.4f}", gap, f"{run.kept / 1024:,.0f} KiB", f"{run.kept / first.kept:.0%}"))
-    return _table(("", "excess", "gap to float32", "saved for backward", "of float32"), rows)
+        residuals = f"{run.residual_bytes / 1024:,.0f} KiB", f"{run.residual_bytes / first.residual_bytes:.0%}"
+        rows.append((run.name, f"{run.excess:.4f}", gap, *residuals))
+    return _table(("", "excess", "gap to float32", "residuals", "of float32"), rows)
 
 
 def _time_table(times: Sequence[Timed]) -> str:
@@ -121,11 +122,11 @@ def _time_table(times: Sequence[Timed]) -> str:
         (t.name, f"{t.milliseconds:.2f}", f"{t.teraflops:,.0f}", f"{times[0].milliseconds / t.milliseconds:.2f} ×")
         for t in times
     ]
-    return _table(("", "ms", "TFLOP/s", "speed over bfloat16"), rows)
+    return _table(("", "ms", "TFLOP/s", "speedup over bfloat16"), rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows begin with the name of a precision."""
+    """An HTML table; the first cell of each row is the name of a precision."""
     lines = ["".join(f"<th>{cell}</th>" for cell in head)]
     for name, *cells in rows:
         dot = f'<span class="dot" style="background:{COLOURS[name]}"></span>'
@@ -134,38 +135,38 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw_curves(runs: Sequence["Run"]) -> Figure:
-    """Excess over steps, whole and from where the curves part."""
+    """Charts of the excess loss over all steps and over the last quarter."""
     figure = Figure(figsize=(11, 4), layout="constrained")
-    whole, end = figure.subplots(1, 2)
+    all_steps, last_quarter = figure.subplots(1, 2)
     steps = len(runs[0].curve)
     for run in runs:
-        smooth, at = _smoothed(run.curve)
-        for axes in (whole, end):
-            axes.plot(at, smooth, color=COLOURS[run.name], label=run.name, linewidth=1.6)
-    whole.set(yscale="log", xlabel="step", ylabel="nats above the entropy", title="all steps")
+        means, centres = _smoothed(run.curve)
+        for axes in (all_steps, last_quarter):
+            axes.plot(centres, means, color=COLOURS[run.name], label=run.name, linewidth=1.6)
+    all_steps.set(yscale="log", xlabel="step", ylabel="nats above the entropy", title="all steps")
     last = [_smoothed(run.curve)[0][-len(_smoothed(run.curve)[0]) // 4 :] for run in runs]
-    end.set(xlim=(0.75 * steps, steps), ylim=(0.9 * min(map(min, last)), 1.05 * max(map(max, last))))
-    end.set(xlabel="step", title="the last quarter")
-    whole.legend(frameon=False)
+    last_quarter.set(xlim=(0.75 * steps, steps), ylim=(0.9 * min(map(min, last)), 1.05 * max(map(max, last))))
+    last_quarter.set(xlabel="step", title="the last quarter")
+    all_steps.legend(frameon=False)
     return _cleaned(figure)
 
 
 def _smoothed(curve: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Means over windows, and the steps at their centres."""
+    """Returns means over windows, and the steps at their centres."""
     width = max(1, len(curve) // 40)
     means = np.convolve(curve, np.full(width, 1 / width), mode="valid")
     return means.tolist(), (np.arange(len(means)) + (width - 1) / 2).tolist()
 
 
 def draw_ratios(ratios: Ratios) -> Figure:
-    """A panel for each matmul, layers from left to right."""
+    """Charts of signal-to-noise ratios by layer, one per matmul."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     panels = figure.subplots(1, len(MATMULS), sharey=True)
     for axes, (matmul, title) in zip(panels, MATMULS.items(), strict=True):
         for i, (recipe, layers) in enumerate(ratios.items()):
-            values = [layer[matmul] for layer in layers.values()]
-            width = max(1.2, 3.6 - 1.6 * i)  # what lies under another line is wider
-            axes.plot(values, "o-", color=COLOURS[recipe], label=recipe, markersize=2 + width, linewidth=width)
+            decibels = [layer[matmul] for layer in layers.values()]
+            width = max(1.2, 3.6 - 1.6 * i)  # lines drawn first are wider, so that they stay visible under others
+            axes.plot(decibels, "o-", color=COLOURS[recipe], label=recipe, markersize=2 + width, linewidth=width)
         names = [name.removeprefix("block_").replace("/", " ") for name in next(iter(ratios.values()))]
         axes.set_xticks(range(len(names)), names, rotation=60, fontsize=9)
         axes.set_title(title, fontsize=10)

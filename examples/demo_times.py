@@ -1,4 +1,4 @@
-"""How long a linear layer of a large model takes on this machine's GPU, forward and backward, in each precision."""
+"""Times of a large linear layer on this machine's GPU, forward and backward, in each precision."""
 
 import functools
 import statistics
@@ -25,7 +25,7 @@ LARGE = Shape(8192, 4096, 14336)  # the up projection of an 8B Llama
 
 
 class Timed(NamedTuple):
-    """One precision: the median time of a step, and the rate of its three matmuls."""
+    """The median time of a step in one precision, and the FLOP rate of its three matmuls."""
 
     name: str
     milliseconds: float
@@ -33,7 +33,7 @@ class Timed(NamedTuple):
 
 
 def times(recipes: Sequence[str], shape: Shape = LARGE, repeats: int = 20) -> Iterator[Timed]:
-    """Forward and both gradients of x w, in bfloat16 and under each recipe; w is float32, as optimizers keep it."""
+    """Times forward and backward pass of x w in bfloat16 and under each recipe; w is a float32 master weight."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (shape.tokens, shape.inputs), jnp.bfloat16)
     w = jax.random.normal(keys[1], (shape.inputs, shape.outputs), jnp.float32)
@@ -47,13 +47,13 @@ def times(recipes: Sequence[str], shape: Shape = LARGE, repeats: int = 20) -> It
 
 @functools.partial(jax.jit, static_argnums=0)
 def _step(precision: str, x: jax.Array, w: jax.Array, g: jax.Array, state: Any) -> Any:
-    """The result, and the gradients of x, w and the state."""
+    """Returns the result and the gradients of x, w and the state."""
 
     def layer(x, w, state):
         if precision == "bfloat16":
             return x @ w.astype(x.dtype)
-        returned = train.dense(x, w, recipe=precision, key=jax.random.key(1), state=state or None)
-        return returned[0] if state else returned
+        result = train.dense(x, w, recipe=precision, key=jax.random.key(1), state=state or None)
+        return result[0] if state else result
 
     y, vjp = jax.vjp(layer, x, w, state)
     return y, *vjp(g)

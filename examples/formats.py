@@ -1,16 +1,16 @@
-"""What each format costs and what it keeps, on tensors shaped like those of a transformer.
+"""Size and error of each format on tensors that resemble those of a transformer.
 
-Five seeded matrices stand for the kinds of numbers a transformer holds: two weights, an activation, a gradient
-and an embedding. They differ in what matters to a quantiser, which is how far the largest magnitude of a block
-lies above the rest. Each goes through every row of `scaledot.FORMATS`, and through four variations that show how
-a new format is made: `dataclasses.replace` of an old one.
+Five random matrices with fixed seeds represent two weights, an activation, a gradient and an embedding. They differ in
+the ratio of a block's amax to its typical magnitude, which determines the quantisation error. Each is quantised to
+every format of `scaledot.FORMATS`, and to four variants that show how to define a new format: by `dataclasses.replace`
+of an existing one.
 
-The error is a signal-to-noise ratio: 10 log10(|x|^2 / |x - dequantize(q)|^2), in decibel. It weighs large entries
-most: a tensor with a few huge channels can score well though its small entries are gone. The size is `q.nbytes`,
-codes packed to their bits and all scales; in memory a code may take a wider type, as 6 bits travel in a byte.
-Times are of this machine; on a CPU they say little about an accelerator.
+The error is the signal-to-noise ratio 10 log10(|x|^2 / |x - dequantize(q)|^2) in decibels. It is dominated by large
+elements: a tensor with a few large channels can have a high ratio although its small elements became zero. The size is
+`q.nbytes`, packed codes and all scales; in memory a code may have a wider dtype, as 6-bit codes are stored in bytes.
+Times are those of this machine; times of a CPU say little about an accelerator.
 
-Prints a table and writes `demo.png` to the current directory.
+Prints a table and writes `formats.png` to the current directory.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ SHAPE = (1024, 4096)
 SIZE = math.prod(SHAPE)
 PICTURE = Path("formats.png")
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# The Okabe-Ito palette, distinguishable with colour blindness.
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#009E73")
 FAMILIES = ("floats, float32 scales", "floats, 8-bit scales", "integers", "codebook")
 HOW_TO_READ = (
-    "How to read it: `bits` is what one element costs, packed and with its share of the scales, SNR is how far the\n"
-    "error lies below the tensor (6 dB more halves it): look for the fewest bits whose worst column you can live with."
+    "`bits` are packed bits per element, including scales; SNR is the signal-to-noise ratio: 6 dB more halve the\n"
+    "error. Choose the fewest bits whose lowest SNR is acceptable."
 )
 
 
@@ -47,13 +47,13 @@ HOW_TO_READ = (
 class Tensor:
     name: str
     kind: str
-    story: str
+    description: str
     x: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A format, and what it made of every tensor."""
+    """A format with its signal-to-noise ratio for each tensor, total bytes, and time."""
 
     format: sd.Format
     snr: tuple[float, ...]
@@ -70,10 +70,10 @@ class Row:
 
 
 def make_tensors(rng: np.random.Generator) -> tuple[Tensor, ...]:
-    """Rows are output channels or tokens; columns are the axis that a matmul sums over."""
+    """Random matrices; rows are output channels or tokens, columns the contracting dim of a matmul."""
     attention = 0.02 * rng.standard_normal(SHAPE)
-    mlp = 0.02 * rng.standard_normal(SHAPE) * loud_columns(rng, count=8, low=8, high=16)
-    activation = rng.laplace(size=SHAPE) * loud_columns(rng, count=6, low=30, high=80)
+    mlp = 0.02 * rng.standard_normal(SHAPE) * outlier_columns(rng, count=8, low=8, high=16)
+    activation = rng.laplace(size=SHAPE) * outlier_columns(rng, count=6, low=30, high=80)
     gradient = 1e-4 * rng.standard_t(df=3, size=SHAPE)
     sizes = rng.lognormal(sigma=0.5, size=(SHAPE[0], 1)) * rng.lognormal(sigma=0.5, size=SHAPE[1])
     embedding = 0.02 * rng.standard_normal(SHAPE) * sizes
@@ -87,8 +87,8 @@ def make_tensors(rng: np.random.Generator) -> tuple[Tensor, ...]:
     )
 
 
-def loud_columns(rng: np.random.Generator, count: int, low: float, high: float) -> np.ndarray:
-    """Ones, but for `count` columns."""
+def outlier_columns(rng: np.random.Generator, count: int, low: float, high: float) -> np.ndarray:
+    """A factor per column: 1, but for `count` outliers between `low` and `high`."""
     gain = np.ones(SHAPE[1])
     gain[rng.choice(SHAPE[1], count, replace=False)] = rng.uniform(low, high, count)
     return gain
@@ -117,8 +117,8 @@ def family_of(format: sd.Format) -> str:
     return "floats, float32 scales" if format.scale == "float32" else "floats, 8-bit scales"
 
 
-def shares_scale(format: sd.Format) -> str:
-    """What one scale covers, in words."""
+def scale_granularity(format: sd.Format) -> str:
+    """The elements that share a scale, as text."""
     if format.block is None:
         return "tensor"
     return "row" if format.block == (0,) else "x".join(map(str, format.block))
@@ -146,7 +146,7 @@ def snr_db(x: jax.Array, y: jax.Array) -> float:
 
 
 def by_family(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Each family's rows: most bits first, and among equals the most accurate."""
+    """Yields the rows of each family, sorted by bits, then by signal-to-noise ratio, both descending."""
     for family in FAMILIES:
         members = [row for row in rows if family_of(row.format) == family]
         yield family, sorted(members, key=lambda row: (-round(row.bits, 2), -statistics.mean(row.snr)))
@@ -155,7 +155,7 @@ def by_family(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
 def print_table(rows: list[Row], tensors: tuple[Tensor, ...]) -> None:
     print(f"scaledot {sd.__version__} on {jax.devices()[0].device_kind}: {len(tensors)} float32 tensors of {SHAPE}\n")
     for tensor in tensors:
-        print(f"  {tensor.name:<8}{tensor.kind}: {tensor.story}")
+        print(f"  {tensor.name:<8}{tensor.kind}: {tensor.description}")
     names = "".join(f"{tensor.name:>8}" for tensor in tensors)
     head = f"{'format':<18}{'scale per':<10}{'bits':>5} {names}{'size':>11}{'of bf16':>9}{'ms':>7}"
     print(f"\n{'':<34}{'SNR in dB':>{len(names) // 2 + 4}}\n{head}")
@@ -167,39 +167,39 @@ def print_table(rows: list[Row], tensors: tuple[Tensor, ...]) -> None:
 
 def table_line(row: Row) -> str:
     snr = "".join(f"{value:8.1f}" for value in row.snr)
-    label = f"{row.format.name:<18}{shares_scale(row.format):<10}{row.bits:5.2f} {snr}"
+    label = f"{row.format.name:<18}{scale_granularity(row.format):<10}{row.bits:5.2f} {snr}"
     return f"{label}{row.nbytes / 2**20:7.2f} MiB{row.of_bf16:9.1%}{row.ms:7.1f}"
 
 
 def draw(rows: list[Row], tensors: tuple[Tensor, ...]) -> Figure:
-    """Formats from top to bottom, grouped by family; from left to right their cost, and the SNR of each tensor."""
+    """Bar charts of bits per element and of each tensor's SNR, with formats from top to bottom by family."""
     figure = Figure(figsize=(15, 9.5), layout="constrained")
-    cost, *errors = figure.subplots(1, 1 + len(tensors), sharey=True)
-    places = label_rows(cost, rows)
-    draw_bars(cost, {y: row.bits for y, row in places.items()}, "0.65", "{:.2f}")
-    dress(cost, "cost", "bits per element, packed, with all scales", 1.25 * max(row.bits for row in rows))
-    for i, (axes, tensor, colour) in enumerate(zip(errors, tensors, COLOURS, strict=True)):
-        draw_bars(axes, {y: row.snr[i] for y, row in places.items()}, colour, "{:.1f}")
-        dress(axes, tensor.kind, tensor.story, 1.25 * max(max(row.snr) for row in rows))
-    figure.suptitle("What each format costs, and what it keeps of five tensors", fontsize=18, fontweight="bold")
+    bits, *snrs = figure.subplots(1, 1 + len(tensors), sharey=True)
+    positions = label_rows(bits, rows)
+    draw_bars(bits, {y: row.bits for y, row in positions.items()}, "0.65", "{:.2f}")
+    format_axes(bits, "size", "bits per element, packed, with all scales", 1.25 * max(row.bits for row in rows))
+    for i, (axes, tensor, colour) in enumerate(zip(snrs, tensors, COLOURS, strict=True)):
+        draw_bars(axes, {y: row.snr[i] for y, row in positions.items()}, colour, "{:.1f}")
+        format_axes(axes, tensor.kind, tensor.description, 1.25 * max(max(row.snr) for row in rows))
+    figure.suptitle("Size of each format, and its accuracy on five tensors", fontsize=18, fontweight="bold")
     figure.supxlabel(caption(), fontsize=11, color="0.3")
     return figure
 
 
 def label_rows(axes: Axes, rows: list[Row]) -> dict[int, Row]:
-    """Writes families and formats down the left side; returns the rows by their place on it."""
-    labels, places = [], {}
+    """Labels the y axis with families and formats; returns the rows by y position."""
+    labels, positions = [], {}
     for family, members in by_family(rows):
         labels.append(family)
         for row in members:
-            places[len(labels)] = row
+            positions[len(labels)] = row
             labels.append(row.format.name)
     axes.set_yticks(range(len(labels)), labels=labels, fontsize=11)
     axes.set_ylim(len(labels) - 0.4, -0.5)
     for y, label in enumerate(axes.get_yticklabels()):
-        if y not in places:
+        if y not in positions:
             label.set(fontweight="bold", color="0.3")
-    return places
+    return positions
 
 
 def draw_bars(axes: Axes, values: dict[int, float], colour: str, text: str) -> None:
@@ -207,9 +207,9 @@ def draw_bars(axes: Axes, values: dict[int, float], colour: str, text: str) -> N
     axes.bar_label(bars, fmt=text, padding=3, fontsize=9.5, color="0.2")
 
 
-def dress(axes: Axes, title: str, story: str, right: float) -> None:
+def format_axes(axes: Axes, title: str, description: str, right: float) -> None:
     axes.set_title(title, fontsize=13, fontweight="bold", loc="left", pad=38)
-    below = axes.annotate(textwrap.fill(story, 28), (0, 1), (0, 33), "axes fraction", "offset points")
+    below = axes.annotate(textwrap.fill(description, 28), (0, 1), (0, 33), "axes fraction", "offset points")
     below.set(va="top", fontsize=9.5, color="0.3")
     axes.set_xlim(0, right)
     axes.set_xticks([])
@@ -219,8 +219,8 @@ def dress(axes: Axes, title: str, story: str, right: float) -> None:
 
 
 def caption() -> str:
-    what = "Coloured bars: signal-to-noise ratio in dB; longer is better, 6 dB more halves the error."
-    return f"{what}  scaledot {sd.__version__}, float32 tensors of {SHAPE[0]} x {SHAPE[1]}."
+    legend = "Coloured bars: signal-to-noise ratio in dB; longer is better, 6 dB more halve the error."
+    return f"{legend}  scaledot {sd.__version__}, float32 tensors of {SHAPE[0]} x {SHAPE[1]}."
 
 
 def main() -> None:
@@ -229,7 +229,7 @@ def main() -> None:
     rows = [measure(format, tensors) for format in bar]
     print_table(rows, tensors)
     draw(rows, tensors).savefig(PICTURE, dpi=130, bbox_inches="tight", pad_inches=0.3)
-    print(f"\nThe same as a picture: {PICTURE.resolve()}\n{HOW_TO_READ}")
+    print(f"\nThe same as a chart: {PICTURE.resolve()}\n{HOW_TO_READ}")
 
 
 if __name__ == "__main__":

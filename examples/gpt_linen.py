@@ -1,6 +1,6 @@
 """A tiny GPT in Flax linen, trained in low precision: `python -m examples.gpt_linen --recipe fp8_delayed`.
 
-The model knows nothing of recipes; one line gives one to the four linear layers of each block.
+The model does not depend on scaledot; `sd.linen.with_recipe` quantises the four linear layers of each block.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """`dtype` is that of the linear layers in blocks; everything else is float32."""
+    """dtype: of the linear layers of blocks; everything else is float32."""
 
     symbols: int = SOURCE.symbols
     width: int = 64
@@ -53,12 +53,12 @@ class Gpt(nn.Module):
 
 
 def initial(model, key: jax.Array) -> Any:
-    """Variables before the first step: parameters, and the states of recipes that keep one."""
+    """Initialises the variables: parameters, and the states of recipes with delayed scaling."""
     return jax.jit(model.init)(key, jnp.zeros((1, LENGTH), int))
 
 
 def start(model, key: jax.Array, steps: int, variables: Any = None) -> TrainState:
-    """The state before the first step, from `variables` or from new ones."""
+    """Returns the initial train state, with `variables` or newly initialised ones."""
     variables = initial(model, key) if variables is None else variables
     return TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer(steps))
 
@@ -73,9 +73,9 @@ def train_step(state: TrainState, tokens, key):
 
 
 def evaluate(state: TrainState, held_out, key) -> float:
-    """Mean held-out loss above the entropy of the source.
+    """Returns the mean held-out loss above the entropy of the source.
 
-    Runs `train_step` and discards the updated state: a separate evaluation would be a second program to compile.
+    Runs `train_step` and discards the updated state, which avoids compiling a separate evaluation function.
     """
     return float(np.mean([train_step(state, tokens, key)[1] for tokens in held_out]))
 
@@ -88,9 +88,9 @@ def fit(
     variables: Any = None,
     report: Callable[[float], object] = lambda excess: None,
 ) -> tuple[TrainState, float, list[float]]:
-    """The trained state, its excess loss on fresh sequences, and that of every step, which `report` is told.
+    """Trains; returns the final state, its excess loss on held-out sequences, and the excess loss of every step.
 
-    Training starts from `variables`, or from new ones.
+    Training starts from `variables`, or from newly initialised ones. `report` is called with each step's excess loss.
     """
     init_key, data_key, rounding_key = jax.random.split(jax.random.key(seed), 3)
     data, curve = batches(data_key, steps + HELD_OUT), []
@@ -103,7 +103,7 @@ def fit(
 
 
 def train(recipe: str | None, steps: int, seed: int = 0) -> tuple[float, list[float]]:
-    """The excess loss on fresh sequences, and that of every step."""
+    """Trains; returns the excess loss on held-out sequences, and that of every step."""
     model = Gpt() if recipe is None else sd.linen.with_recipe(Gpt(), {"block_*": recipe})
     with tqdm(total=steps, desc=recipe or "float32", unit="step", leave=False) as progress:
 

@@ -1,6 +1,6 @@
 """The tiny GPT of gpt_linen.py in Flax NNX: `python -m examples.gpt_nnx --recipe mxfp8`.
 
-The model knows nothing of recipes; one line gives one to the four linear layers of each block.
+The model does not depend on scaledot; `sd.nnx.with_recipe` quantises the four linear layers of each block.
 """
 
 import jax
@@ -61,7 +61,7 @@ def evaluate(model: Gpt, tokens):
 
 
 def train(recipe: str | None, steps: int, seed: int = 0) -> tuple[float, list[float]]:
-    """The excess loss on fresh sequences, and that of every step."""
+    """Trains; returns the excess loss on held-out sequences, and that of every step."""
     model, curve = Gpt(rngs=nnx.Rngs(seed)), []
     if recipe is not None:
         sd.nnx.with_recipe(model, {"blocks/*": recipe}, rngs=nnx.Rngs(sr_rng=seed))

@@ -1,8 +1,8 @@
-"""The tiny GPT of `gpt_linen` on a mesh of two axes, with checkpoints of which each process writes its part.
+"""The tiny GPT of `gpt_linen` on a 2D mesh, with checkpoints of which each process writes its shards.
 
-The axes are automatic: a table lays parameters out, batches are split over `data`, and XLA splits the rest. A step is a
-function of the state alone, because data and random numbers follow from the number of the step. So a run that was
-interrupted goes on as the same run, on however many processes hold the devices of the mesh.
+The mesh axes are automatic: parameters are sharded by SPECS, batches over `data`, and XLA partitions the rest. A step
+depends on the state alone, because data and random keys are derived from the step's number. An interrupted run
+therefore resumes exactly, on any number of processes that share the devices of the mesh.
 """
 
 import dataclasses
@@ -23,14 +23,19 @@ from examples import gpt_linen
 from examples.gpt_training import BATCH, LENGTH, SOURCE
 
 AXES = {"data": 2, "tensor": 2}
-COLUMNS, ROWS = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None)
-SPECS = {"*/qkv/kernel": COLUMNS, "*/up/kernel": COLUMNS, "*/out/kernel": ROWS, "*/down/kernel": ROWS}
-KEPT = 2  # checkpoints
+COLUMN_PARALLEL, ROW_PARALLEL = PartitionSpec(None, "tensor"), PartitionSpec("tensor", None)
+SPECS = {
+    "*/qkv/kernel": COLUMN_PARALLEL,
+    "*/up/kernel": COLUMN_PARALLEL,
+    "*/out/kernel": ROW_PARALLEL,
+    "*/down/kernel": ROW_PARALLEL,
+}
+MAX_CHECKPOINTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What decides every number of a run; recipe: one of `sd.RECIPES`, or float32."""
+    """The settings that determine a run. recipe: one of `sd.RECIPES`, or float32."""
 
     recipe: str
     steps: int
@@ -39,12 +44,12 @@ class Run:
 
     @property
     def keys(self) -> jax.Array:
-        """For parameters, data and rounding."""
+        """The keys of parameters, data and stochastic rounding."""
         return jax.random.split(jax.random.key(self.seed), 3)
 
     def model(self) -> Any:
-        plain = gpt_linen.Gpt(blocks=self.blocks)
-        return plain if self.recipe == "float32" else sd.linen.with_recipe(plain, {"block_*": self.recipe})
+        model = gpt_linen.Gpt(blocks=self.blocks)
+        return model if self.recipe == "float32" else sd.linen.with_recipe(model, {"block_*": self.recipe})
 
 
 def make_mesh() -> Mesh:
@@ -52,7 +57,7 @@ def make_mesh() -> Mesh:
 
 
 def shardings_of(state: TrainState, mesh: Mesh) -> Any:
-    """By `SPECS`, for parameters and for what the optimizer keeps of them; everything else is whole on each device."""
+    """Returns the shardings of a state: parameters and their moments by SPECS, everything else replicated."""
 
     def sharding(path, _) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -63,7 +68,7 @@ def shardings_of(state: TrainState, mesh: Mesh) -> Any:
 
 
 def batch(run: Run, step: int, mesh: Mesh) -> jax.Array:
-    """The sequences of a step, of which each process draws those of its devices; each sequence has its own key."""
+    """Draws the batch of a step. Each sequence has its own key, so each process draws only those of its devices."""
     step_key = jax.random.fold_in(run.keys[1], step)
 
     def draw(index: Any) -> np.ndarray:
@@ -74,7 +79,7 @@ def batch(run: Run, step: int, mesh: Mesh) -> jax.Array:
 
 
 class Program(NamedTuple):
-    """What a run compiles: the first state, and (state, batch) -> (next state, excess loss), with how a state lies."""
+    """Compiled functions: start() -> state, step(state, batch) -> (state, excess loss); `state` has its shardings."""
 
     start: jax.stages.Compiled
     step: jax.stages.Compiled
@@ -82,39 +87,39 @@ class Program(NamedTuple):
 
 
 def compile_run(run: Run, mesh: Mesh) -> Program:
-    """All that the devices will do, before they have to meet: who still compiles is not taken for dead."""
+    """Compiles everything before the first collective, so that a compiling process does not exceed its timeout."""
     model = run.model()
 
-    def laid_out(state: TrainState) -> TrainState:
+    def constrained(state: TrainState) -> TrainState:
         return jax.lax.with_sharding_constraint(state, shardings_of(state, mesh))
 
     def start() -> TrainState:
-        return laid_out(gpt_linen.start(model, run.keys[0], run.steps))
+        return constrained(gpt_linen.start(model, run.keys[0], run.steps))
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         state, excess = gpt_linen.train_step(state, tokens, jax.random.fold_in(run.keys[2], state.step))
-        return laid_out(state), excess
+        return constrained(state), excess
 
     lowered = jax.jit(start).lower()
-    state = jax.tree.map(_described, lowered.out_info, shardings_of(lowered.out_info, mesh))
+    state = jax.tree.map(_shape_dtype_struct, lowered.out_info, shardings_of(lowered.out_info, mesh))
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     return Program(lowered.compile(), jax.jit(step, donate_argnums=0).lower(state, tokens).compile(), state)
 
 
-def _described(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _shape_dtype_struct(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def open_checkpoints(directory: Path) -> ocp.CheckpointManager:
-    """A step is written beside the others under another name and gets its own when all processes have written."""
+    """Opens the checkpoints; one is written to a temporary directory and renamed when all processes have written."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        max_to_keep=MAX_CHECKPOINTS, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )
     return ocp.CheckpointManager(directory.resolve(), options=options)
 
 
 def last_checkpoint(directory: Path) -> int | None:
-    """The last step that is whole."""
+    """Returns the step of the last complete checkpoint, or None."""
     return max(ocp.utils.checkpoint_steps(directory), default=None) if directory.exists() else None
 
 
@@ -127,7 +132,7 @@ def save(checkpoints: ocp.CheckpointManager, run: Run, step: int, state: TrainSt
 
 
 def restore(checkpoints: ocp.CheckpointManager, run: Run, step: int, like: TrainState) -> TrainState:
-    """The state of that step, laid out as `like` is, whoever wrote it."""
+    """Restores the state of a step with the shardings of `like`, whatever the number of processes that wrote it."""
     saved = checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
     if saved != dataclasses.asdict(run):
         raise ValueError(f"{checkpoints.directory} holds another run: {Run(**saved)}, and this one is {run}")
@@ -135,7 +140,7 @@ def restore(checkpoints: ocp.CheckpointManager, run: Run, step: int, like: Train
 
 
 class Report(NamedTuple):
-    """After a step: its number, the loss above the entropy of the source before it, and whether it was saved."""
+    """The report of a step: its number, its excess loss, and whether a checkpoint was written."""
 
     step: int
     excess: float
@@ -143,11 +148,11 @@ class Report(NamedTuple):
 
 
 def fit(run: Run, mesh: Mesh, program: Program, directory: Path, every: int) -> Iterator[Report]:
-    """Train to the end from the last whole checkpoint, or from the start, with a checkpoint after `every` steps."""
+    """Trains from the last complete checkpoint, or from the start, with a checkpoint after `every` steps."""
     with open_checkpoints(directory) as checkpoints:
-        done = checkpoints.latest_step()
-        state = program.start() if done is None else restore(checkpoints, run, done, program.state)
-        for step in range(done or 0, run.steps):
+        latest = checkpoints.latest_step()
+        state = program.start() if latest is None else restore(checkpoints, run, latest, program.state)
+        for step in range(latest or 0, run.steps):
             state, excess = program.step(state, batch(run, step, mesh))
             saved = (step + 1) % every == 0 or step + 1 == run.steps
             if saved:

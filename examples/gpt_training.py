@@ -1,4 +1,4 @@
-"""What both versions of the tiny GPT share: positions, batches, loss, optimizer, and the command line."""
+"""Shared parts of the tiny GPT's linen and NNX versions: rotary embeddings, batches, loss, optimiser, command line."""
 
 import argparse
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from examples.source import Source
 
 SOURCE = Source()
 BATCH, LENGTH = 16, 32
-HELD_OUT = 64  # batches, of about 31 thousand symbols
+HELD_OUT = 64  # batches, about 31 thousand symbols
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """(batch, length, heads, width) turned by angles that grow with the position, so that attention sees distances."""
+    """Applies rotary position embeddings to x (batch, length, heads, width)."""
     length, width = x.shape[1], x.shape[-1]
     angles = jnp.arange(length)[:, None] * 10_000.0 ** (-jnp.arange(width // 2) / (width // 2))
     cos, sin = jnp.cos(angles)[:, None, :].astype(x.dtype), jnp.sin(angles)[:, None, :].astype(x.dtype)
@@ -25,12 +25,12 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def batches(key: jax.Array, count: int) -> jax.Array:
-    """(count, BATCH, LENGTH + 1) symbols: inputs, and the one that follows each."""
+    """Draws (count, BATCH, LENGTH + 1) symbols: inputs and, shifted by one, targets."""
     return SOURCE.draw(key, (count, BATCH, LENGTH + 1))
 
 
 def loss_and_excess(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean loss where two symbols are known, and how far it is above that of a model that knows the source."""
+    """Returns the mean loss of symbols after the first two, and its excess over that of a perfect model."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits[:, 1:], tokens[:, 2:]).mean()
     return loss, loss - SOURCE.surprise(tokens).mean()
 
@@ -40,10 +40,10 @@ def optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def main(train: Callable[[str | None, int], tuple[float, list[float]]], description: str | None) -> None:
-    """Train as the command line says and print where the loss ends."""
+    """Parses the command line, trains, and prints the final excess loss."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="fp8_current", help=f"one of {', '.join(sd.RECIPES)}, or float32")
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args()
     excess, _ = train(None if args.recipe == "float32" else args.recipe, args.steps)
-    print(f"{args.recipe}: {excess:.4f} nats above the entropy of the source, on sequences that it was not trained on")
+    print(f"{args.recipe}: {excess:.4f} nats above the entropy of the source, on held-out sequences")

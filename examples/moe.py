@@ -1,13 +1,13 @@
-"""A mixture of experts in low precision.
+"""A mixture-of-experts layer in low precision.
 
     python -m examples.moe --recipe fp8_block
 
-Each token goes to the two experts that a router finds likeliest and comes back as their weighted sum. Tokens are
-sorted by expert, so that the layer is two grouped products, `scaledot.train.ragged_dot`, around an activation. The
-sizes of groups are data: no expert has a capacity, no token is dropped, and nothing is compiled twice.
+A router sends each token to its two most probable experts, whose outputs are added with normalised router weights.
+Tokens are sorted by expert, so that the layer is two grouped matmuls, `scaledot.train.ragged_dot`, with an activation
+between them. Group sizes are traced: experts have no capacity limit, no token is dropped, and nothing is recompiled.
 
-The layer learns to predict a symbol of `examples.source` from the two before it. Then its result and all of its
-gradients are compared with a loop over experts in which `scaledot.train.dense` sees the rows of one expert at a time.
+The layer is trained to predict a symbol of `examples.source` from the two before it. Then its output and all gradients
+are compared with a loop over experts that calls `scaledot.train.dense` on the rows of one expert at a time.
 """
 
 import argparse
@@ -26,14 +26,14 @@ import scaledot as sd
 from examples.gpt_training import SOURCE
 from scaledot import train
 
-CHOSEN = 2  # experts for each token
-BALANCE = 0.01  # the weight of the imbalance in the loss
+TOP_K = 2  # experts per token
+BALANCE = 0.01  # weight of the load-balancing loss
 RECIPES = ("fp8_block", "fp8_current", "mxfp8", "bfloat16")
-Product = Callable[..., Any]
+Matmul = Callable[..., Any]
 
 
 class Experts(NamedTuple):
-    """The weights of the layer, in float32."""
+    """The float32 weights of the layer."""
 
     router: jax.Array  # (width, experts)
     up: jax.Array  # (experts, width, hidden)
@@ -41,7 +41,7 @@ class Experts(NamedTuple):
 
 
 class Model(NamedTuple):
-    symbols: jax.Array  # (2, symbols, width): a table for each of the two symbols that are known
+    symbols: jax.Array  # (2, symbols, width): an embedding table for each of the two input symbols
     experts: Experts
     head: jax.Array  # (width, symbols)
 
@@ -49,22 +49,22 @@ class Model(NamedTuple):
 def start(key: jax.Array, width: int, hidden: int, experts: int) -> Model:
     keys = iter(jax.random.split(key, 5))
 
-    def normal(*shape: int, spread: float) -> jax.Array:
-        return spread * jax.random.normal(next(keys), shape)
+    def normal(*shape: int, std: float) -> jax.Array:
+        return std * jax.random.normal(next(keys), shape)
 
     return Model(
-        normal(2, SOURCE.symbols, width, spread=0.7),
+        normal(2, SOURCE.symbols, width, std=0.7),
         Experts(
-            normal(width, experts, spread=width**-0.5),
-            normal(experts, width, hidden, spread=width**-0.5),
-            normal(experts, hidden, width, spread=hidden**-0.5),
+            normal(width, experts, std=width**-0.5),
+            normal(experts, width, hidden, std=width**-0.5),
+            normal(experts, hidden, width, std=hidden**-0.5),
         ),
-        normal(width, SOURCE.symbols, spread=width**-0.5),
+        normal(width, SOURCE.symbols, std=width**-0.5),
     )
 
 
-def grouped_product(recipe: str, precision: str | None = None) -> Product:
-    """(rows, kernels, sizes of groups) -> rows, in bfloat16."""
+def grouped_matmul(recipe: str, precision: str | None = None) -> Matmul:
+    """Returns a function of (rows, kernels, group sizes), with bfloat16 results."""
     if recipe == "bfloat16":
         return functools.partial(_grouped_in_bfloat16, precision=precision)
     return functools.partial(train.ragged_dot, recipe=recipe, precision=precision, preferred_element_type=jnp.bfloat16)
@@ -74,101 +74,101 @@ def _grouped_in_bfloat16(rows, kernels, sizes, *, precision=None, kernel=None) -
     return sd.ragged_dot(rows, kernels.astype(jnp.bfloat16), sizes, precision, kernel=kernel)
 
 
-def single_product(recipe: str, precision: str | None = None) -> Product:
-    """(rows, kernel) -> rows, in bfloat16."""
+def dense_matmul(recipe: str, precision: str | None = None) -> Matmul:
+    """Returns a function of (rows, kernel), with bfloat16 results."""
     if recipe == "bfloat16":
         return lambda rows, kernel: sd.matmul(rows, kernel.astype(jnp.bfloat16), precision=precision)
     return functools.partial(train.dense, recipe=recipe, precision=precision)
 
 
 def probabilities_of(router: jax.Array, x: jax.Array) -> jax.Array:
-    """x (tokens, width) -> (tokens, experts)."""
+    """The router's probabilities (tokens, experts) for x (tokens, width)."""
     return jax.nn.softmax(jnp.dot(x.astype(jnp.float32), router, precision="highest"))
 
 
 def choose(probabilities: jax.Array) -> jax.Array:
-    """The experts of each token: (tokens, CHOSEN)."""
-    return jax.lax.top_k(probabilities, CHOSEN)[1]
+    """The most probable experts of each token, (tokens, TOP_K)."""
+    return jax.lax.top_k(probabilities, TOP_K)[1]
 
 
-def shares_of(probabilities: jax.Array, chosen: jax.Array | np.ndarray) -> jax.Array:
-    """The weights of each token's sum, which add up to one: (tokens, CHOSEN)."""
-    taken = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    return taken / jnp.sum(taken, axis=-1, keepdims=True)
+def expert_weights(probabilities: jax.Array, chosen: jax.Array | np.ndarray) -> jax.Array:
+    """The weights of each token's expert outputs, (tokens, TOP_K); they add up to one."""
+    chosen_probabilities = jnp.take_along_axis(probabilities, chosen, axis=-1)
+    return chosen_probabilities / jnp.sum(chosen_probabilities, axis=-1, keepdims=True)
 
 
 def activation(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def grouped(layer: Experts, x: jax.Array, shares: jax.Array, chosen: jax.Array, product: Product) -> jax.Array:
-    """Tokens through their experts, all experts at once: x (tokens, width) -> (tokens, width)."""
+def grouped(layer: Experts, x: jax.Array, weights: jax.Array, chosen: jax.Array, matmul: Matmul) -> jax.Array:
+    """Applies all experts by grouped matmuls, x (tokens, width) -> (tokens, width)."""
     order = jnp.argsort(chosen.reshape(-1))  # stable: within a group, rows stay in the order of tokens
     sizes = jnp.bincount(chosen.reshape(-1), length=layer.up.shape[0])
-    rows = reordered(jnp.repeat(x, CHOSEN, axis=0), order)
-    rows = product(activation(product(rows, layer.up, sizes)), layer.down, sizes)
-    results = reordered(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
-    return jnp.sum(shares[:, :, None] * results.astype(jnp.float32), axis=1).astype(x.dtype)
+    rows = reordered(jnp.repeat(x, TOP_K, axis=0), order)
+    rows = matmul(activation(matmul(rows, layer.up, sizes)), layer.down, sizes)
+    outputs = reordered(rows, jnp.argsort(order)).reshape(*chosen.shape, -1)
+    return jnp.sum(weights[:, :, None] * outputs.astype(jnp.float32), axis=1).astype(x.dtype)
 
 
 def reordered(rows: jax.Array, order: jax.Array) -> jax.Array:
-    """Rows in that order. Each is taken once, so the backward pass writes each gradient once and adds none."""
+    """Permutes rows. Indices are unique, so the backward pass is a scatter without additions."""
     return rows.at[order].get(unique_indices=True)
 
 
-def one_by_one(layer: Experts, x: jax.Array, shares: jax.Array, chosen: np.ndarray, product: Product) -> jax.Array:
-    """The same by a loop over experts; which rows each of them has must be known before it is compiled."""
+def looped(layer: Experts, x: jax.Array, weights: jax.Array, chosen: np.ndarray, matmul: Matmul) -> jax.Array:
+    """Applies the experts in a loop, as a reference; `chosen` must be concrete."""
     y = jnp.zeros(x.shape, jnp.float32)
     for expert, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
-        token, place = np.nonzero(chosen == expert)
+        token, rank = np.nonzero(chosen == expert)
         if not token.size:
             continue
-        rows = product(activation(product(x[token], up)), down)
-        y = y.at[token].add(shares[token, place][:, None] * rows.astype(jnp.float32))
+        rows = matmul(activation(matmul(x[token], up)), down)
+        y = y.at[token].add(weights[token, rank][:, None] * rows.astype(jnp.float32))
     return y.astype(x.dtype)
 
 
-def parts_of(chosen: jax.Array, experts: int) -> jax.Array:
-    """The part of all rows that each expert has."""
+def load_of(chosen: jax.Array, experts: int) -> jax.Array:
+    """The fraction of rows that each expert has, (experts,)."""
     return jnp.bincount(chosen.reshape(-1), length=experts) / chosen.size
 
 
-def imbalance(probabilities: jax.Array, parts: jax.Array) -> jax.Array:
-    """1 where experts are equally likely or have equal parts, more where the likely ones have more."""
-    return parts.size * jnp.sum(parts * jnp.mean(probabilities, axis=0))
+def imbalance(probabilities: jax.Array, load: jax.Array) -> jax.Array:
+    """The load-balancing loss: 1 if probabilities or loads are uniform, more if probable experts have more load."""
+    return load.size * jnp.sum(load * jnp.mean(probabilities, axis=0))
 
 
 class Report(NamedTuple):
-    """What a step saw. excess: nats per symbol above the entropy of the source. busiest: the largest part."""
+    """Results of a step. excess: nats per symbol above the entropy of the source. busiest: the largest load."""
 
     excess: jax.Array
     imbalance: jax.Array
     busiest: jax.Array
 
 
-def loss_and_report(model: Model, symbols: jax.Array, product: Product) -> tuple[jax.Array, Report]:
-    """symbols (tokens, 3): two that are known and the one that follows."""
+def loss_and_report(model: Model, symbols: jax.Array, matmul: Matmul) -> tuple[jax.Array, Report]:
+    """Returns the loss and the report for symbols (tokens, 3): two inputs and the target."""
     x = (model.symbols[0, symbols[:, 0]] + model.symbols[1, symbols[:, 1]]).astype(jnp.bfloat16)
     probabilities = probabilities_of(model.experts.router, x)
     chosen = choose(probabilities)
-    x = x + grouped(model.experts, x, shares_of(probabilities, chosen), chosen, product)
+    x = x + grouped(model.experts, x, expert_weights(probabilities, chosen), chosen, matmul)
     logits = x.astype(jnp.float32) @ model.head
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, symbols[:, 2]).mean()
-    parts = parts_of(chosen, probabilities.shape[-1])
-    uneven = imbalance(probabilities, parts)
-    return loss + BALANCE * uneven, Report(loss - SOURCE.surprise(symbols).mean(), uneven, jnp.max(parts))
+    load = load_of(chosen, probabilities.shape[-1])
+    balance_loss = imbalance(probabilities, load)
+    return loss + BALANCE * balance_loss, Report(loss - SOURCE.surprise(symbols).mean(), balance_loss, jnp.max(load))
 
 
 def fit(model: Model, recipe: str, tokens: int, steps: int, key: jax.Array) -> Iterator[tuple[Model, Report]]:
-    """The model after each step, which the next one uses up, and what the step saw; every step has fresh tokens."""
+    """Yields the model after each step, whose buffers the next step donates, and the step's report."""
     width = model.head.shape[0]
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.3 / width, steps))  # a wider sum moves as far
-    state, product = optimizer.init(model), grouped_product(recipe)
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.3 / width, steps))  # updates of outputs grow with the width
+    state, matmul = optimizer.init(model), grouped_matmul(recipe)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(model: Model, state, key: jax.Array):
         symbols = SOURCE.draw(key, (tokens, 3))
-        gradients, report = jax.grad(loss_and_report, has_aux=True)(model, symbols, product)
+        gradients, report = jax.grad(loss_and_report, has_aux=True)(model, symbols, matmul)
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(model, updates), state, report
 
@@ -178,107 +178,109 @@ def fit(model: Model, recipe: str, tokens: int, steps: int, key: jax.Array) -> I
 
 
 def differences(layer: Experts, x: jax.Array, chosen: jax.Array, recipe: str, key: jax.Array) -> dict[str, float]:
-    """The grouped layer and the loop over experts: the norm of their difference over that of the loop's."""
+    """Relative differences between the grouped layer and the loop over experts, of the output and all gradients."""
     g = jax.random.normal(key, x.shape, x.dtype)
-    many, one = (as_stored(product(recipe, "highest")) for product in (grouped_product, single_product))
-    by_loop = functools.partial(result_and_gradients, one_by_one, one, np.asarray(chosen))
-    found = jax.jit(result_and_gradients, static_argnums=(0, 1))(grouped, many, chosen, layer, x, g)
-    expected = jax.jit(by_loop)(layer, x, g)
+    grouped_dot, dense_dot = (rounded(matmul(recipe, "highest")) for matmul in (grouped_matmul, dense_matmul))
+    reference = functools.partial(output_and_gradients, looped, dense_dot, np.asarray(chosen))
+    actual = jax.jit(output_and_gradients, static_argnums=(0, 1))(grouped, grouped_dot, chosen, layer, x, g)
+    expected = jax.jit(reference)(layer, x, g)
     names = ("y", "dx", "d router", "d up", "d down")
-    return {name: float(_distance(a, b)) for name, a, b in zip(names, found, expected, strict=True)}
+    return {name: float(_relative_difference(a, b)) for name, a, b in zip(names, actual, expected, strict=True)}
 
 
-def result_and_gradients(mix: Callable[..., jax.Array], product: Product, chosen, layer: Experts, x, g) -> tuple:
-    """y, and the gradients of x and of each weight for a gradient g of y."""
+def output_and_gradients(experts: Callable[..., jax.Array], matmul: Matmul, chosen, layer: Experts, x, g) -> tuple:
+    """Returns y, and the gradients of x and of each weight for the output gradient g."""
 
     def forward(layer: Experts, x: jax.Array) -> jax.Array:
-        return mix(layer, x, shares_of(probabilities_of(layer.router, x), chosen), chosen, product)
+        return experts(layer, x, expert_weights(probabilities_of(layer.router, x), chosen), chosen, matmul)
 
     y, vjp = jax.vjp(forward, layer, x)
     layer, dx = vjp(g)
     return y, dx, *layer
 
 
-def as_stored(product: Product) -> Product:
-    """A product whose rows are bfloat16 for certain, both ways: XLA may otherwise keep the bits that rounding drops."""
+def rounded(matmul: Matmul) -> Matmul:
+    """Adds barriers, so that rows are rounded to bfloat16 forward and backward: XLA may otherwise fuse in float32."""
     barrier = jax.lax.optimization_barrier
-    return lambda rows, *others: barrier(product(barrier(rows), *others))
+    return lambda rows, *others: barrier(matmul(barrier(rows), *others))
 
 
 @jax.jit
-def _distance(found: jax.Array, expected: jax.Array) -> jax.Array:
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((found - expected) ** 2) / jnp.sum(expected**2))
+def _relative_difference(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    actual, expected = actual.astype(jnp.float32), expected.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((actual - expected) ** 2) / jnp.sum(expected**2))
 
 
 def allowed(layer: Experts, recipe: str, rows: int) -> float:
-    """How large `differences` may be if nothing but the order of float32 sums differs; rows: of the largest group.
+    """The bound of `differences` that the order of float32 accumulation explains. rows: of the largest group.
 
-    Two float32 sums of n terms drift apart by up to n · 2^-22 of their size. A number that has drifted by d crosses a
-    boundary of a cast whose steps are s in d / s of all cases, and then is a step away: a mean square of d · s. Sums
-    over `width` are cast: the activation and its gradient, which has the slope of the one beside the drift of its own.
-    Those over `hidden` are rounded to bfloat16, and those over rows are not.
+    Two float32 accumulations of n elements in different orders differ by up to n · 2^-22, relatively. A number that
+    differs by d rounds to another code of a cast with spacing s with probability d / s, and then differs by s: a mean
+    square of d · s. Results of matmuls that contract `width` are quantised: the activation, and its gradient, which
+    depends on the activation's difference besides its own. Results that contract `hidden` are rounded to bfloat16,
+    those that contract rows are not rounded.
     """
     _, width, hidden = layer.up.shape
-    drift = 2.0**-22
-    bfloat16_step = 2.0**-7
+    per_element = 2.0**-22
+    bfloat16_spacing = 2.0**-7
     casts = [] if recipe == "bfloat16" else sd.RECIPES[recipe].casts()
-    step = max((2.0**-cast.format.mantissa_bits for _, _, cast in casts), default=bfloat16_step)
-    return math.sqrt(2 * drift * width * step + drift * hidden * bfloat16_step) + drift * max(hidden, rows)
+    spacing = max((2.0**-cast.format.mantissa_bits for _, _, cast in casts), default=bfloat16_spacing)
+    mean_square = 2 * per_element * width * spacing + per_element * hidden * bfloat16_spacing
+    return math.sqrt(mean_square) + per_element * max(hidden, rows)
 
 
 def print_training(model: Model, recipe: str, tokens: int, steps: int, key: jax.Array) -> Model:
     print(f"\n{'step':>6}{'excess loss':>14}{'imbalance':>12}{'busiest expert':>17}{'seconds':>10}")
-    began = time.perf_counter()
+    started = time.perf_counter()
     for i, (latest, report) in enumerate(fit(model, recipe, tokens, steps, key), 1):
         model = latest
         if i == 1 or i % max(1, steps // 10) == 0:
-            excess, uneven, busiest = map(float, report)
-            seconds = time.perf_counter() - began
-            print(f"{i:>6}{excess:>14.4f}{uneven:>12.3f}{busiest:>17.1%}{seconds:>10.1f}", flush=True)
+            excess, imbalance, busiest = map(float, report)
+            seconds = time.perf_counter() - started
+            print(f"{i:>6}{excess:>14.4f}{imbalance:>12.3f}{busiest:>17.1%}{seconds:>10.1f}", flush=True)
     return model
 
 
 def print_comparison(layer: Experts, recipe: str, tokens: int, key: jax.Array) -> None:
-    """Raises SystemExit where the grouped layer is not the loop over experts."""
+    """Compares the grouped layer with the loop over experts; raises SystemExit if they differ by more than allowed."""
     x_key, g_key = jax.random.split(key)
     x = jax.random.normal(x_key, (tokens, layer.router.shape[0]), jnp.bfloat16)
     chosen = choose(probabilities_of(layer.router, x))
     sizes = np.bincount(np.asarray(chosen).reshape(-1), minlength=layer.router.shape[1])
     print(f"\nThe same layer by a loop over experts, which have {', '.join(map(str, sizes))} rows:\n", flush=True)
-    found, limit = differences(layer, x, chosen, recipe, g_key), allowed(layer, recipe, int(sizes.max()))
+    relative, limit = differences(layer, x, chosen, recipe, g_key), allowed(layer, recipe, int(sizes.max()))
     print(f"{'':<10}{'difference':>12}{'allowed':>10}")
-    for name, difference in found.items():
+    for name, difference in relative.items():
         print(f"{name:<10}{difference:>12.1e}{limit:>10.1e}")
-    apart = [name for name, difference in found.items() if not difference <= limit]
-    if apart:
-        raise SystemExit(f"the grouped layer is not the loop over experts: {', '.join(apart)} are too far apart")
+    exceeding = [name for name, difference in relative.items() if not difference <= limit]
+    if exceeding:
+        raise SystemExit(f"the grouped layer differs from the loop over experts in: {', '.join(exceeding)}")
 
 
 def print_kernels(layer: Experts, recipe: str, tokens: int) -> None:
     experts, width, _ = layer.up.shape
-    rows, sizes = ((tokens * CHOSEN, width), jnp.bfloat16), ((experts,), jnp.int32)
+    rows, sizes = ((tokens * TOP_K, width), jnp.bfloat16), ((experts,), jnp.int32)
     shapes = (jax.ShapeDtypeStruct(*kind) for kind in (rows, (layer.up.shape, layer.up.dtype), sizes))
-    lines = sd.explain(grouped_product(recipe), *shapes).splitlines()
-    taken = [line for line in lines if not line.startswith(" ") or "TAKEN" in line]
-    print("\nThe kernels of the first grouped matmul, of its casts and of its gradients:\n", *taken, sep="\n")
+    lines = sd.explain(grouped_matmul(recipe), *shapes).splitlines()
+    selected = [line for line in lines if not line.startswith(" ") or "TAKEN" in line]
+    print("\nThe kernels of the first grouped matmul, of its casts and of its gradients:\n", *selected, sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m examples.moe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", default="fp8_block", choices=RECIPES, help="of the two grouped products")
-    parser.add_argument("--tokens", type=int, default=1024, help="in each step (default: 1024)")
-    parser.add_argument("--width", type=int, default=128, help="of a token (default: 128)")
-    parser.add_argument("--hidden", type=int, default=256, help="between an expert's two products (default: 256)")
-    parser.add_argument("--experts", type=int, default=8, help=f"each token has {CHOSEN} of them (default: 8)")
-    parser.add_argument("--steps", type=int, default=200, help="of training (default: 200)")
+    parser.add_argument("--recipe", default="fp8_block", choices=RECIPES, help="of the two grouped matmuls")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per step (default: 1024)")
+    parser.add_argument("--width", type=int, default=128, help="model width (default: 128)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden features of an expert (default: 256)")
+    parser.add_argument("--experts", type=int, default=8, help=f"experts, {TOP_K} per token (default: 8)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default: 200)")
     args = parser.parse_args(arguments)
-    if args.experts < CHOSEN:
-        parser.error(f"--experts is {args.experts}, but each token goes to {CHOSEN}")
+    if args.experts < TOP_K:
+        parser.error(f"--experts is {args.experts}, but each token goes to {TOP_K}")
     print(
-        f"{args.experts} experts of {args.width} x {args.hidden}, {CHOSEN} for each of {args.tokens} tokens, in "
+        f"{args.experts} experts of {args.width} x {args.hidden}, {TOP_K} for each of {args.tokens} tokens, in "
         f"{args.recipe}, on a source of {SOURCE.entropy:.4f} nats per symbol."
     )
     start_key, data_key, comparison_key = jax.random.split(jax.random.key(0), 3)

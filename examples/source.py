@@ -1,4 +1,4 @@
-"""Sequences whose entropy is known: what a language model loses above it is its own fault.
+"""Synthetic sequences of known entropy, the lower bound of a language model's loss.
 
 An order-2 Markov chain over 16 symbols with Dirichlet(0.3) transitions; nothing is downloaded.
 """
@@ -12,13 +12,13 @@ import numpy as np
 
 class Source:
     def __init__(self, symbols: int = 16, concentration: float = 0.3, seed: int = 0):
-        draw = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         self.symbols = symbols
-        self.transitions = draw.dirichlet(np.full(symbols, concentration), size=(symbols, symbols))
+        self.transitions = rng.dirichlet(np.full(symbols, concentration), size=(symbols, symbols))
 
     @property
     def entropy(self) -> float:
-        """Nats per symbol in the long run."""
+        """The entropy rate in nats per symbol."""
         pairs = np.full((self.symbols, self.symbols), self.symbols**-2.0)
         for _ in range(1000):  # the chain's stationary distribution over pairs of symbols
             pairs = np.einsum("ab,abc->bc", pairs, self.transitions)
@@ -29,12 +29,12 @@ class Source:
         return np.log(np.maximum(self.transitions, 1e-30)).astype(np.float32)
 
     def surprise(self, tokens: jax.Array) -> jax.Array:
-        """-log p of every symbol after the first two: what a model that knows the source would lose on them."""
+        """-log p of every symbol after the first two under the true transitions, the loss of a perfect model."""
         return -jnp.asarray(self._log)[tokens[..., :-2], tokens[..., 1:-1], tokens[..., 2:]]
 
     @functools.partial(jax.jit, static_argnums=(0, 2))
     def draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Sequences along the last axis of an array of this shape."""
+        """Draws sequences along the last axis of an array of this shape."""
         *size, length = shape
         log = jnp.asarray(self._log)
 
@@ -42,7 +42,7 @@ class Source:
             symbol = jax.random.categorical(key, log[pair[0], pair[1]])
             return (pair[1], symbol), symbol
 
-        start_key, *_ = keys = jax.random.split(key, length + 20)  # the first twenty let the start be forgotten
+        start_key, *_ = keys = jax.random.split(key, length + 20)  # 20 burn-in steps
         start = jax.random.randint(start_key, (2, *size), 0, self.symbols)
         _, symbols = jax.lax.scan(step, (start[0], start[1]), keys)
         return jnp.moveaxis(symbols[-length:], 0, -1)

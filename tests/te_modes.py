@@ -25,7 +25,7 @@ RELATED = ("CURRENT_TENSOR_SCALING", "NVFP4_1D_SCALING", "FP8_2D_BLOCK_SCALING",
 MODE_ROWS = table_of(MODES, RELATED, lambda mode: mode.name)
 EACH_MODE = pytest.mark.parametrize("mode", MODE_ROWS)
 STATELESS_MODE = pytest.mark.parametrize(
-    "mode", table_of([m for m in MODES if not m.row.delayed], RELATED[1:], lambda mode: mode.name)
+    "mode", table_of([m for m in MODES if not m.spec.delayed], RELATED[1:], lambda mode: mode.name)
 )
 
 

@@ -77,10 +77,10 @@ def changed(kernel: str) -> list[tuple[str, object, Format, tuple | None]]:
 
 def wanted(row: Format, block):
     """Both orientations, as training asks for them."""
-    from benchmarks.gpu.cast import Wanted
+    from benchmarks.gpu.cast import MatrixCast
 
     kept, summed = sd.Cast(row, (0, 0) if block is None else block).tile
-    return Wanted(row, (kept, summed), 1, is_residual=True), Wanted(row, (summed, kept), 0, is_residual=True)
+    return MatrixCast(row, (kept, summed), 1, is_residual=True), MatrixCast(row, (summed, kept), 0, is_residual=True)
 
 
 def reason_of(case) -> str | None:
@@ -128,7 +128,7 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
         _, block = KERNELS[kernel]
         for field, value in {"block": block, **fields}.items():
             proven.setdefault(field, set()).add(value)
-    for view in (view for case in cast.CASES for view in case.wanted):
+    for view in (view for case in cast.CASES for view in case.casts):
         for field in ("element", "rule", "pow2", "bound"):
             proven.setdefault(field, set()).add(getattr(view.format, field))
         proven["block"] |= {None if view.tile == (0, 0) else tuple(b for b in view.tile if b > 1)}

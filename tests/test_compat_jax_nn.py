@@ -239,8 +239,8 @@ def test_inside_shard_map_and_vmap(mode):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([(2, 3), (2, 3), (2, 1), (2, 1)], "3 axes"),
-        ([(1, 2, 64), (1, 2, 32), (1, 2, 2), (1, 2, 1)], "must agree"),
+        ([(2, 3), (2, 3), (2, 1), (2, 1)], "rank 3"),
+        ([(1, 2, 64), (1, 2, 32), (1, 2, 2), (1, 2, 1)], "must have equal first and last dims"),
         ([(1, 2, 64), (1, 2, 64), (1, 2, 3), (1, 2, 2)], r"`lhs_scales` of shape \(1, 2, 3\) does not fit"),
     ],
 )
@@ -304,7 +304,7 @@ def test_two_configs_serve_the_forward_pass_alone():
     with pytest.raises(ValueError, match=r"two entries, .* pass a third one for the gradient"):
         jax.eval_shape(jax.grad(functools.partial(loss, given=three[:2])), x)
     for wrong in (three[:1], three[:1] * 4):
-        with pytest.raises(TypeError, match=r"or \[lhs, rhs\] for a forward pass alone"):
+        with pytest.raises(TypeError, match=r"or \[lhs, rhs\] for the forward pass only"):
             loss(x, wrong)
 
 

@@ -150,12 +150,14 @@ def test_casts_do_not_spill(listed, case):
 
 
 def test_casts_with_column_sums_do_not_spill(listed):
-    case = cast.Case("", BF16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True)
+    case = cast.Case(
+        "", BF16, tuple(cast.MatrixCast(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True
+    )
 
     def run(x):
         (problem,) = case.problems(x)
         problem = dataclasses.replace(problem, column_sums=True)
-        return cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+        return cast_8bit.run(problem, x, case.arguments(x, jax.random.key(0)))
 
     gpu_compile.compiled_for("H200", run, *shapes(((1024, 1024), BF16)))
     assert gpu_compile.spills(listed) == [0]

@@ -51,7 +51,7 @@ def test_predictions_know_nothing_of_later_tokens(weights, tokens):
 
 
 def test_the_likeliest_tokens_are_those_of_a_pass_over_all_that_came_before(weights, tokens):
-    found, seconds = decode.continued(weights, tokens[:, :4], jax.random.key(2), count=6, temperature=0.0)
+    found, seconds = decode.complete(weights, tokens[:, :4], jax.random.key(2), count=6, temperature=0.0)
     text = tokens[:, :10]
     for i in range(4, 10):
         text = text.at[:, i].set(jnp.argmax(logits_of(weights, text)[:, i - 1], axis=-1))
@@ -62,7 +62,7 @@ def test_the_likeliest_tokens_are_those_of_a_pass_over_all_that_came_before(weig
 def test_tokens_by_chance_come_as_often_as_they_are_likely():
     """30000 draws at temperature 2: five standard errors of a frequency are at most 0.0145."""
     logits = jnp.array([0.0, 2.0, -2.0])
-    found = decode.pick(jnp.broadcast_to(logits, (30_000, 3)), jax.random.key(0), 2.0)
+    found = decode.sample(jnp.broadcast_to(logits, (30_000, 3)), jax.random.key(0), 2.0)
     np.testing.assert_allclose(jnp.bincount(found, length=3) / 30_000, jax.nn.softmax(logits / 2), atol=0.0145)
 
 
@@ -121,4 +121,4 @@ def test_the_example_prints_a_row_for_each_and_the_kernels(monkeypatch, capsys):
 def test_a_width_that_blocks_do_not_fill_is_an_error_with_both_numbers(capsys):
     with pytest.raises(SystemExit):
         decode.main(["--width", "192"])
-    assert "--width is 192, but int4 has a scale for every 128" in capsys.readouterr().err
+    assert "--width is 192, which is no multiple of int4's block of 128" in capsys.readouterr().err

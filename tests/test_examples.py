@@ -63,12 +63,12 @@ def test_the_layers_of_the_demo_are_those_of_the_model(state, layers):
 def test_bytes_that_the_demo_counts(layers):
     """x is (16, 32, 64) and w (64, 192): a byte each in fp8, and 9/16 of one with scales and squares of 16 in nvfp4."""
     layer, x, w = layers["block_0/qkv"], 16 * 32 * 64, 64 * 192
-    assert demo_layers.kept_bytes("float32", layer) == 4 * x
-    assert demo_layers.kept_bytes("bfloat16", layer) == 2 * x
+    assert demo_layers.residual_bytes("float32", layer) == 4 * x
+    assert demo_layers.residual_bytes("bfloat16", layer) == 2 * x
     for recipe in ("fp8_current", "fp8_delayed"):
-        assert x + w <= demo_layers.kept_bytes(recipe, layer) <= x + w + 100
-    assert demo_layers.kept_bytes("mxfp8", layer) == (x + w) * 33 // 32
-    assert 0 <= demo_layers.kept_bytes("nvfp4", layer) - (x * 9 // 16 + w // 2 + w // 256) <= 100
+        assert x + w <= demo_layers.residual_bytes(recipe, layer) <= x + w + 100
+    assert demo_layers.residual_bytes("mxfp8", layer) == (x + w) * 33 // 32
+    assert 0 <= demo_layers.residual_bytes("nvfp4", layer) - (x * 9 // 16 + w // 2 + w // 256) <= 100
 
 
 @pytest.mark.parametrize(("recipe", "low", "high"), [("fp8_delayed", 22, 35), ("mxfp8", 26, 35), ("nvfp4", 12, 23)])

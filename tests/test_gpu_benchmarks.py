@@ -11,25 +11,27 @@ from benchmarks.gpu import (
     decode,
     dense,
     grouped,
+    implementations,
     model,
     model_page,
     model_targets,
     page,
     remarks,
     report,
-    sides,
     sizes,
     targets,
 )
 
 
-def counting(name: str, calls: list[str], first_s: float = 0.0) -> sides.Side:
-    return sides.Side(name, lambda: sides.Running(lambda: calls.append(name), lambda _: None, first_s, None))
+def counting(name: str, calls: list[str], first_s: float = 0.0) -> implementations.Implementation:
+    return implementations.Implementation(
+        name, lambda: implementations.Program(lambda: calls.append(name), lambda _: None, first_s, None)
+    )
 
 
 @pytest.fixture
 def short_turns(monkeypatch):
-    monkeypatch.setattr(sides, "TURN_S", 1e-4)
+    monkeypatch.setattr(implementations, "ROUND_S", 1e-4)
 
 
 def test_the_page_says_what_the_results_say():
@@ -56,8 +58,8 @@ def test_the_page_can_be_made_while_rows_of_models_are_missing():
 
 def test_sides_take_turns_and_absent_ones_are_named(short_turns):
     calls: list[str] = []
-    absent = sides.Side("absent", lambda: pytest.fail("was built"), needs=("no_such_module",))
-    timed, missing = sides.measure([counting("a", calls), absent, counting("b", calls)], 3, frozenset())
+    absent = implementations.Implementation("absent", lambda: pytest.fail("was built"), needs=("no_such_module",))
+    timed, missing = implementations.measure([counting("a", calls), absent, counting("b", calls)], 3, frozenset())
     assert set(timed) == {"a", "b"}
     assert all(len(side.seconds) == 3 for side in timed.values())
     assert missing == {"absent": "not installed: no_such_module"}
@@ -67,10 +69,10 @@ def test_a_peer_may_fail_and_ours_may_not(short_turns):
     def broken():
         raise ValueError("cannot be built\nfor a long reason")
 
-    _, missing = sides.measure([sides.Side("peer", broken)], 1, frozenset())
+    _, missing = implementations.measure([implementations.Implementation("peer", broken)], 1, frozenset())
     assert missing == {"peer": "failed: ValueError: cannot be built"}
     with pytest.raises(ValueError, match="cannot be built"):
-        sides.measure([sides.Side("scaledot", broken, ours=True)], 1, frozenset())
+        implementations.measure([implementations.Implementation("scaledot", broken, ours=True)], 1, frozenset())
 
 
 def test_cases_that_were_not_run_again_stay_in_the_file(monkeypatch, tmp_path):
@@ -149,13 +151,13 @@ def test_rows_of_peers_that_are_absent_or_fail_are_left_out(monkeypatch, capsys)
     def broken(row, *options):
         raise model.RowError("it failed")
 
-    monkeypatch.setattr(model, "_measured_apart", broken)
-    monkeypatch.setattr(model, "absent", lambda row: ["torchao"] if row.endswith(model.TORCHAO) else [])
+    monkeypatch.setattr(model, "_measure_in_process", broken)
+    monkeypatch.setattr(model, "not_installed", lambda row: ["torchao"] if row.endswith(model.TORCHAO) else [])
     model.run(
         (f"4 blocks, torch/{model.TORCHAO}", "4 blocks, torch/bfloat16", f"4 blocks/{model.FLAX}"), 1, frozenset()
     )
-    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
-    assert [line.split(" is left out: ")[1] for line in lines] == ["not installed: torchao", "it failed", "it failed"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "is skipped" in line]
+    assert [line.split(" is skipped: ")[1] for line in lines] == ["not installed: torchao", "it failed", "it failed"]
     with pytest.raises(SystemExit, match="it failed"):
         model.run(("4 blocks/fp8_current",), 1, frozenset())
 
@@ -169,7 +171,7 @@ def test_every_target_of_the_suites_is_a_row_of_the_table():
     others = list(targets.rows(quoted()))[: -len(aims)]
     found = [(row.over, row.target) for row in others]
     steps = [(dense.BASE, block.STEP_TARGET) for _ in block.STEPS]
-    products = [(product.peer, product.target) for product in block.PRODUCTS.values() if product.target]
+    products = [(product.peer, product.target) for product in block.MATMULS.values() if product.target]
     experts = [(targets.OVER[over], target) for case in grouped.TARGETS.values() for over, target in case.items()]
     decoding = [(decode.BASE, target) for _ in decode.SHAPES for target in decode.TARGETS.values()]
     assert found == steps + products + experts + decoding
@@ -191,17 +193,19 @@ def test_rows_of_the_table_say_what_was_reached_and_what_limits_them():
     case["sides"]["scaledot"]["of_peer"], case["missing"] = None, {block.PEER: "not installed: torch"}
     (row,) = targets.rows(results, ("1x128 and 128x128",))
     assert row.met is None
-    assert row.words == "torch._scaled_mm was not measured: not installed: torch"
+    assert row.remark == "torch._scaled_mm was not measured: not installed: torch"
 
 
 @pytest.fixture
 def untimed(monkeypatch, tmp_path):
     """Suites whose data are shapes and whose sides are not run: ours take 1 ms, others 2 ms."""
 
-    def measured(sides_of_case, turns, skipped):
+    def measured(implementations_of_case, rounds, skipped):
         names: list[str] = []
-        jax.eval_shape(lambda: names.extend(side.name for side in sides_of_case))
-        return {name: sides.Timed((1e-3 if name.startswith("scaledot") else 2e-3,), 1.0, None) for name in names}, {}
+        jax.eval_shape(lambda: names.extend(implementation.name for implementation in implementations_of_case))
+        return {
+            name: implementations.Timed((1e-3 if name.startswith("scaledot") else 2e-3,), 1.0, None) for name in names
+        }, {}
 
     for suite in (block, grouped, decode):
         monkeypatch.setattr(suite, "measure", measured)
@@ -227,7 +231,7 @@ def test_a_run_of_some_targets_prints_these(untimed, capsys):
     assert set(json.loads(report.device_file().read_text())) == {"grouped"}
     table = capsys.readouterr().out.split("\n\n")[-1]
     assert [line.split(" | ")[1].strip() for line in table.splitlines() if " | " in line] == [
-        "over",
+        "relative to",
         grouped.DENSE,
         grouped.PEER,
     ]

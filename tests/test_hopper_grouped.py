@@ -165,12 +165,12 @@ def test_groups_have_the_scales_of_the_reference(hopper, rows, sizes):
 
 
 def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
-    from benchmarks.gpu.cast import Wanted
+    from benchmarks.gpu.cast import MatrixCast
 
     monkeypatch.setattr(support, "device_reason", lambda: None)
 
     def reason(format: str, tile, rotation=None, rows: int = 300) -> str | None:
-        view = Wanted(sd.FORMATS[format], tile, 1, rotation=rotation).view(jnp.bfloat16, 0)
+        view = MatrixCast(sd.FORMATS[format], tile, 1, rotation=rotation).view(jnp.bfloat16, 0)
         return cast_8bit.problem_reason(CastProblem((rows, 72), (view,), groups=4))
 
     assert reason("fp8_e4m3", (1, 128)) is None

@@ -225,7 +225,7 @@ def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, mon
     from scaledot.kernels.hopper import cast_8bit_kernel
 
     monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
-    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.Wanted(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
+    cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.MatrixCast(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
 
 
 SCALED = [  # format, blocks of x and w, and the kernel that applies their scales
@@ -252,10 +252,10 @@ def test_sums_of_columns_come_with_the_cast(hopper):
     from benchmarks.gpu import cast
 
     x = normal(0, (300, 260), jnp.bfloat16)
-    case = cast.Case("", jnp.bfloat16, tuple(cast.Wanted(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)))
+    case = cast.Case("", jnp.bfloat16, tuple(cast.MatrixCast(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)))
     (problem,) = case.problems(x)
     problem = dataclasses.replace(problem, amax=True, column_sums=True)
-    made = cast_8bit.run(problem, x, case.given(x, jax.random.key(0)))
+    made = cast_8bit.run(problem, x, case.arguments(x, jax.random.key(0)))
     np.testing.assert_allclose(made.column_sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
     assert made.amax == sd.amax(x)
 
@@ -377,9 +377,9 @@ def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted,
 
 
 def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
-    from benchmarks.gpu.cast import Wanted
+    from benchmarks.gpu.cast import MatrixCast
 
-    return Wanted(format, tile, contracted, rotation=rotation).view(dtype, 0)
+    return MatrixCast(format, tile, contracted, rotation=rotation).view(dtype, 0)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def layer_and_tokens():
     return moe.start(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
 
 
-ROWS = np.arange(TOKENS * moe.CHOSEN).reshape(TOKENS, moe.CHOSEN)
+ROWS = np.arange(TOKENS * moe.TOP_K).reshape(TOKENS, moe.TOP_K)
 CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
 
 
@@ -37,9 +37,9 @@ def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
 
 def test_a_loop_in_another_precision_is_told_apart_in_every_tensor(monkeypatch):
     layer, _ = layer_and_tokens()
-    single = moe.single_product
-    monkeypatch.setattr(moe, "single_product", lambda _, precision: single("bfloat16", precision))
-    with pytest.raises(SystemExit, match="not the loop over experts: y, dx, d router, d up, d down"):
+    single = moe.dense_matmul
+    monkeypatch.setattr(moe, "dense_matmul", lambda _, precision: single("bfloat16", precision))
+    with pytest.raises(SystemExit, match="differs from the loop over experts in: y, dx, d router, d up, d down"):
         moe.print_comparison(layer, "fp8_current", TOKENS, jax.random.key(0))
 
 
@@ -48,8 +48,8 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
     layer, x = layer_and_tokens()
     probabilities = moe.probabilities_of(layer.router, x)
     chosen = moe.choose(probabilities)
-    shares = moe.shares_of(probabilities, chosen)
-    y = moe.grouped(layer, x, shares, chosen, moe.grouped_product("bfloat16"))
+    shares = moe.expert_weights(probabilities, chosen)
+    y = moe.grouped(layer, x, shares, chosen, moe.grouped_matmul("bfloat16"))
     rows, up, down = (np.asarray(a, np.float64) for a in (x, layer.up, layer.down))
     z = np.einsum("tw,ewh->teh", rows, up)
     z *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
@@ -61,8 +61,8 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
 
 def test_imbalance_is_one_for_equal_parts_and_the_number_of_experts_for_one_that_has_all():
     equal, certain = jnp.full((6, 3), 1 / 3), jax.nn.one_hot(jnp.full(6, 2), 3)
-    np.testing.assert_allclose(moe.imbalance(equal, moe.parts_of(jnp.arange(6) % 3, 3)), 1, rtol=1e-6)
-    np.testing.assert_allclose(moe.imbalance(certain, moe.parts_of(jnp.full(6, 2), 3)), 3, rtol=1e-6)
+    np.testing.assert_allclose(moe.imbalance(equal, moe.load_of(jnp.arange(6) % 3, 3)), 1, rtol=1e-6)
+    np.testing.assert_allclose(moe.imbalance(certain, moe.load_of(jnp.full(6, 2), 3)), 3, rtol=1e-6)
 
 
 @pytest.mark.end_to_end

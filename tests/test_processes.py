@@ -97,12 +97,12 @@ def test_fewer_processes_resume_after_one_was_killed_while_saving(curve, tmp_pat
         unfinished = kill_while_saving(launcher, int(numbers[-1]), checkpoints)
         printed, errors = launcher.communicate(timeout=processes.GRACE + 20)
     assert launcher.returncode == 1
-    ended = f"process {count - 1} of {count} was ended by SIGKILL after step "
-    found = re.search(rf"{ended}(\d+), and the others have ended", errors)
+    ended = f"process {count - 1} of {count} was killed by SIGKILL after step "
+    found = re.search(rf"{ended}(\d+), and the others were stopped", errors)
     assert found, errors
     assert int(found[1]) == unfinished - 1
     last = unfinished - EVERY
-    assert f"the last whole checkpoint is {checkpoints / str(last)};" in errors
+    assert f"the last complete checkpoint is {checkpoints / str(last)};" in errors
     assert curve_of(printed) == {step: curve[step] for step in range(1, unfinished)}
 
     resume = shlex.split(errors.splitlines()[-1])
@@ -180,9 +180,9 @@ def test_a_checkpoint_of_another_run_raises(curve, mesh, program, directory):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--processes=3"], r"--processes is 3, which does not divide 4 devices; give one of \[1, 2, 4\]"),
-        (["--every=0"], "--every is 0; give 1 or more"),
-        (["--worker=2"], "--worker is 2, but with --processes 2 it is 0 to 1"),
+        (["--processes=3"], r"--processes is 3, which does not divide 4 devices; use one of \[1, 2, 4\]"),
+        (["--every=0"], "--every is 0; it must be at least 1"),
+        (["--worker=2"], "--worker is 2; with --processes 2 it must be 0 to 1"),
         (["--worker=1"], "--worker needs --coordinator and --directory"),
     ],
 )
@@ -198,13 +198,13 @@ def test_processes_with_different_counts_exit_with_an_error(tmp_path):
         started(example("--worker=0", "--processes=2", *common)) as first,
         started(example("--worker=1", "--processes=4", *common)) as second,
     ):
-        for process, message in (
-            (first, "0 was told of 2 processes with 2"),
-            (second, "1 was told of 4 processes with 1"),
+        for process, told in (
+            (first, "0 expects 2 processes with 2"),
+            (second, "1 expects 4 processes with 1"),
         ):
             _, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 1
-            assert f"process {message} of 4 devices each, but it met 2 processes with 3 devices in all" in errors
+            assert f"process {told} of 4 devices each, but there are 2 processes with 3 devices in total" in errors
 
 
 @pytest.mark.end_to_end
@@ -213,5 +213,5 @@ def test_a_process_without_peers_times_out(tmp_path):
     with started(example(f"--coordinator=127.0.0.1:{processes.free_port()}", *words)) as process:
         _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGABRT
-    assert "process 0 was told of 4 processes with 1 of 4 devices each and looks for them at 127.0.0.1:" in errors
+    assert "process 0 expects 4 processes with 1 of 4 devices each, with coordinator 127.0.0.1:" in errors
     assert "DEADLINE_EXCEEDED" in errors

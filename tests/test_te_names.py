@@ -113,13 +113,13 @@ def test_fields_that_are_not_supported_are_named(make, words):
 
 
 def test_a_recipe_is_a_value_and_not_a_class():
-    with pytest.raises(TypeError, match=r"give a value of it, MXFP8BlockScaling\(\)"):
+    with pytest.raises(TypeError, match=r"pass an instance, MXFP8BlockScaling\(\)"):
         te_flax.make_dot_general_cls(te.MXFP8BlockScaling)
     with pytest.raises(TypeError, match=r"DelayedScaling\(\), .*a scaledot.Recipe or its name, not 8"):
         core_recipe(8)
     with pytest.raises(ValueError, match="mxfp8"):
         core_recipe("mxfp9")
-    with pytest.raises(TypeError, match="use one of them"):
+    with pytest.raises(TypeError, match="use a subclass"):
         te.Recipe().core  # noqa: B018
     with pytest.raises(ValueError, match="scaledot_residual"):
         te_flax.make_grouped_dense_cls("mxfp8", "name")

@@ -76,7 +76,7 @@ def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
     same_leaves(rows, both.rowwise)
     same_leaves(columns, both.colwise)
     assert rows.get_tensor(TensorUsage.LHS) is rows
-    with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} holds only the rowwise"):
+    with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} tensor has only the rowwise"):
         rows.get_tensor(TensorUsage.LHS_TRANS)
     with pytest.raises(ValueError, match="RHS_TRANS needs the rowwise"):
         columns.get_tensor(TensorUsage.RHS_TRANS)
@@ -111,7 +111,10 @@ def test_the_factory_makes_the_tensors_that_quantize_makes(mode):
     )
     for a, b in ((built.rowwise, rows), (built.colwise, columns)):
         np.testing.assert_array_equal(a.dequantize(), b.dequantize())
-        assert dataclasses.replace(a, tensor_scale=b.tensor_scale, format=b.format).stored.block == b.stored.block
+        assert (
+            dataclasses.replace(a, tensor_scale=b.tensor_scale, format=b.format).stored_array.block
+            == b.stored_array.block
+        )
         assert a.dequantize().dtype == jnp.bfloat16
     one = te.ScaledTensorFactory.create(
         columns.data, columns.scale_inv, amax=columns.amax, scaling_mode=mode, q_layout=QuantizeLayout.COLWISE
@@ -131,14 +134,14 @@ def test_scales_of_square_blocks_may_be_repeated_for_each_row():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"flatten_axis": 0}, "`flatten_axis` 0 must have axes on both sides"),
+        ({"flatten_axis": 0}, "`flatten_axis` 0 must have dims on both sides"),
         ({"flatten_axis": 2}, "`flatten_axis` 2 must"),
         ({"scale_inv": jnp.ones((4, 3), jnp.float8_e8m0fnu)}, r"`scale_inv` \(4, 3\) does not fit.*should be \(4, 2\)"),
-        ({"data_layout": "T"}, "rowwise data of MXFP8_1D_SCALING have `data_layout` 'N'"),
+        ({"data_layout": "T"}, "`data_layout` of rowwise MXFP8_1D_SCALING codes must be 'N'"),
         ({"data_layout": "X"}, "must be 'N' or 'T'"),
         ({"q_layout": QuantizeLayout.ROWWISE_COLWISE}, "needs `colwise_data`"),
-        ({"group_sizes": jnp.array([4])}, "without an `original_shape`"),
-        ({"data": jnp.ones((4, 64), E2M1)}, "MXFP8_1D_SCALING has codes of .*not float4_e2m1fn"),
+        ({"group_sizes": jnp.array([4])}, "must be passed with `original_shape`"),
+        ({"data": jnp.ones((4, 64), E2M1)}, "MXFP8_1D_SCALING supports codes of .*not float4_e2m1fn"),
     ],
 )
 def test_the_factory_names_what_does_not_fit(change, words):

@@ -1,6 +1,9 @@
-"""Does a recipe train? Three tests that tell good recipes from bad.
+"""Convergence tests of recipes.
 
-Whether a cast is right on average (`bias`), whether small gradients beside large ones still arrive (`stall`), which a
-short loss curve cannot show, and how much a tiny GPT loses on a source whose entropy is known (`gpt`). Each is a module
-with `run`, which returns rows that hold what came out beside what was expected, and `line`, a row for people.
+* `bias`: whether stochastic casts are unbiased.
+* `stall`: whether small gradients that share a block with large ones still make progress, which a short loss curve
+  does not show.
+* `gpt`: the excess loss of a tiny GPT on a source of known entropy.
+
+Each module has `run`, which returns rows of measured and expected results, and `line`, which formats a row.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.convergence`: all three tests, printed as tables and written to results/."""
+"""`python -m benchmarks.convergence`: runs all three tests, prints their rows and writes them to results/."""
 
 import argparse
 
@@ -11,12 +11,12 @@ from benchmarks.convergence import bias, gpt, stall
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    jax.config.update("jax_default_matmul_precision", "highest")  # so that float32 is float32 on a GPU, too
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 matmuls in float32, not TF32, on a GPU
     environment = record.environment()
     environment["device"] = jax.devices()[0].device_kind
     name = _name(options.steps, options.seeds, environment["device"])
     journal = record.RESULTS / f"{name}-jax{environment['jax']}.unfinished.jsonl"
-    print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: error left; gpt: excess nats, gap to float32")
+    print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: final error; gpt: excess nats, gap to float32")
     with tqdm(total=bias.steps() + stall.steps() + gpt.updates(options.steps), unit="part", leave=False) as progress:
         result = {
             "suite": "convergence",
@@ -38,16 +38,16 @@ STEPS, SEEDS = 600, 3
 
 
 def _name(steps: int, seeds: int, device: str) -> str:
-    """Of the results: by device, and a shorter run never takes the place of a whole one."""
-    where = [] if device == "cpu" else [device.lower().replace(" ", "-")]
-    size = [] if steps >= STEPS and seeds >= SEEDS else [f"{steps}x{seeds}"]
-    return "-".join(["convergence", *where, *size])
+    """The results file's name: by device, and with the sizes of a shorter run, which must not replace a full one."""
+    device_part = [] if device == "cpu" else [device.lower().replace(" ", "-")]
+    size_part = [] if steps >= STEPS and seeds >= SEEDS else [f"{steps}x{seeds}"]
+    return "-".join(["convergence", *device_part, *size_part])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
-    parser.add_argument("--steps", type=_steps, default=STEPS, help="of the tiny GPT (default %(default)s)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the tiny GPT (default %(default)s)")
+    parser.add_argument("--steps", type=_steps, default=STEPS, help="steps of the tiny GPT (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of the tiny GPT (default %(default)s)")
     return parser
 
 

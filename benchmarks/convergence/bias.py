@@ -1,16 +1,18 @@
-"""Bias of the cast: is the mean of many stochastic draws the number that was cast?
+"""Bias of casts: does the mean of many stochastically rounded casts converge to the input?
 
-The error of a mean of T unbiased draws is that of one draw over sqrt(T). What does not fall like that is bias, which
-no number of steps averages away: rounding to nearest keeps all of its error, and a scale that lets the largest elements
-of a block clip keeps what is cut off. The gate for the mean of 1000 is 1.2 times the error of one draw over sqrt(1000).
+The error of the mean of T unbiased draws is that of one draw over sqrt(T). An error that falls more slowly is bias,
+which no number of steps averages out: rounding to nearest keeps its whole error, and a scale that clips the largest
+elements of a block keeps the clipped part. A cast counts as unbiased if the error of the mean of 1000 draws is below
+1.2 times the error of one draw over sqrt(1000).
 
-Errors are relative, |mean - x| / |x| with the norms of whole arrays. The expected ones are published for an unnamed
-sample of N(0, 1). The 1024 numbers used here were searched for: of a few hundred plain candidates (sizes and seeds of
-NumPy's generators) only these give the two figures that chance hardly touches, nearest and what `floor` clips. Samples
-of that size scatter by 2 % in the first and by 20 % in the second; those that were tried pass and fail the same rows.
+Errors are relative, |mean - x| / |x| with norms of whole arrays. The published figures are for an unspecified sample of
+N(0, 1). The 1024 numbers used here were selected: of a few hundred candidates (sizes and seeds of NumPy's generators)
+only they reproduce the two figures with the least sampling noise, nearest rounding and `floor`. Between samples of this
+size the first varies by 2 % and the second by 20 %; all samples tried pass and fail the same rows.
 
-A rotation helps only if its signs change: with fixed ones, as recipes have them, a normal tensor is as normal after it
-and clips as much. The published figure is met only by signs drawn afresh each time, so there is a row for either.
+A rotation reduces bias only if its random signs change between draws: with fixed signs, as in recipes, a normally
+distributed tensor stays normally distributed and clips as much. The published figure requires new signs in each draw,
+so both variants have a row.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ SLACK = 1.2
 SHAPE = (4, 256)
 SAMPLE_SEED = 3
 ROWS = OperandDims("kn", free="k", contracting="n")
-CLIPPING_RULES = ("floor", "even", "even1")  # these round a power-of-two scale down at times
+CLIPPING_RULES = ("floor", "even", "even1")  # may round a power-of-two scale down, so that the block's maximum clips
 
 # Error of the mean of 1000 draws.
 PUBLISHED = {
@@ -46,7 +48,7 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A cast that is drawn many times; `fresh_signs` gives each draw its own random signs before the rotation."""
+    """A cast to draw many times; with `fresh_signs`, each draw has new random signs before the rotation."""
 
     cast: Cast
     fresh_signs: bool = False
@@ -57,14 +59,15 @@ class Case:
 
     @property
     def should_be_unbiased(self) -> bool:
-        """Whether it rounds by chance and no scale can come out too small for the maximum of its block."""
-        row = self.cast.format
-        rounded = row.scale not in ("float32", "float8_e8m0fnu") and not row.guard
-        return self.cast.rounding == "stochastic" and not (rounded or row.rule in CLIPPING_RULES or self.cast.clips)
+        """Whether the cast uses stochastic rounding and its scales never clip the maximum of a block."""
+        format = self.cast.format
+        rounded_scale = format.scale not in ("float32", "float8_e8m0fnu") and not format.guard
+        clips = rounded_scale or format.rule in CLIPPING_RULES or self.cast.clips
+        return self.cast.rounding == "stochastic" and not clips
 
 
 def cases() -> tuple[Case, ...]:
-    """Casts that the published figures are about, others for comparison, and all stochastic ones of the recipes."""
+    """The casts of the published figures, others for comparison, and all stochastic casts of the recipes."""
     nvfp4, mxfp4 = FORMATS["nvfp4"], FORMATS["mxfp4"]
     formats = (
         nvfp4,
@@ -75,14 +78,14 @@ def cases() -> tuple[Case, ...]:
     )
     rotated = Cast(nvfp4, rounding="stochastic", rotation=Hadamard())
     of_recipes = (cast for recipe in RECIPES.values() for _, _, cast in recipe.casts() if cast.rounding != "nearest")
-    by_own_maximum = (dataclasses.replace(cast, delayed=None) for cast in of_recipes)
-    every = (
+    with_current_scaling = (dataclasses.replace(cast, delayed=None) for cast in of_recipes)
+    all_cases = (
         Case(Cast(nvfp4)),
         *(Case(Cast(format, rounding="stochastic")) for format in formats),
         Case(rotated, fresh_signs=True),
-        *map(Case, by_own_maximum),
+        *map(Case, with_current_scaling),
     )
-    return tuple(dict.fromkeys(every))
+    return tuple(dict.fromkeys(all_cases))
 
 
 def steps() -> int:
@@ -101,24 +104,21 @@ def run(progress: tqdm) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """One row for people."""
+    """The printed line of a row."""
     errors = "  ".join(f"{row['error'][str(t)]:.4f}" for t in DRAWS)
     verdict = "unbiased" if row["unbiased"] else "biased"
-    return f"{row['name']:<50}{errors}  {row['over_gate']:6.2f} of the gate, {verdict}{_surprise(row)}"
-
-
-def _surprise(row: dict) -> str:
-    return "" if row["as_expected"] else " (NOT as expected)"
+    unexpected = "" if row["as_expected"] else " (NOT as expected)"
+    return f"{row['name']:<50}{errors}  {row['over_gate']:6.2f} of the bound, {verdict}{unexpected}"
 
 
 def errors(case: Case, x: jax.Array) -> dict[int, float]:
-    """Relative error of the mean of T draws for each T of DRAWS; that of one draw is its rms over all of them."""
-    of_each, of_mean = (np.asarray(e, np.float64) for e in _errors(case, x))
-    return {t: float(np.sqrt(np.mean(of_each**2)) if t == 1 else of_mean[t - 1]) for t in DRAWS}
+    """Relative errors of the mean of T draws, for each T of DRAWS; for T = 1 the rms over all draws."""
+    of_draws, of_means = (np.asarray(e, np.float64) for e in _errors(case, x))
+    return {t: float(np.sqrt(np.mean(of_draws**2)) if t == 1 else of_means[t - 1]) for t in DRAWS}
 
 
 def gate(one_draw: float, draws: int) -> float:
-    """What the error of a mean must stay below."""
+    """The upper bound of the error of the mean of unbiased draws."""
     return SLACK * one_draw / math.sqrt(draws)
 
 
@@ -137,15 +137,15 @@ def _row(case: Case, error: dict[int, float]) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _errors(case: Case, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The relative error of each draw, and of the mean up to it."""
+    """Relative errors of each draw, and of the mean of all draws up to it."""
 
     def draw(total, t):
         error = _draw(case, x, jax.random.fold_in(jax.random.key(0), t)) - x
         total = total + error
         return total, (jnp.linalg.norm(error), jnp.linalg.norm(total) / (t + 1))
 
-    _, (of_each, of_mean) = jax.lax.scan(draw, jnp.zeros_like(x), jnp.arange(DRAWS[-1]))
-    return of_each / jnp.linalg.norm(x), of_mean / jnp.linalg.norm(x)
+    _, (of_draws, of_means) = jax.lax.scan(draw, jnp.zeros_like(x), jnp.arange(DRAWS[-1]))
+    return of_draws / jnp.linalg.norm(x), of_means / jnp.linalg.norm(x)
 
 
 def _draw(case: Case, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def _draw(case: Case, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _signs(case: Case, size: int, key: jax.Array) -> jax.Array:
-    """Random signs, the same in every group that the rotation mixes; ones where the rotation keeps its own."""
+    """Random signs, repeated for each group of the rotation; ones unless the case has `fresh_signs`."""
     if not case.fresh_signs or case.cast.rotation is None:
         return jnp.ones((1, size), jnp.float32)
     group = case.cast.rotation.size

@@ -1,11 +1,10 @@
-"""A tiny GPT on a source of known entropy, under every recipe and with parts of NVFP4's recipe taken out.
+"""A tiny GPT on a source of known entropy, under every recipe and with ablations of NVFP4's recipe.
 
-The model is that of `examples.gpt_linen`: all four linear layers of each block are quantised in all three products.
-Seeds are paired: a row differs from float32 in its rule only, it starts from the same parameters and sees the same
-batches. What counts is the gap of the excess loss on held-out sequences to that of float32. Seeds run side by side
-under vmap, steps in a scan.
+The model is that of `examples.gpt_linen`; fwd, dgrad and wgrad of all four linear layers of each block are quantised.
+Seeds are paired: each row starts from the same parameters and trains on the same batches as float32. The result is the
+gap between its excess loss on held-out sequences and that of float32. Seeds run under vmap, steps in a scan.
 
-A finished row is written down at once, and a run that was interrupted goes on where it stopped.
+Finished rows are appended to a journal, from which an interrupted run resumes.
 """
 
 import dataclasses
@@ -24,15 +23,15 @@ from examples import gpt_linen
 from examples.gpt_training import batches, loss_and_excess
 from scaledot.recipes import MXFP8, NVFP4, PRODUCTS, RECIPES, Cast, Gemm, Recipe
 
-CHUNK = 50  # steps of one scan
-POINT = 10  # steps that one point of a curve is the mean of
+CHUNK = 50  # steps per scan
+POINT = 10  # steps averaged per point of a curve
 HELD_OUT = 200  # batches
 NV, MX4 = sd.FORMATS["nvfp4"], sd.FORMATS["mxfp4"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is trained, and the gap in nats that it must keep: above `least`, below `most`."""
+    """A model to train, and bounds of its gap to float32 in nats: above `least`, below `most`."""
 
     name: str
     rules: Any = None
@@ -46,19 +45,20 @@ class Row:
 
 
 def changed(recipe: Recipe, name: str, change: Callable[[Cast], Cast]) -> Recipe:
-    """The recipe with every cast changed."""
+    """Returns the recipe with `change` applied to every cast."""
 
-    def both(gemm: Gemm | None) -> Any:
+    def changed_gemm(gemm: Gemm | None) -> Any:
         return None if gemm is None else Gemm(*(None if c is None else change(c) for c in (gemm.lhs, gemm.rhs)))
 
-    return Recipe(name, *(both(getattr(recipe, product)) for product in PRODUCTS))
+    return Recipe(name, *(changed_gemm(getattr(recipe, gemm)) for gemm in PRODUCTS))
 
 
 def _in_blocks(recipe: str | Recipe) -> dict[str, Any]:
+    """Applies the recipe to the decoder blocks, and not to the head."""
     return {"block_*": recipe}
 
 
-def _line(cast: Cast) -> Cast:
+def _row_blocks(cast: Cast) -> Cast:
     return dataclasses.replace(cast, block=(1, 16))
 
 
@@ -71,12 +71,12 @@ def _mxfp4(cast: Cast) -> Cast:
 
 
 EIGHT_BITS = {"most": 0.010}
-FOUR_BITS = {"least": 0.010, "most": 0.035}  # less would mean that something is not quantised
+FOUR_BITS = {"least": 0.010, "most": 0.035}  # a smaller gap would mean that something is not quantised
 MXFP4 = changed(NVFP4, "mxfp4", _mxfp4)
 
 
 def rows() -> Iterator[Row]:
-    """float32 first; every recipe; then what is left of NVFP4 without each of its parts."""
+    """Yields float32 first, then every recipe, then ablations of NVFP4."""
     yield Row("float32")
     yield Row("bfloat16", dtype=jnp.bfloat16, most=0.001)
     for name, recipe in RECIPES.items():
@@ -86,7 +86,7 @@ def rows() -> Iterator[Row]:
     ablations = {
         "nvfp4, no Hadamard": lambda cast: replace(cast, rotation=None),
         "nvfp4, no stochastic rounding": lambda cast: replace(cast, rounding="nearest"),
-        "nvfp4, 1×16 weights": _line,
+        "nvfp4, 1×16 weights": _row_blocks,
         "nvfp4, guarded": _in_format(replace(NV, name="nvfp4_guarded", guard=True)),
     }
     for name, change in ablations.items():
@@ -106,10 +106,10 @@ def _bounds(recipe: Recipe) -> dict[str, float]:
 
 
 def run(steps: int, seeds: int, journal: Path, progress) -> list[dict]:
-    """One record for each row."""
+    """Trains each row and returns their records."""
     done = _finished(journal, steps, seeds)
     data = Data.draw(steps, seeds)
-    found: list[dict] = []
+    records: list[dict] = []
     for row in rows():
         progress.set_description(row.name)
         if row.name not in done:
@@ -119,9 +119,9 @@ def run(steps: int, seeds: int, journal: Path, progress) -> list[dict]:
                 file.write(json.dumps({"steps": steps, "seeds": seeds, **done[row.name]}) + "\n")
         else:
             progress.update(steps // CHUNK)
-        found.append(_judged(row, done[row.name], done["float32"]))
-        progress.write(line(found[-1]))
-    return found
+        records.append(_judged(row, done[row.name], done["float32"]))
+        progress.write(line(records[-1]))
+    return records
 
 
 def updates(steps: int) -> int:
@@ -130,7 +130,7 @@ def updates(steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Keys and batches that all rows share: (seeds, steps, batch, length)."""
+    """Keys and batches (seeds, steps, batch, length) that all rows share."""
 
     init_keys: jax.Array
     rounding_keys: jax.Array
@@ -146,14 +146,14 @@ class Data:
 
 
 def train(row: Row, data: Data, progress) -> tuple[list[float], list[float]]:
-    """The excess of each seed on held-out sequences, and the mean excess of training along the way."""
+    """Returns the excess loss of each seed on held-out sequences, and the curve of the mean training excess."""
     model, steps = row.model(), data.train.shape[1]
     states = jax.vmap(lambda key: gpt_linen.start(model, key, steps))(data.init_keys)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def advance(states, tokens, first):
-        def step(state, at):
-            tokens, index = at
+        def step(state, tokens_and_index):
+            tokens, index = tokens_and_index
             keys = jax.vmap(jax.random.fold_in, (0, None))(data.rounding_keys, index)
             return jax.vmap(gpt_linen.train_step)(state, tokens, keys)
 
@@ -169,7 +169,7 @@ def train(row: Row, data: Data, progress) -> tuple[list[float], list[float]]:
 
 @jax.jit
 def evaluate(state, held_out: jax.Array) -> jax.Array:
-    """The mean excess on batches (count, batch, length) that were not trained on."""
+    """Returns the mean excess loss on held-out batches (count, batch, length)."""
 
     def excess(tokens):
         return loss_and_excess(state.apply_fn(state.params, tokens[:, :-1]), tokens)[1]
@@ -182,16 +182,17 @@ def _finished(journal: Path, steps: int, seeds: int) -> dict[str, dict]:
     return {line["name"]: line for line in lines if (line.pop("steps"), line.pop("seeds")) == (steps, seeds)}
 
 
-def _judged(row: Row, found: dict, float32: dict) -> dict:
-    gaps = np.subtract(found["excess"], float32["excess"])
+def _judged(row: Row, result: dict, float32: dict) -> dict:
+    """Adds the gap to float32, and whether it is within the row's bounds."""
+    gaps = np.subtract(result["excess"], float32["excess"])
     gap, error = float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
-    held = (row.least is None or gap > row.least) and (row.most is None or gap < row.most)
-    met = None if row.least is None and row.most is None else held
-    return {**found, "gap": gap, "gap_standard_error": error, "least": row.least, "most": row.most, "met": met}
+    within = (row.least is None or gap > row.least) and (row.most is None or gap < row.most)
+    met = None if row.least is None and row.most is None else within
+    return {**result, "gap": gap, "gap_standard_error": error, "least": row.least, "most": row.most, "met": met}
 
 
 def line(row: dict) -> str:
-    """One row for people."""
+    """The printed line of a row."""
     verdict = {True: "met", False: "MISSED", None: ""}[row["met"]]
     excess = float(np.mean(row["excess"]))
     numbers = f"{excess:8.4f} {row['gap']:+9.4f} ± {row['gap_standard_error']:.4f}"
@@ -199,17 +200,21 @@ def line(row: dict) -> str:
 
 
 def bounds(row: dict) -> str:
-    """What the gap must be, in words."""
-    sides = ((">", row["least"]), ("<", row["most"]))
-    return ", ".join(f"{sign} {value:g}" for sign, value in sides if value is not None)
+    """The bounds of the gap as text."""
+    limits = ((">", row["least"]), ("<", row["most"]))
+    return ", ".join(f"{sign} {value:g}" for sign, value in limits if value is not None)
 
 
 def relations(rows: list[dict]) -> list[dict]:
-    """What must hold between rows."""
+    """Inequalities that must hold between rows."""
     gap = {row["name"]: row["gap"] for row in rows}
-    worse = gap["mxfp4"] - gap["nvfp4"]
-    better = gap["nvfp4"] - gap["nvfp4, last block float32"]
+    mxfp4_loss = gap["mxfp4"] - gap["nvfp4"]
+    last_block_gain = gap["nvfp4"] - gap["nvfp4, last block float32"]
     return [
-        {"what": "mxfp4 loses more than nvfp4 by 0.005", "value": worse, "met": worse > 0.005},
-        {"what": "nvfp4 gains by leaving the last block in float32", "value": better, "met": better > 0},
+        {"what": "mxfp4 loses more than nvfp4 by 0.005", "value": mxfp4_loss, "met": mxfp4_loss > 0.005},
+        {
+            "what": "nvfp4 gains by leaving the last block in float32",
+            "value": last_block_gain,
+            "met": last_block_gain > 0,
+        },
     ]

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.convergence.page`: the page of docs about convergence, made from a results file.
+"""`python -m benchmarks.convergence.page`: generates docs/notes/convergence.md and its chart from a results file.
 
-Everything that is a number comes from the file; the words around it are below.
+All numbers come from the file; the text around them is below.
 """
 
 import json
@@ -14,7 +14,7 @@ from benchmarks.record import RESULTS
 DOCS = RESULTS.parent.parent / "docs"
 PAGE, PICTURE = DOCS / "notes" / "convergence.md", DOCS / "images" / "convergence.png"
 QUOTED, MENTIONED = "convergence-nvidia-h200-jax0.11.2.json", "convergence-jax0.12.0.1.json"
-DRAWN = {
+COLOURS = {
     "float32": "black",
     "bfloat16": "0.6",
     "fp8_current": "tab:blue",
@@ -28,18 +28,18 @@ TEXT = """# Does it train?
 
 <!-- Made by `python -m benchmarks.convergence.page`; change that, not this. -->
 
-Three tests that tell good recipes from bad, run by `python -m benchmarks.convergence --seeds {seeds}` on {device}
-with jax {jax}, {date}: [{results}](../../benchmarks/results/{results}). A loss curve of a short run does not show
-everything: the last two tests see what it hides.
+Three tests that separate good recipes from bad ones, run by `python -m benchmarks.convergence --seeds {seeds}` on
+{device} with jax {jax}, {date}: [{results}](../../benchmarks/results/{results}). The last two tests show effects that
+the loss curve of a short run does not.
 
 ## A tiny GPT on a source of known entropy
 
-An order-2 Markov source of 16 symbols, so that the loss above its entropy is the model's own; a GPT of two blocks,
-{steps} steps ([examples/gpt_linen.py](../../examples/gpt_linen.py)), all four linear layers of each block quantised
-in all three products. Every row starts from the same {seeds} initial models and sees the same batches as float32.
-*Excess* is in nats per symbol on held-out sequences, *gap* is to float32, with the standard error over seeds. Rows
-with a bound are recipes that must keep it; the others are parts taken out of NVFP4's recipe, and what breaks,
-whatever they show.
+The data come from an order-2 Markov source of 16 symbols, whose entropy is known exactly; *excess* is the loss above
+it. The model is a GPT of two blocks, trained for {steps} steps
+([examples/gpt_linen.py](../../examples/gpt_linen.py)); fwd, dgrad and wgrad of all four linear layers of each block are
+quantised. Every row starts from the same {seeds} initial models and trains on the same batches as float32. Excess is in
+nats per symbol on held-out sequences, *gap* is the difference to float32, with the standard error over seeds. Rows with
+a bound must keep it; most ablations of NVFP4's recipe have none.
 
 ![Excess loss over steps](../images/convergence.png)
 
@@ -47,39 +47,39 @@ whatever they show.
 
 {relations}
 
-What this test cannot tell apart: stochastic rounding, the Hadamard transform, four-over-six and the shape of weight
-blocks differ by little more than chance in so short a run. Leaving the last block in float32 does not.
+In so short a run, the effects of stochastic rounding, the Hadamard transform, four-over-six and the shape of weight
+blocks are little larger than the standard error. That of leaving the last block in float32 is larger.
 
-[{other}](../../benchmarks/results/{other}) is the same on a CPU with {other_seeds} seeds. Too few for a bound of 0.001:
-bfloat16 comes out at {other_bf16} there.
+[{other}](../../benchmarks/results/{other}) is the same test on a CPU with {other_seeds} seeds, too few for a bound of
+0.001: the gap of bfloat16 is {other_bf16} there.
 
 ## Bias of the cast
 
-The relative error of the mean of T draws falls like 1/√T where a cast is right on average. *Of the gate* is the
-error at T = 1000 over 1.2 times that of one draw over √1000: below 1 is unbiased.
+The relative error of the mean of T draws falls like 1/√T if a cast is unbiased. *Of the bound* is the error at T = 1000
+over 1.2 times the error of one draw over √1000: a cast below 1 is unbiased.
 
 {bias}
 
-NVFP4's block scales are rounded to E4M3 and round down at times; then the largest elements of a block clip, which
-is a bias of about 1 % that no rounding mends. `guard=True` in the format maps the maximum to 16/17 and is unbiased;
-it costs accuracy of the single draw, and the GPT above loses more with it. The named recipes follow the published
-one, without a guard.
+NVFP4's block scales are rounded to E4M3, at times down; the largest elements of such a block clip, which is a bias of
+about 1 % that no rounding of the codes removes. `guard=True` in the format maps the block's maximum to 16/17 of the
+largest code and is unbiased; the error of a single draw is larger, and the GPT above loses more with it. The named
+recipes follow the published one, without a guard.
 
 ## Stall probe
 
-Gradient descent on a quadratic whose curvatures spread over two decades within each block of 16. What is left in
-the four flattest coordinates after 600 steps, from 1 at the start: up to 0.10 is good, from 0.14 on they have
+Gradient descent on a quadratic whose curvatures span two decades within each block of 16. The result is the error that
+the four flattest coordinates have left after 600 steps, from 1 at the start: up to 0.10 is good, from 0.14 on they have
 stalled.
 
 {stall}
 
-Nearest rounding takes small gradients beside large ones to zero, and so does one key for all steps; a single level
-of scales loses gradients of 1e-3 altogether.
+Rounding to nearest turns gradients that are small relative to their block's maximum into zeros; using one key for all
+steps stalls too, and with a single level of scales, gradients of 1e-3 are lost entirely.
 """
 
 
 def text(results: str, other: str) -> str:
-    """The page as Markdown, from the file that it is about and another that it mentions."""
+    """Returns the page as Markdown. results: the file that it is about; other: one that it mentions."""
     record, mentioned = read(results), read(other)
     environment = record["environment"]
     bf16 = next(row for row in mentioned["gpt"] if row["name"] == "bfloat16")
@@ -96,7 +96,7 @@ def text(results: str, other: str) -> str:
         gpt=_table(("", "excess", "gap", "must be", ""), [_gpt_cells(row) for row in record["gpt"]]),
         relations="\n".join(f"* {r['what']}: {r['value']:+.4f}, {_met(r['met'])}" for r in record["relations"]),
         bias=_table(
-            ("cast", "T = 1", "10", "100", "1000", "of the gate", ""), [_bias_cells(r) for r in record["bias"]]
+            ("cast", "T = 1", "10", "100", "1000", "of the bound", ""), [_bias_cells(r) for r in record["bias"]]
         ),
         stall=_table(("cast of the gradient", "error left", ""), [_stall_cells(row) for row in record["stall"]]),
     )
@@ -130,21 +130,19 @@ def _met(met: bool | None) -> str:
 
 
 def picture(record: dict) -> Figure:
-    """Excess over steps, and the gaps of the rows at the end."""
+    """Charts of the excess loss over steps, and of the final gaps to float32."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     curves, gaps = figure.subplots(1, 2, width_ratios=(1.15, 1))
     rows = {row["name"]: row for row in record["gpt"]}
-    for name, colour in DRAWN.items():
+    for name, colour in COLOURS.items():
         steps = [POINT * (i + 0.5) for i in range(len(rows[name]["curve"]))]
         curves.semilogy(steps, rows[name]["curve"], color=colour, label=name, linewidth=1.5)
     curves.set(xlabel="step", ylabel="nats above the entropy of the source", title="Training")
     curves.legend(frameon=False, fontsize=9)
-    sound = [row for row in record["gpt"][1:] if row["gap"] < 0.1][::-1]
-    places = range(len(sound))
-    gaps.barh(
-        places, [r["gap"] for r in sound], xerr=[r["gap_standard_error"] for r in sound], color="tab:blue", height=0.7
-    )
-    gaps.set_yticks(places, [row["name"] for row in sound], fontsize=8.5)
+    shown = [row for row in record["gpt"][1:] if row["gap"] < 0.1][::-1]
+    positions, errors = range(len(shown)), [row["gap_standard_error"] for row in shown]
+    gaps.barh(positions, [row["gap"] for row in shown], xerr=errors, color="tab:blue", height=0.7)
+    gaps.set_yticks(positions, [row["name"] for row in shown], fontsize=8.5)
     gaps.set(xlabel="nats above float32, on held-out sequences", title=f"Gap, {record['seeds']} seeds")
     for axes in (curves, gaps):
         axes.spines[["top", "right"]].set_visible(False)

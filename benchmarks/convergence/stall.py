@@ -1,16 +1,15 @@
-"""Stall probe: do small gradients still arrive when they share a scale with large ones?
+"""Stall probe: does optimisation progress along coordinates whose gradients share a block scale with larger ones?
 
 Gradient descent on a quadratic whose curvatures h fall from 1 to 1/100 within each block of 16. Every coordinate starts
-1 away from the optimum; its gradient is h (w + 0.4 z), where z is fresh normal noise, so the noise is 40 % of the
-gradient that it starts with; and steps are preconditioned by 1 / h. As long as gradients are exact, all coordinates
-converge alike. A cast makes the difference: the gradients of flat coordinates are a hundredth of the largest in their
-block, nearest rounding takes most of them to 0 and the coordinate stalls, while stochastic rounding moves it as it
-should on average. What is left is the rms distance of the four flattest coordinates of each block after 600 steps, at
-a rate that follows a cosine from 1/40 to a tenth of that.
+at distance 1 from the optimum; its gradient is h (w + 0.4 z) with new normal noise z in each step, and updates are
+preconditioned by 1 / h. With exact gradients all coordinates converge equally fast. With quantised ones, the gradients
+of flat coordinates are a hundredth of the largest in their block: rounding to nearest turns most of them into 0, and
+the coordinate stalls, while stochastic rounding preserves them on average. The result is the rms distance from the
+optimum of the four flattest coordinates of each block after 600 steps, with a cosine schedule of the learning rate from
+1/40 to 1/400.
 
-The expected figures are published without the last details. Noise relative to the start instead of the gradient of the
-moment, the preconditioner 1 / h, the schedule and the rms were chosen because together they give all of them back, to
-within 7 % and in their order; MXFP4 has the rule `ceil` there.
+The published figures omit some details. The noise model, the preconditioner 1 / h, the schedule and the rms were chosen
+because together they reproduce all figures to within 7 % and in order; MXFP4 uses the rule `ceil` there.
 """
 
 import dataclasses
@@ -51,7 +50,10 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """A cast of the gradient and how it is used; `expected` is the verdict that it should get."""
+    """A cast of the gradient, with its expected verdict.
+
+    same_key: stochastic rounding with one key for all steps. gradient_scale: multiplies all gradients.
+    """
 
     cast: Cast | None
     expected: str = "good"
@@ -67,11 +69,11 @@ class Probe:
 
 
 def probes() -> tuple[Probe, ...]:
-    """No cast, every cast that a recipe gives a gradient, and ways to do it worse."""
+    """No cast, every gradient cast of the recipes, and casts that are expected to stall."""
     of_recipes = (cast for recipe in RECIPES.values() for _, tensor, cast in recipe.casts() if tensor == "g")
     mxfp4_ceil = dataclasses.replace(FORMATS["mxfp4"], name="mxfp4_ceil", rule="ceil")
     one_level = dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_one_level", two_level=False)
-    every = (
+    all_probes = (
         Probe(None),
         *map(Probe, of_recipes),
         Probe(Cast(mxfp4_ceil, rounding="stochastic")),
@@ -80,7 +82,7 @@ def probes() -> tuple[Probe, ...]:
         Probe(Cast(FORMATS["nvfp4"], rounding="stochastic"), "bad", same_key=True),
         Probe(Cast(one_level, rounding="stochastic"), "bad", gradient_scale=1e-3),
     )
-    return tuple(dict.fromkeys(every))
+    return tuple(dict.fromkeys(all_probes))
 
 
 def steps() -> int:
@@ -98,13 +100,13 @@ def run(progress: tqdm) -> list[dict]:
 
 
 def line(row: dict) -> str:
-    """One row for people."""
-    surprise = "" if row["as_expected"] else f" (NOT {row['expected_verdict']} as expected)"
-    return f"{row['name']:<55}{row['error']:.4f}  {row['verdict']}{surprise}"
+    """The printed line of a row."""
+    unexpected = "" if row["as_expected"] else f" (NOT {row['expected_verdict']} as expected)"
+    return f"{row['name']:<55}{row['error']:.4f}  {row['verdict']}{unexpected}"
 
 
 def verdict(error: float) -> str:
-    """What an error left means; one that is no number is bad."""
+    """Classifies a final error; NaN is bad."""
     if error <= GOOD:
         return "good"
     return "between" if error < BAD else "bad"
@@ -123,36 +125,37 @@ def _row(probe: Probe, error: float) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def error_left(probe: Probe) -> jax.Array:
-    """The rms distance of the flattest coordinates from the optimum after all steps."""
+    """Returns the rms distance of the flattest coordinates from the optimum after all steps."""
 
     def step(carry, t):
-        w, memory = carry
+        w, history = carry
         noise_key, cast_key = jax.random.split(jax.random.fold_in(jax.random.key(0), t))
         noise = NOISE * jax.random.normal(noise_key, w.shape)
         g = probe.gradient_scale * CURVATURE * (w + noise)
-        g, memory = _quantised(probe.cast, g, memory, jax.random.key(1) if probe.same_key else cast_key)
-        return (w - _rate(t) * g / (probe.gradient_scale * CURVATURE), memory), None
+        g, history = _quantize_dequantize(probe.cast, g, history, jax.random.key(1) if probe.same_key else cast_key)
+        return (w - _learning_rate(t) * g / (probe.gradient_scale * CURVATURE), history), None
 
     start = jnp.ones(CURVATURE.shape, jnp.float32)
-    (w, _), _ = jax.lax.scan(step, (start, _memory(probe.cast)), jnp.arange(STEPS))
+    (w, _), _ = jax.lax.scan(step, (start, _initial_history(probe.cast)), jnp.arange(STEPS))
     return jnp.sqrt(jnp.mean(w.reshape(-1, BLOCK)[:, -FLATTEST:] ** 2))
 
 
-def _rate(t: jax.Array) -> jax.Array:
+def _learning_rate(t: jax.Array) -> jax.Array:
     return LAST_RATE + (RATE - LAST_RATE) * (1 + jnp.cos(jnp.pi * t / STEPS)) / 2
 
 
-def _quantised(cast: Cast | None, g: jax.Array, memory: AmaxHistory | None, key: jax.Array):
-    """The gradient after a cast, and what a delayed one remembers of it."""
+def _quantize_dequantize(cast: Cast | None, g: jax.Array, history: AmaxHistory | None, key: jax.Array):
+    """Returns the gradient after quantisation, and the updated amax history of delayed scaling."""
     if cast is None:
-        return g, memory
-    if memory is None:
-        return sd.dequantize(ResolvedCast.on(cast, ROWS).quantize(g, key=key)), None
-    values = sd.dequantize(ResolvedCast.on(cast, ROWS).quantize(g, multiplier_of(cast, memory), key))
-    return values, advance(cast, memory, sd.amax(g))
+        return g, history
+    resolved = ResolvedCast.on(cast, ROWS)
+    if history is None:
+        return sd.dequantize(resolved.quantize(g, key=key)), None
+    dequantized = sd.dequantize(resolved.quantize(g, multiplier_of(cast, history), key))
+    return dequantized, advance(cast, history, sd.amax(g))
 
 
-def _memory(cast: Cast | None) -> AmaxHistory | None:
+def _initial_history(cast: Cast | None) -> AmaxHistory | None:
     if cast is None or cast.delayed is None:
         return None
     return AmaxHistory(jnp.zeros(cast.delayed.length, jnp.float32), jnp.ones((), jnp.float32))

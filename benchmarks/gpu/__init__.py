@@ -1,1 +1,1 @@
-"""Suites for a GPU: our kernels beside every peer that is installed, in one process, in turns."""
+"""Suites for a GPU: scaledot's kernels and those of every installed peer, timed alternately in one process."""

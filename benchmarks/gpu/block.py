@@ -1,7 +1,8 @@
-"""Scales for lines and squares of 128: fp8 products beside torch's, int8 products beside those, and the dense step of
+"""Matmuls with scales per 1x128 and 128x128 block: fp8 compared with torch, int8 with fp8; and the dense step under
 the recipe fp8_block.
 
-Errors are of float32 results against float64 on some rows, beside those of XLA's kernel for the same operands.
+Errors are those of float32 results relative to a float64 matmul of the dequantised operands, on some rows; those of
+XLA's kernel for the same operands are recorded too.
 """
 
 from collections.abc import Iterator
@@ -12,19 +13,19 @@ import jax.numpy as jnp
 
 import scaledot as sd
 from benchmarks.gpu import dense, gemm, report
-from benchmarks.gpu.sides import Side, jax_side, measure, torch_side
+from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
 from scaledot.kernels.hopper.sizes import LINE
 
-SIZE = 8192  # rows, columns and terms of a product
-LINES, SQUARES = (1, LINE), (LINE, LINE)
+SIZE = 8192  # M, N and K
+ROW_BLOCK, SQUARE_BLOCK = (1, LINE), (LINE, LINE)
 STEPS = ("A", "B")
 OURS, FP8, PEER, STEP = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
-STEP_TARGET = 1.45  # of bfloat16
-SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA, multiples of nothing
+STEP_TARGET = 1.45  # speedup over bfloat16
+SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA, no multiples of the tile
 
 
-class Product(NamedTuple):
-    """A format, blocks of x (M, K) and w (N, K), our kernel and XLA's, whom it is held to, and at least what part."""
+class MatmulCase(NamedTuple):
+    """Format, blocks of x (M, K) and w (N, K), scaledot's kernel, XLA's, and the least speed relative to a peer."""
 
     format: str
     x: tuple[int, int]
@@ -36,98 +37,102 @@ class Product(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        """What float32 results may be off by: 8-bit floats are summed with few bits within 128 terms, integers exactly,
-        and SIZE / 128 sums with as many roundings of float32."""
+        """The largest relative error of float32 results.
+
+        Tensor cores accumulate FP8 with reduced precision within 128 elements along K; int8 accumulation is exact, and
+        SIZE / 128 partial accumulators add as many float32 roundings.
+        """
         return gemm.ALLOWED["promoted"] if self.peer == PEER else SIZE // LINE * 2.0**-24
 
 
-def _fp8(w: tuple[int, int], target: float | None) -> Product:
-    return Product("fp8_e4m3", LINES, w, "hopper_fp8", "xla_codes", PEER, target)
+def _fp8(w: tuple[int, int], target: float | None) -> MatmulCase:
+    return MatmulCase("fp8_e4m3", ROW_BLOCK, w, "hopper_fp8", "xla_codes", PEER, target)
 
 
-def _int8(w: tuple[int, int]) -> Product:
-    return Product("int8", LINES, w, "hopper_int8", "xla_integer", FP8, 1.0)
+def _int8(w: tuple[int, int]) -> MatmulCase:
+    return MatmulCase("int8", ROW_BLOCK, w, "hopper_int8", "xla_integer", FP8, 1.0)
 
 
-PRODUCTS = {
-    "1x128 and 128x128": _fp8(SQUARES, 1.1),
-    "1x128 and 1x128": _fp8(LINES, None),
-    "int8, 1x128 and 128x128": _int8(SQUARES),
-    "int8, 1x128 and 1x128": _int8(LINES),
+MATMULS = {
+    "1x128 and 128x128": _fp8(SQUARE_BLOCK, 1.1),
+    "1x128 and 1x128": _fp8(ROW_BLOCK, None),
+    "int8, 1x128 and 128x128": _int8(SQUARE_BLOCK),
+    "int8, 1x128 and 1x128": _int8(ROW_BLOCK),
 }
 
 
-def operands(product: Product, m: int, n: int, k: int) -> tuple[sd.ScaledArray, sd.ScaledArray]:
+def operands(case: MatmulCase, m: int, n: int, k: int) -> tuple[sd.ScaledArray, sd.ScaledArray]:
     arrays = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((m, k), (n, k)))]
-    both = zip(arrays, (product.x, product.w), strict=True)
-    x, w = (sd.quantize(a, product.format, axis=(0, 1), block=b, pad=True) for a, b in both)
+    arrays_and_blocks = zip(arrays, (case.x, case.w), strict=True)
+    x, w = (sd.quantize(a, case.format, axis=(0, 1), block=b, pad=True) for a, b in arrays_and_blocks)
     return x, w
 
 
-def errors(product: Product) -> dict[str, float]:
-    """Ours and that of XLA's kernel, on a small product and for ours on the timed one."""
-    found = {}
-    for kernel, what in ((product.kernel, OURS), (product.reference, "XLA")):
-        found[f"{what}, K = {SMALL[2]}"] = gemm.error(None, *operands(product, *SMALL), kernel=kernel)
-    found[f"{OURS}, K = {SIZE}"] = gemm.error(None, *operands(product, SIZE, SIZE, SIZE), kernel=product.kernel)
-    if not max(error for name, error in found.items() if name.startswith(OURS)) <= product.allowed:
-        raise AssertionError(f"{product} is off by {found}, over {product.allowed:.1e}")
-    return found
+def errors(case: MatmulCase) -> dict[str, float]:
+    """Relative errors of scaledot's kernel and XLA's on a small matmul, and of scaledot's on the timed one."""
+    relative = {}
+    for kernel, name in ((case.kernel, OURS), (case.reference, "XLA")):
+        relative[f"{name}, K = {SMALL[2]}"] = gemm.error(None, *operands(case, *SMALL), kernel=kernel)
+    relative[f"{OURS}, K = {SIZE}"] = gemm.error(None, *operands(case, SIZE, SIZE, SIZE), kernel=case.kernel)
+    if not max(error for name, error in relative.items() if name.startswith(OURS)) <= case.allowed:
+        raise AssertionError(f"{case}: relative errors {relative} exceed {case.allowed:.1e}")
+    return relative
 
 
-def product_sides(product: Product) -> Iterator[Side]:
-    def multiply(x, w, kernel=product.kernel):
-        return gemm.product(x, w, kernel=kernel)
+def matmul_implementations(case: MatmulCase) -> Iterator[Implementation]:
+    def matmul(x, w, kernel=case.kernel):
+        return gemm.matmul(x, w, kernel=kernel)
 
-    yield jax_side(OURS, multiply, *operands(product, SIZE, SIZE, SIZE), ours=True)
-    if product.peer == FP8:
-        yield jax_side(FP8, gemm.product, *operands(_fp8(product.w, None), SIZE, SIZE, SIZE), ours=True)
+    yield jax_implementation(OURS, matmul, *operands(case, SIZE, SIZE, SIZE), ours=True)
+    if case.peer == FP8:
+        yield jax_implementation(FP8, gemm.matmul, *operands(_fp8(case.w, None), SIZE, SIZE, SIZE), ours=True)
     else:
-        yield torch_side(PEER, lambda: _scaled_mm(square=product.w == SQUARES))
+        yield torch_implementation(PEER, lambda: _scaled_mm(square=case.w == SQUARE_BLOCK))
 
 
 def _scaled_mm(square: bool):
     import torch  # pyright: ignore[reportMissingImports]
 
-    steps = SIZE // LINE
+    num_blocks = SIZE // LINE
     a, b = ((torch.randn(SIZE, SIZE, device="cuda") * 100).clamp(-448, 448).to(torch.float8_e4m3fn) for _ in range(2))
-    rows = torch.rand(steps, SIZE, device="cuda").T
-    columns = torch.rand(steps, steps, device="cuda").T if square else torch.rand(steps, SIZE, device="cuda")
-    return lambda: torch._scaled_mm(a, b.T, scale_a=rows, scale_b=columns, out_dtype=torch.bfloat16)
+    scale_a = torch.rand(num_blocks, SIZE, device="cuda").T
+    scale_b = torch.rand(num_blocks, num_blocks if square else SIZE, device="cuda")
+    scale_b = scale_b.T if square else scale_b
+    return lambda: torch._scaled_mm(a, b.T, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
 
 
-def step_sides(case: dense.Case) -> Iterator[Side]:
+def step_implementations(case: dense.Case) -> Iterator[Implementation]:
     data = dense.data_of(case)
-    yield jax_side(dense.BASE, dense.step_of(dense.plain_layer), *data)
-    yield jax_side(STEP, dense.step_of(dense.scaledot_layer("fp8_block")), *data, ours=True)
+    yield jax_implementation(dense.BASE, dense.step_of(dense.plain_layer), *data)
+    yield jax_implementation(STEP, dense.step_of(dense.scaledot_layer("fp8_block")), *data, ours=True)
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
-    checked, rows = {"fp8_block": dense.check("fp8_block")}, []
-    print(f"gradients beside XLA's: {checked}")
-    for name, product in PRODUCTS.items():
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
+    checks, rows = {"fp8_block": dense.check("fp8_block")}, []
+    print(f"relative errors of gradients against XLA's: {checks}")
+    for name, matmul in MATMULS.items():
         if not cases or name in cases:
-            rows.append(_product_row(name, product, turns, skipped))
-            print(f"wrote {report.write('block', rows, checks=checked)}", flush=True)
+            rows.append(_matmul_row(name, matmul, rounds, skipped))
+            print(f"wrote {report.write('block', rows, checks=checks)}", flush=True)
     for case in dense.CASES:
         if case.name in STEPS and (not cases or case.name in cases):
             print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
-            timed, missing = measure(step_sides(case), turns, skipped)
+            timed, missing = measure(step_implementations(case), rounds, skipped)
             rows.append(dense.row_of("block", case, timed, missing, {STEP: STEP_TARGET}))
-            print(f"wrote {report.write('block', rows, checks=checked)}", flush=True)
+            print(f"wrote {report.write('block', rows, checks=checks)}", flush=True)
 
 
-def _product_row(name: str, product: Product, turns: int, skipped) -> dict[str, Any]:
-    off = errors(product)
-    print(f"{name}: errors {', '.join(f'{what} {error:.2e}' for what, error in off.items())}")
-    timed, missing = measure(product_sides(product), turns, skipped)
-    sides, peer = {}, product.peer
-    for side, times in timed.items():
-        rate = 2.0 * SIZE**3 / times.median
-        part = None if peer not in timed else timed[peer].median / times.median
-        own = product.target if side == OURS else None
-        sides[side] = {**times.as_dict(), "tflops": rate / 1e12, "of_peer": part, "target": own}
-        print(report.side_line(side, times, f"{rate / 1e12:.0f} TFLOP/s", own, part), flush=True)
-        report.explain("block", name, side, own, part)
+def _matmul_row(name: str, case: MatmulCase, rounds: int, skipped) -> dict[str, Any]:
+    relative = errors(case)
+    print(f"{name}: relative errors {', '.join(f'{of} {error:.2e}' for of, error in relative.items())}")
+    timed, missing = measure(matmul_implementations(case), rounds, skipped)
+    results, peer = {}, case.peer
+    for implementation, times in timed.items():
+        flops = 2.0 * SIZE**3 / times.median
+        ratio = None if peer not in timed else timed[peer].median / times.median
+        target = case.target if implementation == OURS else None
+        results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_peer": ratio, "target": target}
+        print(report.result_line(implementation, times, f"{flops / 1e12:.0f} TFLOP/s", target, ratio), flush=True)
+        report.explain("block", name, implementation, target, ratio)
     about = {"case": name, "m": SIZE, "n": SIZE, "k": SIZE, "peer": peer}
-    return {**about, "errors": off, "sides": sides, "missing": missing}
+    return {**about, "errors": relative, "sides": results, "missing": missing}

@@ -1,7 +1,7 @@
-"""Casts: bytes per second beside a copy on the device, and beside what XLA makes of the same two results.
+"""Cast kernels: bandwidth relative to a device-to-device copy, compared with XLA's casts to the same results.
 
-Every byte is counted once: what is read and what is written. Codes and scales are compared with the reference, byte
-for byte, on fresh data before anything is timed.
+Bytes are those of the input and of the results, each counted once. Codes and scales are compared with the reference,
+byte for byte, on other data before anything is timed.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 
 import scaledot as sd
 from benchmarks.gpu import report
-from benchmarks.gpu.sides import jax_side, measure
+from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
 from scaledot.kernels.hopper.sizes import LINE
@@ -31,10 +31,10 @@ COPY = "copy on the device (float32)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """One cast of a matrix: a format in tiles of (rows, columns), for a matmul that contracts an axis.
+class MatrixCast:
+    """One cast of a matrix to a format in blocks of (rows, columns), for a matmul that contracts an axis.
 
-    contracted: None for an ordinary array, as `sd.quantize` makes it.
+    contracted: the contracting dim, or None for the layout of `sd.quantize`.
     """
 
     format: sd.Format
@@ -56,45 +56,49 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Casts of one matrix; target: the least part of the copy's rate."""
+    """Casts of one matrix, in one kernel launch if not grouped.
+
+    target: the least bandwidth relative to a copy.
+    multiplier: whether the quantisation multiplier is an argument, as in delayed scaling; the kernel then returns amax.
+    """
 
     name: str
     dtype: Any
-    wanted: tuple[Wanted, ...]
+    casts: tuple[MatrixCast, ...]
     target: float | None = None
-    given_multiplier: bool = False
+    multiplier: bool = False
 
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
-        """What one pass makes."""
-        views = tuple(wanted.view(self.dtype, at) for at, wanted in enumerate(self.wanted))
-        given = frozenset({"multiplier"}) if self.given_multiplier else frozenset()
-        return (CastProblem(x.shape, views, given, amax=self.given_multiplier),)
+        """One CastProblem per kernel launch."""
+        views = tuple(cast.view(self.dtype, i) for i, cast in enumerate(self.casts))
+        given = frozenset({"multiplier"}) if self.multiplier else frozenset()
+        return (CastProblem(x.shape, views, given, amax=self.multiplier),)
 
-    def given(self, x: jax.Array, key: jax.Array) -> CastArguments:
-        multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.given_multiplier else None
-        return CastArguments(tuple(jax.random.split(key, len(self.wanted))), multiplier=multiplier)
+    def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
+        multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
+        return CastArguments(tuple(jax.random.split(key, len(self.casts))), multiplier=multiplier)
 
-    def ours(self, x: jax.Array, key: jax.Array) -> CastResult:
-        """By the kernel, on whatever device."""
-        made = [kernel_for(problem).run(problem, x, self.given(x, key)) for problem in self.problems(x)]
-        return CastResult(tuple(_codes(array) for one in made for array in one.arrays), made[0].amax)
+    def by_kernel(self, x: jax.Array, key: jax.Array) -> CastResult:
+        """Casts by the Hopper kernels."""
+        results = [kernel_for(problem).run(problem, x, self.arguments(x, key)) for problem in self.problems(x)]
+        return CastResult(tuple(_codes(array) for result in results for array in result.arrays), results[0].amax)
 
-    def theirs(self, x: jax.Array, key: jax.Array) -> tuple[Any, ...]:
-        """The same by XLA, transposed where ours is."""
-        made = [xla_casts.run(problem, x, self.given(x, key)) for problem in self.problems(x)]
-        arrays = (_codes(array) for one in made for array in one.arrays)
+    def by_xla(self, x: jax.Array, key: jax.Array) -> tuple[Any, ...]:
+        """Casts by XLA, transposed where the kernel's results are."""
+        results = [xla_casts.run(problem, x, self.arguments(x, key)) for problem in self.problems(x)]
+        arrays = (_codes(array) for result in results for array in result.arrays)
         return tuple(
-            q.T if wanted.contracted == 0 and wanted.format.scale == "float32" else q
-            for wanted, q in zip(self.wanted, arrays, strict=True)
+            q.T if cast.contracted == 0 and cast.format.scale == "float32" else q
+            for cast, q in zip(self.casts, arrays, strict=True)
         )
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def amax(self, x: jax.Array) -> jax.Array:
         return sd.amax(x)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupCase(Case):
-    """The same of rows in groups of uneven sizes, one of them empty, with some rows that belong to none."""
+    """Casts of a matrix with row groups of uneven sizes, one of them empty, and some trailing rows in no group."""
 
     def sizes(self, rows: int) -> jax.Array:
         return jnp.array([rows * share // 16 for share in (3, 0, 5, 1, 2, 2, 1, 1)])
@@ -109,39 +113,41 @@ class GroupCase(Case):
             for view in problem.views
         )
 
-    def given(self, x: jax.Array, key: jax.Array) -> CastArguments:
-        return super().given(x, key)._replace(group_sizes=self.sizes(x.shape[0]))
+    def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
+        return super().arguments(x, key)._replace(group_sizes=self.sizes(x.shape[0]))
 
-    def largest(self, x: jax.Array) -> jax.Array:
+    def amax(self, x: jax.Array) -> jax.Array:
         return sd.amax(x[: self.sizes(x.shape[0]).sum()])
 
 
 def kernel_for(problem: CastProblem) -> Any:
-    """The kernel that makes these casts, as a module of `kernels.hopper`."""
-    reason = cast_8bit.problem_reason(problem)
-    other = reason and cast_microscaled.problem_reason(problem)
-    if other:
-        raise ValueError(f"no kernel makes {problem}: {reason}; {other}")
-    return cast_microscaled if reason else cast_8bit
+    """Returns the module of `kernels.hopper` whose kernel supports these casts."""
+    not_8bit = cast_8bit.problem_reason(problem)
+    not_microscaled = not_8bit and cast_microscaled.problem_reason(problem)
+    if not_microscaled:
+        raise ValueError(f"no kernel supports {problem}: {not_8bit}; {not_microscaled}")
+    return cast_microscaled if not_8bit else cast_8bit
 
 
 def _codes(q: Any) -> Any:
     return q.codes if isinstance(q, PerGroup) else q
 
 
-def _pair(format: str, tile: int, square: bool = False, **changed) -> tuple[Wanted, ...]:
-    row = sd.FORMATS[format]
-    lines = ((1, tile), (tile, 1)) if tile and not square else ((tile, tile), (tile, tile))
-    return tuple(Wanted(row, line, axis, **changed) for line, axis in zip(lines, (1, 0), strict=True))
+def _pair(format: str, block: int, square: bool = False, **fields) -> tuple[MatrixCast, ...]:
+    """Casts for matmuls that contract dim 1 and dim 0."""
+    tiles = ((1, block), (block, 1)) if block and not square else ((block, block), (block, block))
+    return tuple(MatrixCast(sd.FORMATS[format], tile, axis, **fields) for tile, axis in zip(tiles, (1, 0), strict=True))
 
 
-def _one(format: str, tile: tuple[int, int], **changed) -> tuple[Wanted, ...]:
-    return (Wanted(sd.FORMATS[format], tile, None, **changed),)
+def _one(format: str, tile: tuple[int, int], **fields) -> tuple[MatrixCast, ...]:
+    return (MatrixCast(sd.FORMATS[format], tile, None, **fields),)
 
 
+# Names of cases are keys of the results: in them a line is a 1x128 block, a square a 128x128 block, a given factor the
+# quantisation multiplier of delayed scaling, and values are dequantised values in bfloat16.
 ROTATED = sd.Hadamard()
 NV, INT8 = sd.FORMATS["nvfp4"], sd.FORMATS["int8"]
-# What `sd.quantize` asks for: ordinary arrays, in which NaN and infinities saturate.
+# Casts of `sd.quantize`: untransposed codes, in which NaN and infinities saturate.
 QUANTIZE_CASES = (
     Case("quantize e4m3, one scale", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
     Case("quantize e4m3, lines of 128", jnp.bfloat16, _one("fp8_e4m3", (1, 128))),
@@ -161,30 +167,34 @@ CASES = (
     Case(
         "int8 x: rotated lines along rows, lines down columns",
         jnp.bfloat16,
-        (Wanted(INT8, (1, 128), 1, rotation=ROTATED), Wanted(INT8, (128, 1), 0, True)),
+        (MatrixCast(INT8, (1, 128), 1, rotation=ROTATED), MatrixCast(INT8, (128, 1), 0, True)),
     ),
     Case(
         "int8 w: rotated lines down columns, lines along rows",
         jnp.float32,
-        (Wanted(INT8, (128, 1), 0, rotation=ROTATED), Wanted(INT8, (1, 128), 1, True)),
+        (MatrixCast(INT8, (128, 1), 0, rotation=ROTATED), MatrixCast(INT8, (1, 128), 1, True)),
     ),
     Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, is_residual=True), 0.75),
     Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
     Case(
         "nvfp4 x: values, rotated codes",
         jnp.bfloat16,
-        (Wanted(NV, (1, 16), 1), Wanted(NV, (16, 1), 0, True, False, ROTATED)),
+        (MatrixCast(NV, (1, 16), 1), MatrixCast(NV, (16, 1), 0, True, False, ROTATED)),
     ),
-    Case("nvfp4 w: 16x16, values and codes", jnp.float32, (Wanted(NV, (16, 16), 0), Wanted(NV, (16, 16), 1, True))),
-    Case("nvfp4 w: lines, values and codes", jnp.float32, (Wanted(NV, (16, 1), 0), Wanted(NV, (1, 16), 1, True))),
+    Case(
+        "nvfp4 w: 16x16, values and codes",
+        jnp.float32,
+        (MatrixCast(NV, (16, 16), 0), MatrixCast(NV, (16, 16), 1, True)),
+    ),
+    Case(
+        "nvfp4 w: lines, values and codes", jnp.float32, (MatrixCast(NV, (16, 1), 0), MatrixCast(NV, (1, 16), 1, True))
+    ),
     Case(
         "nvfp4 g: stochastic, values, rotated values",
         jnp.bfloat16,
-        (Wanted(NV, (1, 16), 1, False, True), Wanted(NV, (16, 1), 0, False, True, ROTATED)),
+        (MatrixCast(NV, (1, 16), 1, False, True), MatrixCast(NV, (16, 1), 0, False, True, ROTATED)),
     ),
-    GroupCase(
-        "e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), given_multiplier=True
-    ),
+    GroupCase("e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
     GroupCase("e4m3 rows in groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
     GroupCase("e4m3 rows in groups, lines of 128", jnp.bfloat16, _pair("fp8_e4m3", 128)),
     GroupCase("e4m3 rows in groups, lines of 128, float32", jnp.float32, _pair("fp8_e4m3", 128)),
@@ -192,7 +202,7 @@ CASES = (
     GroupCase(
         "int8 rows in groups, rotated lines along rows, lines down columns",
         jnp.bfloat16,
-        (Wanted(INT8, (1, 128), 1, rotation=ROTATED), Wanted(INT8, (128, 1), 0, True)),
+        (MatrixCast(INT8, (1, 128), 1, rotation=ROTATED), MatrixCast(INT8, (128, 1), 0, True)),
     ),
     *QUANTIZE_CASES,
     Case("quantize e5m2, one scale", jnp.bfloat16, _one("fp8_e5m2", (0, 0))),
@@ -207,7 +217,7 @@ CASES = (
     Case(
         "quantize nvfp4, both orientations",
         jnp.bfloat16,
-        (Wanted(NV, (1, 16), None), Wanted(NV, (16, 1), None)),
+        (MatrixCast(NV, (1, 16), None), MatrixCast(NV, (16, 1), None)),
     ),
     GroupCase("quantize e4m3 rows in groups, one scale each", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
     GroupCase("quantize int8 rows in groups, lines of 128", jnp.bfloat16, _one("int8", (1, 128))),
@@ -215,80 +225,81 @@ CASES = (
 
 
 def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
-    """Raise unless our bytes are the reference's, of NaN and infinities, too.
+    """Raises AssertionError unless the kernel's codes and scales are bit-identical to XLA's, with NaN and infinities.
 
-    What is rotated has whole groups of rows and columns.
+    Rotations need dims that are multiples of 16.
     """
-    if any(wanted.rotation is not None for wanted in case.wanted):
+    if any(cast.rotation is not None for cast in case.casts):
         shape = shape[0] // 16 * 16, shape[1] // 16 * 16
     x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
     x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[7, 9].set(jnp.nan).at[100].set(0)
     key = jax.random.key(5)
-    made = case.ours(x, key)
-    for ours, theirs in zip(made.arrays, case.theirs(x, key), strict=True):
-        require_same(case.name, ours, theirs)
-    if case.given_multiplier and made.amax != case.largest(x):
-        raise AssertionError(f"{case.name}: saw {made.amax} for the largest magnitude, which is {case.largest(x)}")
+    result = case.by_kernel(x, key)
+    for actual, expected in zip(result.arrays, case.by_xla(x, key), strict=True):
+        require_same(case.name, actual, expected)
+    if case.multiplier and result.amax != case.amax(x):
+        raise AssertionError(f"{case.name}: the kernel's amax is {result.amax}, not {case.amax(x)}")
 
 
-def require_same(what: str, ours: Any, theirs: sd.ScaledArray) -> None:
-    if isinstance(ours, Transposed):
-        ours = ours.stored
-    if isinstance(ours, sd.ScaledArray) and ours.format == theirs.format:
-        pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+def require_same(name: str, actual: Any, expected: sd.ScaledArray) -> None:
+    """Raises AssertionError unless codes and scales, or the dequantised values, are bit-identical."""
+    if isinstance(actual, Transposed):
+        actual = actual.stored
+    if isinstance(actual, sd.ScaledArray) and actual.format == expected.format:
+        pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     else:
-        ours = logical(ours)
-        pairs = [(ours.data, values_of(theirs))]
+        actual = logical(actual)
+        pairs = [(actual.data, values_of(expected))]
     for a, b in pairs:
-        if _canonical(a) != _canonical(b):
+        if _canonical_bytes(a) != _canonical_bytes(b):
             differing = np.mean(np.asarray(a).astype(np.float32) != np.asarray(b).astype(np.float32))
-            raise AssertionError(f"{what}: {differing:.2%} of {a.dtype}{a.shape} differ from the reference")
+            raise AssertionError(f"{name}: {differing:.2%} of {a.dtype}{a.shape} differ from the reference")
 
 
-def _canonical(a: jax.Array) -> bytes:
-    """The bytes of an array in which every NaN has the same: floats have several, and a GPU writes another of e5m2."""
+def _canonical_bytes(a: jax.Array) -> bytes:
+    """The bytes of an array with one bit pattern for NaN; the GPU's conversion to e5m2 writes another one than XLA."""
     array = np.asarray(a)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array.tobytes()
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array).tobytes()
 
 
-def moved_bytes(f: Callable[..., Any], x: jax.Array, key: jax.Array) -> int:
-    """What is read, once, and what the results take."""
+def bytes_accessed(f: Callable[..., Any], x: jax.Array, key: jax.Array) -> int:
+    """The bytes of the input and of the results."""
     results = jax.tree.leaves(jax.eval_shape(f, x, key))
     return x.nbytes + sum(leaf.size * leaf.dtype.itemsize for leaf in results)
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
     key, rows = jax.random.key(0), []
-    chosen = [case for case in CASES if not cases or case.name in cases]
-    for case in chosen:
+    selected = [case for case in CASES if not cases or case.name in cases]
+    for case in selected:
         check(case)
-    print(f"{len(chosen)} casts have the reference's bytes")
-    for case in chosen:
+    print(f"{len(selected)} casts are bit-identical to the reference")
+    for case in selected:
         x = jax.random.normal(jax.random.key(1), SHAPE, case.dtype)
-        big = jax.random.normal(jax.random.key(2), SHAPE, jnp.float32)
-        sides = [
-            jax_side(COPY, lambda x: lax.neg(x), big),
-            jax_side("scaledot", case.ours, x, key, ours=True),
-            jax_side("XLA", case.theirs, x, key),
+        copied = jax.random.normal(jax.random.key(2), SHAPE, jnp.float32)
+        implementations = [
+            jax_implementation(COPY, lambda x: lax.neg(x), copied),
+            jax_implementation("scaledot", case.by_kernel, x, key, ours=True),
+            jax_implementation("XLA", case.by_xla, x, key),
         ]
-        timed, missing = measure(sides, turns, skipped)
-        copy_rate = 2 * big.nbytes / timed[COPY].median
+        timed, missing = measure(implementations, rounds, skipped)
+        copy_rate = 2 * copied.nbytes / timed[COPY].median
         row = {
             "case": case.name,
             "dtype": np.dtype(case.dtype).name,
             "copy_gbs": copy_rate / 1e9,
             "target": case.target,
         }
-        print(f"{case.name}, {row['dtype']}; a copy moves {copy_rate / 1e9:.0f} GB/s")
-        moved = moved_bytes(case.ours, x, key)
+        print(f"{case.name}, {row['dtype']}; bandwidth of a copy {copy_rate / 1e9:.0f} GB/s")
+        accessed = bytes_accessed(case.by_kernel, x, key)
         row["sides"] = {}
-        for name in (side for side in ("scaledot", "XLA") if side in timed):
-            rate = moved / timed[name].median
+        for name in (name for name in ("scaledot", "XLA") if name in timed):
+            rate = accessed / timed[name].median
             row["sides"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
             target = case.target if name == "scaledot" else None
-            print(report.side_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
+            print(report.result_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
         rows.append({**row, "missing": missing})
         print(f"wrote {report.write('cast', rows, shape=SHAPE)}", flush=True)

@@ -1,7 +1,7 @@
-"""The dense step: forward and backward of one linear layer, as in TransformerEngine's Dense tutorial.
+"""The dense step: forward and backward pass of one linear layer, as in TransformerEngine's Dense tutorial.
 
-loss = vdot(x w, dy), gradients for x and for the float32 kernel w. A ratio is the time of JAX's bfloat16 over that of
-the side; sides that go through Flax are held to Flax's own bfloat16 layer.
+loss = vdot(x w, dy), with gradients of x and of the float32 kernel w. Ratios are speedups over bfloat16 in JAX;
+implementations that use Flax's nn.Dense are compared with nn.Dense in bfloat16.
 """
 
 import dataclasses
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 import scaledot as sd
 from benchmarks.gpu import dense_peers, report
-from benchmarks.gpu.sides import Side, Timed, jax_side, measure
+from benchmarks.gpu.implementations import Implementation, Timed, jax_implementation, measure
 from scaledot import train
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer; targets: the least ratio of each of our sides, stretch: the ratio hoped for."""
+    """Sizes of a layer, with the least speedups of scaledot's implementations: `targets`, and ambitious `stretch`."""
 
     name: str
     batch: int
@@ -58,10 +58,10 @@ CASES = (
     ),
     Case("small", 4, 1024, 2048, 2048, {f"scaledot {recipe}": 0.9 for recipe in ("fp8_current", "fp8_delayed")}),
 )
-FIRST_STEP_S = 10  # the most that the first step of our sides may take
+FIRST_STEP_S = 10  # target of scaledot's first step, with compilation
 BASE, FLAX_BASE = "JAX bfloat16", "flax nn.Dense bfloat16"
 RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
-# The kernel of XLA that a step is held to.
+# The XLA kernel whose results a step's are compared with.
 REFERENCE = {
     "fp8_current": "xla_codes",
     "fp8_delayed": "xla_codes",
@@ -69,8 +69,8 @@ REFERENCE = {
     "mxfp8": "xla_upcast",
     "nvfp4": "xla_upcast",
 }
-# Two bfloat16 roundings of sums that differ in their order are at most half a step apart, 2^-8 of the value; products
-# of 8-bit floats add the error of the tensor cores' accumulator, a few thousandths.
+# Relative errors. Accumulation in another order changes the rounding to bfloat16 by at most 2^-8 of the result; FP8
+# matmuls add the error of the tensor cores' reduced-precision accumulator, a few thousandths.
 ALLOWED = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
 
 
@@ -91,7 +91,7 @@ def data_of(case: Case, seed: int = 0) -> Data:
 
 
 def step_of(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Loss and gradients of layer(x, w, *state), for everything but dy."""
+    """Returns a step that computes the loss and the gradients of x, w and state for layer(x, w, *state)."""
 
     def step(x, w, dy, *state):
         def loss(x, w, *state):
@@ -121,62 +121,64 @@ def state_of(recipe: str) -> tuple:
     return (state,) if state else ()
 
 
-def sides_of(case: Case) -> Iterator[Side]:
+def implementations_of(case: Case) -> Iterator[Implementation]:
     data = data_of(case)
-    yield jax_side(BASE, step_of(plain_layer), *data)
+    yield jax_implementation(BASE, step_of(plain_layer), *data)
     for recipe in RECIPES:
-        yield jax_side(f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True)
-    yield from dense_peers.linen_sides(FLAX_BASE, LINEN, case.outputs, *data)
-    yield from dense_peers.jax_sides(step_of, case.outputs, *data)
-    yield from dense_peers.torch_sides(case)
+        yield jax_implementation(
+            f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True
+        )
+    yield from dense_peers.linen_implementations(FLAX_BASE, LINEN, case.outputs, *data)
+    yield from dense_peers.jax_implementations(step_of, case.outputs, *data)
+    yield from dense_peers.torch_implementations(case)
 
 
 def check(recipe: str) -> dict[str, float]:
-    """Raise unless a small step through the kernels gives what XLA's reference gives; returns the errors."""
+    """Compares the gradients of a small step with those of XLA's kernels; returns the relative errors.
+
+    Raises AssertionError if one exceeds ALLOWED.
+    """
     case = Case("check", 3, 200, 712, 528)  # no size is a multiple of a tile
     data, errors = data_of(case, seed=7), {}
-    found = jax.jit(step_of(scaledot_layer(recipe)))(*data, *state_of(recipe))[1]
+    actual = jax.jit(step_of(scaledot_layer(recipe)))(*data, *state_of(recipe))[1]
     expected = jax.jit(step_of(scaledot_layer(recipe, REFERENCE[recipe])))(*data, *state_of(recipe))[1]
-    for name, a, b in zip(("dx", "dw"), found, expected, strict=False):
+    for name, a, b in zip(("dx", "dw"), actual, expected, strict=False):
         errors[name] = relative_error(a, b)
         if not errors[name] <= ALLOWED[recipe]:
-            raise AssertionError(f"{recipe}: {name} is {errors[name]:.1e} from the reference, over {ALLOWED[recipe]}")
+            raise AssertionError(f"{recipe}: relative error {errors[name]:.1e} of {name} exceeds {ALLOWED[recipe]}")
     return errors
 
 
-def relative_error(a: jax.Array, b: jax.Array) -> float:
-    wide = b.astype(jnp.float32)
-    return float(jnp.linalg.norm((a.astype(jnp.float32) - wide).ravel()) / jnp.linalg.norm(wide.ravel()))
+def relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    expected = expected.astype(jnp.float32)
+    return float(jnp.linalg.norm((actual.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
     checks = {recipe: check(recipe) for recipe in RECIPES}
-    print(f"gradients beside XLA's: {checks}")
+    print(f"relative errors of gradients against XLA's: {checks}")
     rows = []
     for case in (case for case in CASES if case.name in (cases or [each.name for each in CASES])):
         print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
-        here = frozenset(name.removeprefix(f"{case.name}/") for name in skipped)
-        rows.append(row_of("dense", case, *measure(sides_of(case), turns, here), case.targets))
+        skipped_here = frozenset(name.removeprefix(f"{case.name}/") for name in skipped)
+        rows.append(row_of("dense", case, *measure(implementations_of(case), rounds, skipped_here), case.targets))
         print(f"wrote {report.write('dense', rows, checks=checks)}", flush=True)
 
 
 def row_of(
     suite: str, case: Case, timed: dict[str, Timed], missing: dict[str, str], targets: dict[str, float]
 ) -> dict[str, Any]:
-    """A case as it is written, after its lines are printed."""
-    sides = {}
+    """Prints the results of a case and returns its JSON entry."""
+    results = {}
     for name, times in timed.items():
         base = FLAX_BASE if "nn.Dense" in name and FLAX_BASE in timed else BASE
         ratio = timed[base].median / times.median
         target = targets.get(name)
-        sides[name] = {**times.as_dict(), "ratio": ratio, "over": base, "target": target}
-        sides[name] |= {"stretch": case.stretch.get(name), "tflops": case.operations / times.median / 1e12}
-        print(report.side_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
+        results[name] = {**times.as_dict(), "ratio": ratio, "over": base, "target": target}
+        results[name] |= {"stretch": case.stretch.get(name), "tflops": case.operations / times.median / 1e12}
+        print(report.result_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
         report.explain(suite, case.name, name, target, ratio)
     for name, reason in missing.items():
         print(f"  {name:<44} {reason}")
-    return {"case": case.name, **_sizes(case), "sides": sides, "missing": missing, "first_step_target_s": FIRST_STEP_S}
-
-
-def _sizes(case: Case) -> dict[str, int]:
-    return {name: getattr(case, name) for name in ("batch", "sequence", "inputs", "outputs")}
+    sizes = {name: getattr(case, name) for name in ("batch", "sequence", "inputs", "outputs")}
+    return {"case": case.name, **sizes, "sides": results, "missing": missing, "first_step_target_s": FIRST_STEP_S}

@@ -1,4 +1,4 @@
-"""The dense step as other libraries compute it, through their public names."""
+"""Implementations of the dense step by other libraries, through their public APIs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,63 +6,63 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu.sides import Side, jax_side, torch_side
+from benchmarks.gpu.implementations import Implementation, jax_implementation, torch_implementation
 
 
-def linen_sides(base: str, ours: str, outputs: int, x, w, dy) -> Iterator[Side]:
-    """Flax's own layer, in bfloat16 and with our product through its hook, as the tutorial has it."""
+def linen_implementations(base: str, ours: str, outputs: int, x, w, dy) -> Iterator[Implementation]:
+    """Flax's nn.Dense in bfloat16, and with scaledot's dot_general, as in TransformerEngine's tutorial."""
 
-    def side(name: str, make_hook: Callable[[], Any], is_ours: bool) -> Side:
+    def implementation(name: str, make_dot_general_cls: Callable[[], Any], is_ours: bool) -> Implementation:
         def build():
             from benchmarks.gpu.flax_layers import dense_step
 
-            step, variables = dense_step(outputs, make_hook(), w)
-            return jax_side(name, step, variables, x, dy).build()
+            step, variables = dense_step(outputs, make_dot_general_cls(), w)
+            return jax_implementation(name, step, variables, x, dy).build()
 
-        return Side(name, build, ("flax",), is_ours)
+        return Implementation(name, build, ("flax",), is_ours)
 
-    def hook():
+    def fp8_current():
         from scaledot.compat.transformer_engine import flax as te_flax
         from scaledot.compat.transformer_engine.recipe import Float8CurrentScaling
 
         return te_flax.make_dot_general_cls(Float8CurrentScaling())
 
-    yield side(base, lambda: None, False)
-    yield side(ours, hook, True)
+    yield implementation(base, lambda: None, False)
+    yield implementation(ours, fp8_current, True)
 
 
-def jax_sides(step_of: Callable[..., Any], outputs: int, x, w, dy) -> Iterator[Side]:
+def jax_implementations(step_of: Callable[..., Any], outputs: int, x, w, dy) -> Iterator[Implementation]:
     yield _flax_op("flax Fp8DirectDotGeneralOp, nn.Dense", "Fp8DirectDotGeneralOp", outputs, x, w, dy)
     yield _flax_op("flax Fp8DotGeneralOp, nn.Dense", "Fp8DotGeneralOp", outputs, x, w, dy)
-    yield jax_side("jax.nn.scaled_dot_general mxfp8", step_of(_jax_nn("mxfp8")), x, w, dy)
-    yield jax_side("jax.nn.scaled_dot_general nvfp4", step_of(_jax_nn("nvfp4")), x, w, dy)
-    yield Side("qwix fp8", lambda: jax_side("qwix", step_of(_qwix()), x, w, dy).build(), ("qwix",))
+    yield jax_implementation("jax.nn.scaled_dot_general mxfp8", step_of(_jax_nn("mxfp8")), x, w, dy)
+    yield jax_implementation("jax.nn.scaled_dot_general nvfp4", step_of(_jax_nn("nvfp4")), x, w, dy)
+    yield Implementation("qwix fp8", lambda: jax_implementation("qwix", step_of(_qwix()), x, w, dy).build(), ("qwix",))
 
 
-def _flax_op(name: str, op: str, outputs: int, x, w, dy) -> Side:
+def _flax_op(name: str, op: str, outputs: int, x, w, dy) -> Implementation:
     def build():
         from flax.linen import fp8_ops
 
         from benchmarks.gpu.flax_layers import dense_step
 
         step, variables = dense_step(outputs, getattr(fp8_ops, op), w)
-        return jax_side(name, step, variables, x, dy).build()
+        return jax_implementation(name, step, variables, x, dy).build()
 
-    return Side(name, build, ("flax",))
+    return Implementation(name, build, ("flax",))
 
 
 def _jax_nn(mode: Any) -> Callable[..., Any]:
     def layer(x, w):
         config = jax.nn.get_scaled_dot_general_config(mode)
-        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        dims = (((x.ndim - 1,), (0,)), ((), ()))
         w = w.astype(jnp.bfloat16)
-        return jax.nn.scaled_dot_general(x, w, numbers, preferred_element_type=jnp.bfloat16, configs=[config] * 3)
+        return jax.nn.scaled_dot_general(x, w, dims, preferred_element_type=jnp.bfloat16, configs=[config] * 3)
 
     return layer
 
 
 def _qwix() -> Callable[..., Any]:
-    """Its rules act on the products of a model's call; a plain dot is wrapped as a one-layer Flax model."""
+    """Qwix quantises models, not single matmuls, so the layer is a Flax model of one nn.Dense."""
     import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
     from flax import linen as nn
 
@@ -73,13 +73,13 @@ def _qwix() -> Callable[..., Any]:
             act_qtype="float8_e4m3fn",
             bwd_qtype="float8_e5m2",
         )
-        quantised = qwix.quantize_model(model, qwix.QtProvider([rule]))
-        return quantised.apply({"params": {"kernel": w}}, x)
+        quantized = qwix.quantize_model(model, qwix.QtProvider([rule]))
+        return quantized.apply({"params": {"kernel": w}}, x)
 
     return layer
 
 
-def torch_sides(case) -> Iterator[Side]:
+def torch_implementations(case) -> Iterator[Implementation]:
     def make(prepare: Callable[[Any], Any]) -> Callable[[], Callable[[], Any]]:
         def build():
             import torch  # pyright: ignore[reportMissingImports]
@@ -108,5 +108,5 @@ def torch_sides(case) -> Iterator[Side]:
 
         return convert_to_float8_training(model)
 
-    yield torch_side("torch.compile bfloat16", make(lambda model: model))
-    yield torch_side("torchao float8 tensorwise", make(float8), ("torch", "torchao"))
+    yield torch_implementation("torch.compile bfloat16", make(lambda model: model))
+    yield torch_implementation("torchao float8 tensorwise", make(float8), ("torch", "torchao"))

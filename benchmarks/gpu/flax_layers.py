@@ -1,4 +1,4 @@
-"""A step of Flax's nn.Dense with a hook for its product; loaded where Flax is installed."""
+"""A training step of Flax's nn.Dense with a replaceable dot_general; imported only if Flax is installed."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from flax import linen as nn
 
 
 class Layer(nn.Module):
-    """The tutorial's layer: bfloat16 arithmetic on a float32 kernel."""
+    """The layer of TransformerEngine's tutorial: bfloat16 computation with a float32 kernel."""
 
     features: int
-    product: Any = None
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, x):
-        hook = {} if self.product is None else {"dot_general": self.product()}
-        return nn.Dense(self.features, use_bias=False, dtype=jnp.bfloat16, name="dense", **hook)(x)
+        dot_general = {} if self.dot_general_cls is None else {"dot_general": self.dot_general_cls()}
+        return nn.Dense(self.features, use_bias=False, dtype=jnp.bfloat16, name="dense", **dot_general)(x)
 
 
-def dense_step(features: int, product: Any, kernel: jax.Array) -> tuple[Any, Any]:
-    """step(variables, x, dy) -> loss and gradients, and the variables around the given kernel."""
-    layer = Layer(features, product)
+def dense_step(features: int, dot_general_cls: Any, kernel: jax.Array) -> tuple[Any, Any]:
+    """Returns step(variables, x, dy) -> (loss, gradients), and variables with the kernel passed."""
+    layer = Layer(features, dot_general_cls)
     variables = layer.init(jax.random.key(0), jnp.ones((1, kernel.shape[0]), jnp.bfloat16))
     variables = {**variables, "params": {"dense": {"kernel": kernel}}}
 

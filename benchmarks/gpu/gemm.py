@@ -1,6 +1,7 @@
-"""FP8 matrix products beside torch and XLA, with the error of each way to add.
+"""FP8 matmuls with per-tensor scales, compared with torch and XLA, and the error of each accumulation mode.
 
-Errors are against float64 on some rows, with float32 results, so that they show the sums and nothing else.
+Errors are those of float32 results relative to a float64 matmul of the dequantised operands, on some rows, so that they
+show accumulation and nothing else.
 """
 
 from collections.abc import Iterator
@@ -11,45 +12,45 @@ import numpy as np
 
 import scaledot as sd
 from benchmarks.gpu import report
-from benchmarks.gpu.sides import Side, jax_side, measure, torch_side
+from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
 
 SIZES = {"8192": (8192, 8192, 8192), "16384": (8192, 8192, 16384)}  # M, N, K
 PEER = "torch._scaled_mm, fast"
-TARGET = 0.99  # of the peer's rate
+TARGET = 0.99  # of the peer's TFLOP/s
 MODES = {"fast (default)": None, "promoted": "highest"}
-# What float32 results may be off by, relative to the product: the contract for K = 8192.
+# The largest relative error of float32 results for K = 8192.
 ALLOWED = {"fast (default)": 2.5e-3, "promoted": 1.3e-4}
 ROWS = 64
 
 
 def operands(m: int, n: int, k: int) -> tuple[sd.ScaledArray, sd.ScaledArray]:
-    """x (M, K) and w (N, K), as a fused cast would leave them."""
+    """x (M, K) and w (N, K), both with K last, as the fused cast writes them."""
     x, w = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((m, k), (n, k))))
     return sd.quantize(x, "fp8_e4m3"), sd.quantize(w, "fp8_e4m3")
 
 
-def product(x: sd.ScaledArray, w: sd.ScaledArray, precision=None, dtype=jnp.bfloat16, kernel="hopper_fp8"):
+def matmul(x: sd.ScaledArray, w: sd.ScaledArray, precision=None, dtype=jnp.bfloat16, kernel="hopper_fp8"):
     return sd.matmul(x, w.T, precision=precision, preferred_element_type=dtype, kernel=kernel)
 
 
 def error(precision: str | None, x: sd.ScaledArray, w: sd.ScaledArray, kernel: str = "hopper_fp8") -> float:
-    """The relative error of some rows."""
-    found = jax.jit(lambda x, w: product(x, w, precision, jnp.float32, kernel))(x, w)[:ROWS]
-    values = [np.asarray(sd.dequantize(part, jnp.float32), np.float64) for part in (x[:ROWS], w)]
-    exact = values[0] @ values[1].T
-    return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))
+    """The relative error of the first rows against float64."""
+    actual = jax.jit(lambda x, w: matmul(x, w, precision, jnp.float32, kernel))(x, w)[:ROWS]
+    lhs, rhs = (np.asarray(sd.dequantize(q, jnp.float32), np.float64) for q in (x[:ROWS], w))
+    exact = lhs @ rhs.T
+    return float(np.linalg.norm(np.asarray(actual, np.float64) - exact) / np.linalg.norm(exact))
 
 
-def sides_of(m: int, n: int, k: int, x: sd.ScaledArray, w: sd.ScaledArray) -> Iterator[Side]:
+def implementations_of(m: int, n: int, k: int, x: sd.ScaledArray, w: sd.ScaledArray) -> Iterator[Implementation]:
     for mode, precision in MODES.items():
-        yield jax_side(f"scaledot {mode}", lambda x, w, p=precision: product(x, w, p), x, w, ours=True)
+        yield jax_implementation(f"scaledot {mode}", lambda x, w, p=precision: matmul(x, w, p), x, w, ours=True)
     for fast in (True, False):
-        yield torch_side(
+        yield torch_implementation(
             f"torch._scaled_mm, {'fast' if fast else 'precise'}", lambda fast=fast: _scaled_mm(m, n, k, fast)
         )
     plain = [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((m, k), (k, n)))]
-    yield jax_side("JAX bfloat16", jnp.matmul, *plain)
-    yield torch_side("torch bfloat16", lambda: _torch_matmul(m, n, k))
+    yield jax_implementation("JAX bfloat16", jnp.matmul, *plain)
+    yield torch_implementation("torch bfloat16", lambda: _torch_matmul(m, n, k))
 
 
 def _scaled_mm(m: int, n: int, k: int, fast: bool):
@@ -60,8 +61,8 @@ def _scaled_mm(m: int, n: int, k: int, fast: bool):
         for shape in ((m, k), (n, k))
     )
     one = torch.ones((), device="cuda")
-    how = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
-    return lambda: torch._scaled_mm(a, b.T, **how)
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return lambda: torch._scaled_mm(a, b.T, **options)
 
 
 def _torch_matmul(m: int, n: int, k: int):
@@ -71,23 +72,23 @@ def _torch_matmul(m: int, n: int, k: int):
     return lambda: a @ b
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
     rows = []
     for name in cases or SIZES:
         m, n, k = SIZES[name]
         x, w = operands(m, n, k)
         errors = {mode: error(precision, x, w) for mode, precision in MODES.items()}
-        for mode, found in errors.items():
-            print(f"error of {mode} at K = {k}: {found:.2e}")
-            if k == 8192 and not found <= ALLOWED[mode]:
-                raise AssertionError(f"{mode} is {found:.2e} off, over {ALLOWED[mode]:.1e}")
-        timed, missing = measure(sides_of(m, n, k, x, w), turns, skipped)
-        sides = {}
-        for side, times in timed.items():
-            rate = 2.0 * m * n * k / times.median
-            part = None if PEER not in timed else timed[PEER].median / times.median
-            target = TARGET if side == "scaledot fast (default)" and name == "8192" else None
-            sides[side] = {**times.as_dict(), "tflops": rate / 1e12, "of_torch": part, "target": target}
-            print(report.side_line(side, times, f"{rate / 1e12:.0f} TFLOP/s", target, part), flush=True)
-        rows.append({"case": name, "m": m, "n": n, "k": k, "errors": errors, "sides": sides, "missing": missing})
+        for mode, relative in errors.items():
+            print(f"relative error of {mode} at K = {k}: {relative:.2e}")
+            if k == 8192 and not relative <= ALLOWED[mode]:
+                raise AssertionError(f"{mode}: relative error {relative:.2e} exceeds {ALLOWED[mode]:.1e}")
+        timed, missing = measure(implementations_of(m, n, k, x, w), rounds, skipped)
+        results = {}
+        for implementation, times in timed.items():
+            flops = 2.0 * m * n * k / times.median
+            ratio = None if PEER not in timed else timed[PEER].median / times.median
+            target = TARGET if implementation == "scaledot fast (default)" and name == "8192" else None
+            results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_torch": ratio, "target": target}
+            print(report.result_line(implementation, times, f"{flops / 1e12:.0f} TFLOP/s", target, ratio), flush=True)
+        rows.append({"case": name, "m": m, "n": n, "k": k, "errors": errors, "sides": results, "missing": missing})
     print(f"wrote {report.write('gemm', rows)}")

@@ -1,8 +1,8 @@
-"""A Llama-like stack in linen, and its training step: what a whole model does around its matmuls.
+"""A Llama-like decoder in linen and its training step.
 
-Blocks of width 4096 and 14336 hidden features (SwiGLU): seven Dense without bias each (q, k, v, o, gate, up, down), 32
-heads of which 8 have keys and values, rotary positions, cuDNN attention; embedding and head of 32000. Parameters are
-float32, computation is bfloat16, the optimizer AdamW.
+Decoder blocks have width 4096, 14336 hidden features (SwiGLU), seven Dense without bias (q, k, v, o, gate, up, down),
+32 query heads with 8 key-value heads, rotary position embeddings and cuDNN attention; the vocabulary has 32000 entries.
+Parameters are float32, computation is bfloat16, the optimiser is AdamW.
 """
 
 import functools
@@ -35,13 +35,13 @@ class Attention(nn.Module):
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention with rotary positions, (batch, tokens, heads, size)."""
+    """Causal attention with rotary position embeddings of q, k, v (batch, tokens, heads, size)."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=implementation)
 
 
 def rotated(x: jax.Array) -> jax.Array:
-    """Rotary positions, (batch, tokens, heads, size)."""
+    """Applies rotary position embeddings to x (batch, tokens, heads, size)."""
     size = x.shape[-1]
     frequencies = 10000.0 ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """dot_general_cls: of the Dense of blocks; head_cls: of the last one. None: bfloat16."""
+    """dot_general_cls: for the Dense of decoder blocks; head_cls: for the output head. None computes in bfloat16."""
 
     shape: Shape
     dot_general_cls: Any = None
@@ -93,7 +93,7 @@ class Stack(nn.Module):
 
 
 def training(model: Stack, batch: int = BATCH, tokens: int = TOKENS) -> tuple[Any, Callable[..., Any], jax.Array]:
-    """The state's initialiser (jitted, of a key), a step of (state, tokens, key) -> (state, loss), and tokens."""
+    """Returns init(key) -> state (jitted), step(state, tokens, key) -> (state, loss), and random tokens."""
     data = jax.random.randint(jax.random.key(1), (batch, tokens + 1), 0, model.shape.vocabulary)
 
     @jax.jit

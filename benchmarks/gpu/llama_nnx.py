@@ -1,7 +1,7 @@
-"""The stack of `benchmarks.gpu.llama` in Flax NNX, under a recipe by `sd.nnx.with_recipe`, and its training step.
+"""The model of `benchmarks.gpu.llama` in Flax NNX, quantised by `sd.nnx.with_recipe`, and its training step.
 
-The parameters are initialised by the linen stack and copied, so that the first losses of both are comparable: they
-differ by roundings in bfloat16 only.
+Parameters are initialised by the linen model and copied, so that the first losses of both differ by bfloat16 rounding
+only.
 """
 
 import functools
@@ -17,7 +17,7 @@ import scaledot as sd
 from benchmarks.gpu import llama
 from benchmarks.gpu.sizes import BATCH, TOKENS, Shape
 
-# Where linen numbers the modules that have a name here.
+# The automatic names that linen gives to modules that are named here.
 LINEN_NAMES = {"before_attention": "RMSNorm_0", "before_mlp": "RMSNorm_1", "norm": "RMSNorm_0", "embed": "Embed_0"}
 
 
@@ -58,7 +58,7 @@ class Stack(nnx.Module):
 def training(
     shape: Shape, recipe: str | None, batch: int = BATCH, tokens: int = TOKENS
 ) -> tuple[Any, Callable[..., Any], jax.Array]:
-    """As `llama.training`; recipe: of the Linear of blocks, None for bfloat16."""
+    """Returns init, step and tokens as `llama.training` does; recipe: for the Linear of decoder blocks, or None."""
     data = jax.random.randint(jax.random.key(1), (batch, tokens + 1), 0, shape.vocabulary)
 
     def make() -> tuple[Stack, nnx.Optimizer]:
@@ -93,7 +93,7 @@ def training(
 
 
 def linen_value(parameters: dict[str, Any], path: tuple[Any, ...]) -> jax.Array:
-    """The parameter of the linen stack for a path such as ("blocks", 0, "q", "kernel")."""
+    """Returns the linen model's parameter for an NNX path such as ("blocks", 0, "q", "kernel")."""
     if path[0] == "blocks":
         parameters, path = parameters[f"block_{path[1]}"], path[2:]
     layer, name = path

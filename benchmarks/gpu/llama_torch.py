@@ -1,11 +1,11 @@
-"""The stack of `benchmarks.gpu.llama` in torch, compiled: bfloat16, or torchao's float8 with a scale per tensor.
+"""The model of `benchmarks.gpu.llama` in torch.compile: bfloat16, or torchao's float8 with tensorwise scales.
 
-The same sizes and dtypes: float32 parameters and moments, bfloat16 computation by autocast, a fused AdamW, attention by
-cuDNN where it accepts the shapes. Forward pass, loss and backward pass are compiled; torch's caches of compiled code
-are off, so that a first step is a first step. Parameters are drawn from the same distributions as in JAX but are other
-numbers, so first losses agree only to about a hundredth.
+Sizes and dtypes are the same: float32 parameters and moments, bfloat16 computation by autocast, fused AdamW, cuDNN
+attention if it supports the shapes. Forward pass, loss and backward pass are compiled, with torch's compilation caches
+disabled, so that the first step is cold. Parameters have the same distributions as in JAX but other random numbers, so
+first losses agree to about 0.01 only.
 
-torch is imported by the functions, because only rows of torch need it.
+torch is imported inside functions, because only the torch rows need it.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.gpu import sizes
 
-EPSILON = 1e-6  # of linen's RMSNorm
+EPSILON = 1e-6  # the default of linen's RMSNorm
 
 
-def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, turns: int, steps: int) -> dict[str, Any]:
-    """One row, in this process. Its first step is not taken apart."""
+def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, rounds: int, steps: int) -> dict[str, Any]:
+    """Measures one row in this process. The first step is timed as a whole."""
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     import torch  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
 
@@ -53,7 +53,7 @@ def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, turns: in
     losses = [float(step())]
     wait()
     first, seconds = {"all": time.perf_counter() - clock}, []
-    for _ in range(turns):
+    for _ in range(rounds):
         clock = time.perf_counter()
         for _ in range(steps):
             loss = step()
@@ -73,7 +73,7 @@ def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, turns: in
 
 
 def attention_backends(device: str):
-    """cuDNN's attention first, then FlashAttention."""
+    """Context manager that prefers cuDNN attention to FlashAttention."""
     if device != "cuda":
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel  # pyright: ignore[reportMissingImports]
@@ -82,7 +82,7 @@ def attention_backends(device: str):
 
 
 def stack(shape: sizes.Shape, device: str):
-    """The layers with float32 parameters, initialised as linen initialises its own."""
+    """Returns the layers, with float32 parameters and linen's default initialisers."""
     from torch import nn  # pyright: ignore[reportMissingImports]
 
     width, groups = shape.width, shape.groups * (shape.width // shape.heads)
@@ -108,7 +108,7 @@ def stack(shape: sizes.Shape, device: str):
 
 
 def loss_of(model: Any, shape: sizes.Shape, data: Any) -> Any:
-    """Mean cross-entropy of the next token, of (batch, tokens + 1)."""
+    """Returns the mean next-token cross-entropy of data (batch, tokens + 1)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     functional = torch.nn.functional
@@ -127,13 +127,13 @@ def loss_of(model: Any, shape: sizes.Shape, data: Any) -> Any:
 
 
 def normed(layer: Any, x: Any) -> Any:
-    """RMSNorm with statistics in float32 and a bfloat16 result."""
-    wide = x.float()
-    return (wide * (wide.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * layer.weight).bfloat16()
+    """RMSNorm computed in float32, with a bfloat16 result."""
+    x = x.float()
+    return (x * (x.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * layer.weight).bfloat16()
 
 
 def rotations(tokens: int, size: int, device: Any) -> tuple[Any, Any]:
-    """cos and sin of rotary positions, (tokens, 1, size / 2)."""
+    """Returns cos and sin of the rotary position embeddings, each (tokens, 1, size / 2)."""
     import torch  # pyright: ignore[reportMissingImports]
 
     frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

@@ -1,10 +1,11 @@
-"""Whole models: a Llama-like stack (`benchmarks.gpu.llama`) under recipes, beside bfloat16, Flax's fp8 and torchao's.
+"""Whole-model training: a Llama-like decoder (`benchmarks.gpu.llama`) under recipes, compared with bfloat16, Flax's fp8
+and torchao's.
 
-Every row is a process of its own, so that its first step is a first step, and is written as soon as it is measured:
-`--cases "4 blocks/fp8_current"` runs one. The first step is taken apart: tracing, lowering to StableHLO, compiling and
-the first run. Ratios are to the bfloat16 row of the same stack, in torch to torch's, which must have been run on the
-same machine. A row of a peer that is not installed or fails is left out. `--tiny` runs rows with 2 blocks of width 128,
-on any machine, and writes nothing.
+Each row runs in its own process, so that its first step is cold, and is written as soon as it is measured:
+`--cases "4 blocks/fp8_current"` runs one. The first step is broken down into tracing, lowering to StableHLO,
+compilation and execution. Speedups are over the bfloat16 row of the same model (for torch, torch's), which must have
+been run on the same machine. Rows of peers that are not installed or fail are skipped. `--tiny` runs rows with 2 blocks
+of width 128 on any machine and writes nothing.
 """
 
 import argparse
@@ -27,28 +28,30 @@ FLAX = "flax Fp8DirectDotGeneralOp"
 TORCHAO = "torchao float8 tensorwise"
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 PARTS = ("trace", "lower", "compile", "run")  # of a first step
-STEPS = 4  # in a timed turn
+STEPS = 4  # per timed round
 TIMEOUT_S = 400
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A stack: `policy` names one of jax.checkpoint_policies for bfloat16 and one of scaledot's for recipes.
+    """A model and the programs that train it.
 
-    cached: the row is the second of two processes that share a persistent compilation cache.
+    policy: names of a jax.checkpoint policy for bfloat16 and of one of scaledot's for recipes.
+    head: whether the output head is quantised.
+    cached: measures the second of two processes that share a persistent compilation cache.
     """
 
     blocks: int = 4
     scanned: bool = False
     policy: tuple[str, str] | None = None
-    head: bool = False  # whether the head is quantised, too
+    head: bool = False
     programs: tuple[str, ...] = (BASE, "fp8_current")
     library: str = "linen"  # or nnx, torch
     cached: bool = False
 
 
-def _remat(ours: str, *programs: str, plain: str = "checkpoint_dots") -> Case:
-    return Case(blocks=8, scanned=True, policy=(plain, ours), programs=programs)
+def _remat(scaledot_policy: str, *programs: str, jax_policy: str = "checkpoint_dots") -> Case:
+    return Case(blocks=8, scanned=True, policy=(jax_policy, scaledot_policy), programs=programs)
 
 
 CASES = {
@@ -63,10 +66,10 @@ CASES = {
     "8 blocks, scanned, residuals saved": _remat("save_quantized_residuals", "fp8_current"),
     "8 blocks, scanned, results saved": _remat("checkpoint_dots_and_quantized_gemms", "fp8_current"),
     "8 blocks, scanned, unbatched results saved": _remat("dots_and_quantized_gemms_with_no_batch_dims", "fp8_current"),
-    "8 blocks, scanned, nothing saved": _remat("nothing_saveable", BASE, "fp8_current", plain="nothing_saveable"),
+    "8 blocks, scanned, nothing saved": _remat("nothing_saveable", BASE, "fp8_current", jax_policy="nothing_saveable"),
 }
-# The stack whose bfloat16 row a case is compared with, where it has none of its own. Attention is cuDNN's, no dot with
-# batch axes, so checkpoint_dots is what checkpoint_dots_with_no_batch_dims would be.
+# The case whose bfloat16 row is the baseline, for cases without one. Attention is a cuDNN call, not a dot with batch
+# dims, so checkpoint_dots saves what checkpoint_dots_with_no_batch_dims would.
 BASES = {
     "4 blocks, head too": "4 blocks",
     "16 blocks, second process": "16 blocks",
@@ -80,36 +83,36 @@ def rows() -> list[str]:
     return [f"{name}/{program}" for name, case in CASES.items() for program in case.programs]
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str], tiny: bool = False) -> None:
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str], tiny: bool = False) -> None:
     unknown = [case for case in cases if case not in rows()]
     if unknown:
         raise SystemExit(f"no row {unknown[0]!r}; rows are: {'; '.join(rows())}")
     for row in (row for row in cases or rows() if row not in skipped):
-        missing = absent(row)
+        missing = not_installed(row)
         if missing:
-            print(f"{row} is left out: not installed: {', '.join(missing)}", flush=True)
+            print(f"{row} is skipped: not installed: {', '.join(missing)}", flush=True)
             continue
         print(f"measuring {row} ...", flush=True)
         try:
-            found = _measured_apart(row, turns, tiny)
+            result = _measure_in_process(row, rounds, tiny)
         except RowError as error:
             if not is_peer(row):
-                raise SystemExit(f"{error}\nrows before it are written") from None
-            print(f"{row} is left out: {error}", flush=True)
+                raise SystemExit(f"{error}\nprevious rows are written") from None
+            print(f"{row} is skipped: {error}", flush=True)
             continue
         if tiny:
-            print(line(row, found, None), flush=True)
+            print(line(row, result, None), flush=True)
         else:
-            path = report.write("model", [{"case": row, **found}])
-            print(f"{line(row, found, base_of(row))}\nwrote {path}", flush=True)
+            path = report.write("model", [{"case": row, **result}])
+            print(f"{line(row, result, base_of(row))}\nwrote {path}", flush=True)
 
 
-def absent(row: str) -> list[str]:
+def not_installed(row: str) -> list[str]:
     """The packages that a row needs and that are not installed."""
     name, program = row.split("/")
-    needed = ("torch",) if CASES[name].library == "torch" else ("flax", "optax")
-    needed += ("torchao",) if program == TORCHAO else ()
-    return [package for package in needed if importlib.util.find_spec(package) is None]
+    packages = ("torch",) if CASES[name].library == "torch" else ("flax", "optax")
+    packages += ("torchao",) if program == TORCHAO else ()
+    return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
 def is_peer(row: str) -> bool:
@@ -118,25 +121,25 @@ def is_peer(row: str) -> bool:
 
 
 class RowError(Exception):
-    """A row's process failed or took too long."""
+    """A row's process failed or timed out."""
 
 
-def _measured_apart(row: str, turns: int, tiny: bool) -> dict[str, Any]:
-    """`measure` in a process of its own: with a persistent cache, in the second of two."""
-    command = [sys.executable, "-m", "benchmarks.gpu.model", "--row", row, "--turns"]
-    last = ["--tiny"] if tiny else []
+def _measure_in_process(row: str, rounds: int, tiny: bool) -> dict[str, Any]:
+    """Runs `measure` in a new process; for cached rows, in the second of two with a persistent compilation cache."""
+    command = [sys.executable, "-m", "benchmarks.gpu.model", "--row", row, "--rounds"]
+    flags = ["--tiny"] if tiny else []
     if not CASES[row.split("/")[0]].cached:
-        return _process([*command, str(turns), *last], {})
+        return _run_process([*command, str(rounds), *flags], {})
     with tempfile.TemporaryDirectory() as folder:
-        # Programs of all sizes, so that a tiny one is kept too.
+        # A minimum of 0 s, so that the programs of tiny models are cached too.
         cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        before = _process([*command, "1", *last], cache)
-        return {**_process([*command, str(turns), *last], cache), "first_process": before["first"]}
+        cold = _run_process([*command, "1", *flags], cache)
+        return {**_run_process([*command, str(rounds), *flags], cache), "first_process": cold["first"]}
 
 
-def _process(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
+def _run_process(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -147,67 +150,67 @@ def _process(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
         )
     except subprocess.TimeoutExpired:
         raise RowError(f"it took longer than {TIMEOUT_S} s") from None
-    if done.returncode:
-        raise RowError(f"it failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RowError(f"it failed:\n{process.stderr[-4000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def base_row(row: str) -> str:
-    """The bfloat16 row that a row is compared with."""
+    """The name of the bfloat16 row that is a row's baseline."""
     name, _ = row.split("/")
     return f"{BASES.get(name, name)}/{BASE}"
 
 
 def base_of(row: str) -> dict[str, Any] | None:
-    """The latest measurement of that row, if any."""
+    """The latest measurement of a row's baseline, if any."""
     return measured(json.loads(report.device_file().read_text())).get(base_row(row))
 
 
 def measured(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of a device's file by name."""
+    """The rows of a device's results, by name."""
     return {case["case"]: case for case in results.get("model", {"cases": []})["cases"]}
 
 
 def policy_of(row: str) -> str | None:
-    """The name of the checkpoint policy of a row's blocks."""
+    """The name of the checkpoint policy of a row's decoder blocks."""
     name, program = row.split("/")
     policy = CASES[name].policy
     return None if policy is None else policy[program != BASE]
 
 
-def activation_bytes(found: dict[str, Any]) -> float:
-    """Peak memory less float32 parameters, two moments and gradients: of the state's three parts, one more."""
-    return found["peak_bytes"] - found["state_bytes"] * 4 / 3
+def activation_bytes(result: dict[str, Any]) -> float:
+    """Peak memory less float32 parameters, two moments and gradients; the state is parameters and moments."""
+    return result["peak_bytes"] - result["state_bytes"] * 4 / 3
 
 
-def first_step(found: dict[str, Any]) -> str:
-    """Its seconds: the sum, and the parts where it was taken apart."""
-    parts = [found["first"][part] for part in PARTS if part in found["first"]]
-    total = f"{sum(found['first'].values()):.1f}"
+def first_step(result: dict[str, Any]) -> str:
+    """Seconds of the first step as text: the total, and its breakdown if it was measured."""
+    parts = [result["first"][part] for part in PARTS if part in result["first"]]
+    total = f"{sum(result['first'].values()):.1f}"
     return f"{total} = {' + '.join(f'{part:.1f}' for part in parts)}" if parts else total
 
 
-def line(row: str, found: dict[str, Any], base: dict[str, Any] | None) -> str:
-    text = f"{row:<52} {1e3 * found['seconds']:7.1f} ms"
+def line(row: str, result: dict[str, Any], base: dict[str, Any] | None) -> str:
+    text = f"{row:<52} {1e3 * result['seconds']:7.1f} ms"
     if base is not None:
-        beyond = sum(found["first"].values()) - sum(base["first"].values())
-        text += f"  {base['seconds'] / found['seconds']:.3f} x  {beyond:+.1f} s"
-    return f"{text}  first {first_step(found)} s  {found['peak_bytes'] / 1e9:5.1f} GB  loss {found['losses'][0]:.3f}"
+        beyond = sum(result["first"].values()) - sum(base["first"].values())
+        text += f"  {base['seconds'] / result['seconds']:.3f} x  {beyond:+.1f} s"
+    return f"{text}  first {first_step(result)} s  {result['peak_bytes'] / 1e9:5.1f} GB  loss {result['losses'][0]:.3f}"
 
 
-def measure(row: str, turns: int, tiny: bool = False) -> dict[str, Any]:
-    """One row, in this process."""
+def measure(row: str, rounds: int, tiny: bool = False) -> dict[str, Any]:
+    """Measures one row in this process."""
     name, program = row.split("/")
     case = CASES[name]
-    lengths = (sizes.TINY_BATCH, sizes.TINY_TOKENS) if tiny else (sizes.BATCH, sizes.TOKENS)
+    batch_and_tokens = (sizes.TINY_BATCH, sizes.TINY_TOKENS) if tiny else (sizes.BATCH, sizes.TOKENS)
     if case.library == "torch":
         from benchmarks.gpu import llama_torch
 
-        return llama_torch.measure(_shape(case, program, tiny), *lengths, program == TORCHAO, turns, STEPS)
-    return _measure_jax(*training(case, program, tiny, *lengths), turns)
+        return llama_torch.measure(_shape(case, program, tiny), *batch_and_tokens, program == TORCHAO, rounds, STEPS)
+    return _measure_jax(*training(case, program, tiny, *batch_and_tokens), rounds)
 
 
-def _measure_jax(init: Any, step: Any, data: Any, turns: int) -> dict[str, Any]:
+def _measure_jax(init: Any, step: Any, data: Any, rounds: int) -> dict[str, Any]:
     import jax
 
     start = time.perf_counter()
@@ -223,7 +226,7 @@ def _measure_jax(init: Any, step: Any, data: Any, turns: int) -> dict[str, Any]:
     state, loss = jax.block_until_ready(compiled(state, data, jax.random.key(2)))
     first["run"] = time.perf_counter() - clock
     losses, seconds = [float(loss)], []
-    for _ in range(turns):
+    for _ in range(rounds):
         clock = time.perf_counter()
         for _ in range(STEPS):
             state, loss = compiled(state, data, jax.random.key(2))
@@ -243,8 +246,8 @@ def _measure_jax(init: Any, step: Any, data: Any, turns: int) -> dict[str, Any]:
 
 
 def _shape(case: Case, program: str, tiny: bool) -> sizes.Shape:
-    found = sizes.Shape(blocks=case.blocks, scanned=case.scanned, policy=_policy(case, program))
-    return dataclasses.replace(found, **sizes.TINY) if tiny else found
+    shape = sizes.Shape(blocks=case.blocks, scanned=case.scanned, policy=_policy(case, program))
+    return dataclasses.replace(shape, **sizes.TINY) if tiny else shape
 
 
 def _policy(case: Case, program: str) -> Any:
@@ -254,13 +257,14 @@ def _policy(case: Case, program: str) -> Any:
 
     import scaledot as sd
 
-    plain, ours = case.policy
-    is_ours = program != BASE and hasattr(sd.checkpoint_policies, ours)
-    return getattr(sd.checkpoint_policies, ours) if is_ours else getattr(jax.checkpoint_policies, plain)
+    jax_policy, scaledot_policy = case.policy
+    if program != BASE and hasattr(sd.checkpoint_policies, scaledot_policy):
+        return getattr(sd.checkpoint_policies, scaledot_policy)
+    return getattr(jax.checkpoint_policies, jax_policy)
 
 
 def training(case: Case, program: str, tiny: bool, batch: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Initialiser, step and tokens of a row in JAX, as `llama.training`."""
+    """Returns init, step and tokens of a JAX row, as `llama.training` does."""
     shape = _shape(case, program, tiny)
     if case.library == "nnx":
         from benchmarks.gpu import llama_nnx
@@ -271,18 +275,19 @@ def training(case: Case, program: str, tiny: bool, batch: int, tokens: int) -> t
     import scaledot as sd
     from benchmarks.gpu import llama
 
-    layer = None
+    dot_general_cls = None
     if program == FLAX:
-        layer = nn.fp8_ops.Fp8DirectDotGeneralOp
+        dot_general_cls = nn.fp8_ops.Fp8DirectDotGeneralOp
     elif program != BASE:
-        layer = sd.linen.make_dot_general_cls(program)
-    return llama.training(llama.Stack(shape, layer, layer if case.head else None), batch, tokens)
+        dot_general_cls = sd.linen.make_dot_general_cls(program)
+    model = llama.Stack(shape, dot_general_cls, dot_general_cls if case.head else None)
+    return llama.training(model, batch, tokens)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--row", required=True, choices=rows())
-    parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(measure(options.row, options.turns, options.tiny)))
+    print(json.dumps(measure(options.row, options.rounds, options.tiny)))

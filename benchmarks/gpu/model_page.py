@@ -1,4 +1,4 @@
-"""Whole models in docs: their table, their targets, a chart, and the lines of the README that quote them."""
+"""Generates the whole-model sections of docs/notes/performance.md and the README, and their chart."""
 
 import textwrap
 from typing import Any
@@ -10,14 +10,14 @@ from benchmarks.gpu import model, model_targets
 from benchmarks.table import markdown, verdict
 
 TITLES = (
-    "stack",
+    "model",
     "program",
-    "ms",
-    "over bfloat16",
+    "ms per step",
+    "speedup over bfloat16",
     "first step, s",
-    "beyond bfloat16",
+    "beyond bfloat16, s",
     "peak GB",
-    "of it for activations",
+    "activations, GB",
 )
 # Rows that the README quotes.
 QUOTED = (
@@ -31,7 +31,7 @@ QUOTED = (
     "8 blocks, scanned, dots saved/fp8_current",
     "8 blocks, scanned, nothing saved/fp8_current",
 )
-README_TITLES = "stack", "program", "ms a step", "over bfloat16", "first step, s"
+README_TITLES = "model", "program", "ms per step", "speedup over bfloat16", "first step, s"
 HEADLINE = "16 blocks/fp8_current"
 COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}
 
@@ -40,8 +40,8 @@ def measured_rows(known: dict[str, Any]) -> list[str]:
     return [row for row in model.rows() if row in known]
 
 
-def stack_name(row: str) -> str:
-    """The stack, with the checkpoint policy of its blocks."""
+def model_name(row: str) -> str:
+    """The displayed name of a row's model, with the checkpoint policy of its decoder blocks."""
     name, policy = row.split("/")[0], model.policy_of(row)
     return name if policy is None else f"{model.CASES[name].blocks} blocks, scanned, `{policy}`"
 
@@ -50,11 +50,11 @@ def table(results: dict[str, Any]) -> str:
     known = model.measured(results)
     rows = []
     for row in measured_rows(known):
-        found, ratio, late = known[row], model_targets.speed(known, row), model_targets.beyond(known, row)
-        memory = f"{found['peak_bytes'] / 1e9:.1f}", f"{model.activation_bytes(found) / 1e9:.1f}"
-        first = model.first_step(found), _number(late, 1)
+        result, ratio, beyond = known[row], model_targets.speed(known, row), model_targets.beyond(known, row)
+        memory = f"{result['peak_bytes'] / 1e9:.1f}", f"{model.activation_bytes(result) / 1e9:.1f}"
+        first = model.first_step(result), _number(beyond, 1)
         rows.append(
-            (stack_name(row), row.split("/")[1], f"{1e3 * found['seconds']:.1f}", _number(ratio, 2), *first, *memory)
+            (model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", _number(ratio, 2), *first, *memory)
         )
     return markdown(TITLES, rows)
 
@@ -64,33 +64,33 @@ def targets(results: dict[str, Any]) -> str:
     for aim in model_targets.aims(results):
         sign, digits = "≤" if aim.at_most else "≥", 1 if aim.target > 2 else 2
         bounds = f"{sign} {aim.target:g}", f"{sign} {aim.stretch:g}"
-        rows.append((aim.what, aim.over, *bounds, _number(aim.reached, digits), verdict(aim.met)))
-    return markdown(("what", "over", "target", "stretch", "reached", ""), rows)
+        rows.append((aim.name, aim.over, *bounds, _number(aim.reached, digits), verdict(aim.met)))
+    return markdown(("measure", "relative to", "target", "stretch", "reached", ""), rows)
 
 
 def same_losses(results: dict[str, Any]) -> str:
-    """How first losses of NNX differ from linen's, where both were measured; the parameters are the same."""
+    """A sentence on the largest difference of first losses between NNX and linen, whose parameters are the same."""
     known = model.measured(results)
     pairs = [(f"4 blocks/{program}", f"4 blocks, NNX/{program}") for program in model.CASES["4 blocks, NNX"].programs]
-    off = [abs(known[a]["losses"][0] - known[b]["losses"][0]) for a, b in pairs if a in known and b in known]
-    return f" First losses in NNX differ from linen's by at most {max(off):.1g}." if off else ""
+    differences = [abs(known[a]["losses"][0] - known[b]["losses"][0]) for a, b in pairs if a in known and b in known]
+    return f" First losses in NNX differ from linen's by at most {max(differences):.1g}." if differences else ""
 
 
 def readme(results: dict[str, Any], path: str) -> str:
-    """The lines of the README about whole models. path: of the results."""
+    """The README's section on whole models. path: of the results file."""
     known = model.measured(results)
     rows = []
     for row in (row for row in QUOTED if row in known):
-        found, ratio = known[row], _number(model_targets.speed(known, row), 2)
-        total = f"{sum(found['first'].values()):.0f}"
-        rows.append((stack_name(row), row.split("/")[1], f"{1e3 * found['seconds']:.1f}", ratio, total))
-    ratio, stack = model_targets.speed(known, HEADLINE), HEADLINE.split("/")[0]
-    words = f"A Llama-like stack, trained on one H200 ([results]({path}))."
+        result, ratio = known[row], _number(model_targets.speed(known, row), 2)
+        total = f"{sum(result['first'].values()):.0f}"
+        rows.append((model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", ratio, total))
+    ratio, blocks = model_targets.speed(known, HEADLINE), HEADLINE.split("/")[0]
+    text = f"A Llama-like decoder, trained on one H200 ([results]({path}))."
     if ratio is not None:
-        fast = f"**A Llama-like stack of {stack} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
-        what = "forward pass, backward pass and AdamW, all but the blocks' dense layers in bfloat16"
-        words = f"{fast} on one H200: {what} ([results]({path}))."
-    return f"{textwrap.fill(words, 120)}\n\n{markdown(README_TITLES, rows)}"
+        headline = f"**A Llama-like decoder of {blocks} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
+        scope = "forward pass, backward pass and AdamW; everything but the dense layers of the blocks is bfloat16"
+        text = f"{headline} on one H200: {scope} ([results]({path}))."
+    return f"{textwrap.fill(text, 120)}\n\n{markdown(README_TITLES, rows)}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -98,12 +98,12 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Speed over bfloat16 on the left, seconds of the first step on the right; rows with one base stand together."""
+    """Bar charts of speedups over bfloat16 and of first steps; rows with the same baseline share axes."""
     known = model.measured(results)
     families: dict[str, list[str]] = {}
     for row in measured_rows(known):
         if model.base_row(row) in known:
-            families.setdefault(model.base_row(row), []).insert(0, row)  # bars go upwards
+            families.setdefault(model.base_row(row), []).insert(0, row)  # barh draws from the bottom
     heights = [len(rows) + 1.2 for rows in families.values()]
     figure = Figure(figsize=(11, 0.27 * sum(heights) + 0.8), layout="constrained")
     axes = figure.subplots(len(families), 2, sharex="col", sharey="row", squeeze=False, height_ratios=heights)
@@ -117,17 +117,17 @@ def picture(results: dict[str, Any]) -> Figure:
             axis.margins(x=0.08)
             axis.tick_params(axis="y", labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("speed of a step over bfloat16")
+    axes[-1, 0].set_xlabel("speedup of a step over bfloat16")
     axes[-1, 1].set_xlabel("first step, s")
     shown = {part for row in known.values() for part in row["first"]}
-    words = {"all": "not taken apart (torch)"}
-    handles = [Patch(color=COLOURS[part], label=words.get(part, part)) for part in COLOURS if part in shown]
+    labels = {"all": "total only (torch)"}
+    handles = [Patch(color=COLOURS[part], label=labels.get(part, part)) for part in COLOURS if part in shown]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
     return figure
 
 
 def _label(row: str, base: str) -> str:
-    """The program, and in what its stack differs from the one of its base."""
+    """The program, and how its model differs from that of its baseline."""
     name, program = row.split("/")
     extra = model.policy_of(row) or name.removeprefix(base.split("/")[0]).removeprefix(", ")
     return f"{program}, {extra}" if extra else program

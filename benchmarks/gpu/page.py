@@ -1,6 +1,6 @@
-"""`python -m benchmarks.gpu.page`: the page of docs about speed, and lines of the README, from a device's results.
+"""`python -m benchmarks.gpu.page`: generates docs/notes/performance.md, its charts and the README's section on speed.
 
-Everything that is a number comes from the file; the words around it are below.
+All numbers come from the results file of a device; the text around them is below. No GPU is needed.
 """
 
 import json
@@ -28,25 +28,25 @@ Measured by `python -m benchmarks.run --suite model`, `dense`, `gemm`, `block`, 
 `quantize` on one
 {device} with jax {jax}, torch {torch}, torchao {torchao} and flax {flax}, {date}:
 [{results}](../../benchmarks/results/{results}).
-`--suite targets` runs those cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
-table of what they reached, with that of whole models as last measured.
-Sides of a case run in one process and take turns of about a tenth of a second in an order that changes, on N(0, 1)
-data. The chip seems limited by power: whole runs differ by some hundredths from machine to machine, and sides by as
-much with what ran before them.
+`--suite targets` runs the cases of `block`, `grouped` and `decode` that have a target, in some minutes, and prints a
+table of what they reached, with the latest results of whole models.
+Implementations of a case run alternately in one process, about 0.12 s at a time in shuffled order, on N(0, 1) data. The
+chip appears to be power-limited: runs differ by some percent between machines, and implementations by as much depending
+on what ran before.
 
 ## Whole models
 
-A Llama-like stack in linen (`benchmarks/gpu/llama.py`): blocks of width 4096 and 14336 hidden features, embedding and
-head of 32000, 4 × 2048 tokens, float32 parameters, bfloat16 computation, AdamW; jax {model_jax} and flax {model_flax},
-{model_date}. Every row is a process of its own. The first step is tracing + lowering + compiling + running; kernels are
-traced and lowered once, so that further blocks add to compiling. *Beyond bfloat16* is against the first step of the
-bfloat16 row, and *for activations* is peak memory less float32 parameters, gradients and two moments. Rows of NNX start
-from the parameters of linen.{same_losses} Rows of torch have other random parameters; they are compared with torch's
-own bfloat16, and their first step is not taken apart. *Second process* runs the same program again with JAX's
-persistent compilation cache. Scanned stacks are named by the `jax.checkpoint` policy of their blocks; scaledot's own
-policies are compared with bfloat16 under `checkpoint_dots`.
+A Llama-like decoder in linen (`benchmarks/gpu/llama.py`): decoder blocks of width 4096 with 14336 hidden features, a
+vocabulary of 32000, 4 × 2048 tokens, float32 parameters, bfloat16 computation, AdamW; jax {model_jax} and flax
+{model_flax}, {model_date}. Each row ran in its own process. The first step is tracing + lowering + compilation +
+execution; each kernel is traced and lowered once, so further decoder blocks add mostly compile time. *Beyond bfloat16*
+is relative to the first step of the bfloat16 row, and *activations* are peak memory less float32 parameters, gradients
+and two moments. NNX models start from linen's parameters.{same_losses} torch models have other random
+parameters; their baseline is torch's own bfloat16, and their first step is a total. *Second process* runs the same
+program again with JAX's persistent compilation cache. Scanned models are named by the `jax.checkpoint` policy of their
+decoder blocks; the baseline of scaledot's own policies is bfloat16 under `checkpoint_dots`.
 
-![Speed of steps over bfloat16, and first steps](../images/whole-models.png)
+![Speedups over bfloat16, and first steps](../images/whole-models.png)
 
 {model}
 
@@ -56,62 +56,82 @@ Targets of whole models:
 
 ## A linear layer, forward and backward
 
-loss = vdot(x w, dy), gradients for x (bfloat16) and the float32 kernel w. Ratios are to JAX in bfloat16, of what goes
-through Flax to Flax's own bfloat16 layer. *First step* is tracing, compiling and one step, at most 10 s by our own
-target; the casts of NVFP4 are the longest programs to compile. *Memory* is results and temporaries.
+loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 kernel w. *Speedup* is over bfloat16 in JAX, and
+for layers in Flax over Flax's own bfloat16 layer. *First step* is tracing, compilation and one step, with a target of
+10 s for scaledot; the NVFP4 casts take longest to compile. *Memory* is results and temporaries.
 
-![Steps per second over JAX's bfloat16](../images/performance.png)
+![Speedups over JAX in bfloat16](../images/performance.png)
 
 {dense}
 
-MXFP8 and NVFP4 are multiplied as exact bfloat16 values, so the product is bfloat16's; what they lose or gain is in the
-casts, and in a small layer in launches.
+On Hopper, MXFP8 and NVFP4 operands are dequantised exactly to bfloat16, so their matmuls run at bfloat16's rate; the
+difference to bfloat16 is the time of casts, and in a small layer of kernel launches.
 
-## The FP8 product
+## FP8 matmul with per-tensor scales
 
 {gemm}
 
-Tensor cores add 8-bit products with few bits. *Error* is of float32 results against float64, relative. The
-default adds all of K there; `precision="highest"` moves the sums into float32 every 128 terms.
+Hopper's tensor cores accumulate FP8 products with reduced precision. *Error* is that of float32 results relative to
+float64. By default the tensor cores accumulate all of K; `precision="highest"` promotes partial accumulators to float32
+every 128 elements of K.
 
-## Scales for 128 terms
+## Matmuls with scales per 128 elements
 
-Lines of 128 on one side and squares of 128 × 128 on the other (forward, and the gradient of the input), or lines on
-both (the gradient of the kernel). Sums of every 128 terms are scaled and added in float32. Products of fp8 are beside
-torch's, those of int8 beside ours of fp8.
+1×128 blocks on one operand and 128×128 blocks on the other (fwd and dgrad), or 1×128 on both (wgrad). Partial
+accumulators of 128 elements along K are scaled and added in float32. The peer of fp8 matmuls is torch, that of int8
+matmuls is scaledot's fp8.
 
 {block}
 
 ## Experts
 
-{tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is against our own product of as many
-tokens with one matrix, *of lax* against `lax.ragged_dot` in bfloat16, which multiplies all tokens by every matrix. The
-gradient of the kernels writes {experts} float32 matrices where the dense one writes one. A *step* is result and both
-gradients, casts included.
+{tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is the rate relative to scaledot's dense
+matmul of as many tokens with one matrix, *of lax* relative to `lax.ragged_dot` in bfloat16, which multiplies all tokens
+by every matrix. The gradient of the kernels writes {experts} float32 matrices, the dense one a single matrix. A *step*
+is the result and both gradients, including casts.
 
 {grouped}
 
 ## Decoding
 
-A few rows of bfloat16 times packed weights; times are of one layer. A step is a loop over tokens, each of which meets
-several layers, more bytes than the cache holds. *GB/s* counts codes and scales.
+A few rows of bfloat16 times packed weights; times are per layer. A step is a loop over tokens, each multiplied by the
+weights of several layers, more bytes than the L2 cache holds. *GB/s* counts codes and scales.
 
 {decode}
 
 ## Casts
 
-One pass reads a matrix and writes what both of its products take. Every byte is counted once; *of copy* is against a
-copy on the device in the same run. *Codes* are codes and scales, *values* the bfloat16 numbers that they stand for.
+One kernel reads a matrix and writes the operands of both of its matmuls. Bytes read and written are counted once; *of
+copy* is the bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with scales;
+*dequantised* results are bfloat16 values of the codes. *Given multiplier* is delayed scaling, which also returns amax.
 
 {cast}
 
-Codes and scales were the reference's, byte for byte, before anything was timed.
+Codes and scales were compared with the reference, byte for byte, before timing.
 
-`sd.quantize` of {rows} × {columns} bfloat16 (`--suite quantize`), in parts of the rate of the kernel that it takes. An
-eager call is also Python, which runs while the cast before is on the GPU.
+`sd.quantize` of {rows} × {columns} bfloat16 (`--suite quantize`), relative to the rate of the kernel that it selects.
+An eager call includes Python's dispatch, which overlaps with the previous cast on the GPU.
 
 {quantize}
 """
+# Case names are keys of the results; these phrases of them are displayed in other words.
+DISPLAYED = {
+    "rotated lines along rows, lines down columns": "rotated 1×128, 128×1",
+    "rotated lines down columns, lines along rows": "rotated 128×1, 1×128",
+    "rotated lines of 128": "rotated 1×128",
+    "lines of 128 in both orientations": "1×128 and 128×1",
+    "squares of 128 in both layouts": "128×128 in both layouts",
+    "lines of 128": "1×128",
+    "squares of 128": "128×128",
+    "given factor": "given multiplier",
+    "rows in groups": "row groups",
+    "in squares": "in square blocks",
+    "nvfp4 w: lines": "nvfp4 w: 1×16",
+    "rotated values": "rotated and dequantised",
+    "values": "dequantised",
+    "one scale each": "one scale per group",
+    "one scale": "per tensor",
+}
 
 
 def write() -> None:
@@ -125,17 +145,17 @@ def write() -> None:
     print(f"wrote {', '.join(str(path.relative_to(DOCS.parent)) for path in written)}")
 
 
-def readme(words: str, results: dict[str, Any]) -> str:
-    """The README with its lines about whole models made anew."""
-    before, rest = words.split(START)
+def readme(current: str, results: dict[str, Any]) -> str:
+    """Returns the README with its section on whole models regenerated."""
+    before, rest = current.split(START)
     _, after = rest.split(END, 1)
     path = (RESULTS / QUOTED).relative_to(DOCS.parent).as_posix()
     return f"{before}{START}\n{model_page.readme(results, path)}\n\n{END}{after}"
 
 
 def text(results: dict[str, Any]) -> str:
-    about = results["dense"]["cases"][0]["environment"]
-    words = {name: about[name] for name in ("device", "jax", "torch", "torchao", "flax")}
+    environment = results["dense"]["cases"][0]["environment"]
+    fields = {name: environment[name] for name in ("device", "jax", "torch", "torchao", "flax")}
     dense = "\n\n".join(_dense("dense", case) for case in results["dense"]["cases"])
     tables = {"dense": dense, "gemm": _gemm(results["gemm"]), "cast": _cast(results["cast"])}
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
@@ -143,52 +163,60 @@ def text(results: dict[str, Any]) -> str:
     tables |= {"model": model_page.table(results), "model_targets": model_page.targets(results)}
     tables |= {"same_losses": model_page.same_losses(results)}
     of_model = results["model"]["cases"][0]["environment"]
-    words |= {f"model_{name}": of_model[name] for name in ("jax", "flax")} | {"model_date": of_model["date"][:10]}
-    first = results["grouped"]["cases"][0]
-    words |= {"tokens": sum(first["groups"]), "experts": len(first["groups"])}
-    words |= {"inputs": first["inputs"], "outputs": first["outputs"]}
-    words |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
-    return TEXT.format(**words, **tables, date=about["date"][:10], results=QUOTED)
+    fields |= {f"model_{name}": of_model[name] for name in ("jax", "flax")} | {"model_date": of_model["date"][:10]}
+    grouped = results["grouped"]["cases"][0]
+    fields |= {"tokens": sum(grouped["groups"]), "experts": len(grouped["groups"])}
+    fields |= {"inputs": grouped["inputs"], "outputs": grouped["outputs"]}
+    fields |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
+    return TEXT.format(**fields, **tables, date=environment["date"][:10], results=QUOTED)
+
+
+def _displayed(case: str) -> str:
+    for phrase, display in DISPLAYED.items():
+        case = case.replace(phrase, display)
+    return case
 
 
 def _dense(suite: str, case: dict[str, Any]) -> str:
     title = f"**{case['case']}**: {case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}"
     rows = []
-    for name, side in sorted(case["sides"].items(), key=lambda item: item[1]["median_ms"]):
-        memory = "" if side["memory_gb"] is None else f"{side['memory_gb']:.2f} GB"
-        late = name.startswith("scaledot") and side["first_step_s"] > case["first_step_target_s"]
-        first = f"{side['first_step_s']:.1f} s" + (f" (over {case['first_step_target_s']} s)" if late else "")
-        target = _target(side["target"], side["ratio"])
-        rows.append((name, f"{side['median_ms']:.2f}", f"{side['ratio']:.2f} ×", target, first, memory))
-    table = markdown(("program", "ms", "ratio", "target", "first step", "memory"), rows)
+    for name, result in sorted(case["sides"].items(), key=lambda item: item[1]["median_ms"]):
+        memory = "" if result["memory_gb"] is None else f"{result['memory_gb']:.2f} GB"
+        missed = name.startswith("scaledot") and result["first_step_s"] > case["first_step_target_s"]
+        first = f"{result['first_step_s']:.1f} s" + (f" (over {case['first_step_target_s']} s)" if missed else "")
+        target = _target(result["target"], result["ratio"])
+        rows.append((name, f"{result['median_ms']:.2f}", f"{result['ratio']:.2f} ×", target, first, memory))
+    table = markdown(("implementation", "ms", "speedup", "target", "first step", "memory"), rows)
     return f"{title}\n\n{table}{_remarks(suite, [case], 'ratio')}"
 
 
 def _gemm(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        for name, side in sorted(case["sides"].items(), key=lambda item: -item[1]["tflops"]):
+        for name, result in sorted(case["sides"].items(), key=lambda item: -item[1]["tflops"]):
             error = case["errors"].get(name.removeprefix("scaledot "))
-            part = "" if side["of_torch"] is None else f"{side['of_torch']:.2f}"
+            relative = "" if result["of_torch"] is None else f"{result['of_torch']:.2f}"
             sizes = f"{case['m']} × {case['n']} × {case['k']}"
-            target = _target(side["target"], side["of_torch"])
-            rows.append((sizes, name, f"{side['tflops']:.0f}", part, target, "" if error is None else f"{error:.1e}"))
-    return markdown(("M × N × K", "program", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+            target = _target(result["target"], result["of_torch"])
+            rows.append(
+                (sizes, name, f"{result['tflops']:.0f}", relative, target, "" if error is None else f"{error:.1e}")
+            )
+    return markdown(("M × N × K", "implementation", "TFLOP/s", "of torch, fast", "target", "error"), rows)
 
 
 def _block(suite: dict[str, Any]) -> str:
-    products, steps = [], []
+    matmuls, steps = [], []
     for case in suite["cases"]:
         if "batch" in case:
             steps.append(_dense("block", case))
             continue
-        for name, side in case["sides"].items():
+        for name, result in case["sides"].items():
             error = case["errors"].get(f"{name}, K = {case['k']}")
-            part = "" if side["of_peer"] is None else f"{side['of_peer']:.2f}"
-            target = _target(side["target"], side["of_peer"])
-            off = "" if error is None else f"{error:.1e}"
-            products.append((f"{case['case']}, {case['k']}", name, f"{side['tflops']:.0f}", part, target, off))
-    table = markdown(("blocks, M = N = K", "program", "TFLOP/s", "of the peer", "target", "error"), products)
+            relative = "" if result["of_peer"] is None else f"{result['of_peer']:.2f}"
+            target = _target(result["target"], result["of_peer"])
+            shown = "" if error is None else f"{error:.1e}"
+            matmuls.append((f"{case['case']}, {case['k']}", name, f"{result['tflops']:.0f}", relative, target, shown))
+    table = markdown(("blocks, M = N = K", "implementation", "TFLOP/s", "of peer", "target", "error"), matmuls)
     remarks = _remarks("block", [case for case in suite["cases"] if "batch" not in case], "of_peer")
     return "\n\n".join([table + remarks, *steps])
 
@@ -196,40 +224,40 @@ def _block(suite: dict[str, Any]) -> str:
 def _grouped(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        off = case["errors"].get(f"scaledot, K = {case['inputs']}")
-        for name, side in case["sides"].items():
-            ratios = ["" if side.get(key) is None else f"{side[key]:.2f}" for key in ("of_dense", "of_lax")]
-            targets = ", ".join(_target(target, side.get(key)) for key, target in side["targets"].items())
-            error = "" if off is None or name != "scaledot" else f"{off:.1e}"
+        relative_error = case["errors"].get(f"scaledot, K = {case['inputs']}")
+        for name, result in case["sides"].items():
+            ratios = ["" if result.get(key) is None else f"{result[key]:.2f}" for key in ("of_dense", "of_lax")]
+            targets = ", ".join(_target(target, result.get(key)) for key, target in result["targets"].items())
+            error = "" if relative_error is None or name != "scaledot" else f"{relative_error:.1e}"
             rows.append(
-                (case["case"], name, f"{side['median_ms']:.2f}", f"{side['tflops']:.0f}", *ratios, targets, error)
+                (case["case"], name, f"{result['median_ms']:.2f}", f"{result['tflops']:.0f}", *ratios, targets, error)
             )
-    return markdown(("product", "program", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
+    return markdown(("matmul", "implementation", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
 
 
 def _decode(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        terms = case["case"].split()[0]
-        for name, side in case["sides"].items():
-            found = case["errors"].get(name, {})
-            off = [f"{found[key]:.1e}" for who in ("scaledot", "XLA") if (key := f"{who}, {terms} terms") in found]
-            ratio = "" if side["of_bf16"] is None else f"{side['of_bf16']:.2f}"
-            speed = f"{1e3 * side['layer_ms']:.1f}", f"{side['gb_s']:.0f}", ratio
-            rows.append((case["case"], name, *speed, _target(side["target"], side["of_bf16"]), " / ".join(off)))
-    titles = "layer", "program", "µs", "GB/s", "over bfloat16", "target", "error, ours / XLA's"
+        k = case["case"].split()[0]
+        for name, result in case["sides"].items():
+            errors = case["errors"].get(name, {})
+            shown = [f"{errors[key]:.1e}" for of in ("scaledot", "XLA") if (key := f"{of}, {k} terms") in errors]
+            ratio = "" if result["of_bf16"] is None else f"{result['of_bf16']:.2f}"
+            speed = f"{1e3 * result['layer_ms']:.1f}", f"{result['gb_s']:.0f}", ratio
+            rows.append((case["case"], name, *speed, _target(result["target"], result["of_bf16"]), " / ".join(shown)))
+    titles = "layer", "implementation", "µs", "GB/s", "speedup over bfloat16", "target", "error, scaledot / XLA"
     return markdown(titles, rows) + _remarks("decode", suite["cases"], "of_bf16")
 
 
 def _remarks(suite: str, cases: list[dict[str, Any]], measure: str) -> str:
-    """What limits the rows that missed their targets, each said once."""
-    found: dict[str, list[str]] = {}
+    """The remarks on implementations that missed their targets, each once."""
+    missed: dict[str, list[str]] = {}
     for case in cases:
-        for name, side in case["sides"].items():
-            words = remark(suite, case["case"], name, side["target"], side[measure])
-            if words:
-                found.setdefault(words, []).append(name if len(cases) == 1 else case["case"])
-    lines = [f"*{'; '.join(names)}*: {words}" for words, names in found.items()]
+        for name, result in case["sides"].items():
+            text = remark(suite, case["case"], name, result["target"], result[measure])
+            if text:
+                missed.setdefault(text, []).append(name if len(cases) == 1 else case["case"])
+    lines = [f"*{'; '.join(names)}*: {text}" for text, names in missed.items()]
     return "".join(f"\n\n{textwrap.fill(line, 120)}" for line in lines)
 
 
@@ -239,7 +267,7 @@ def _cast(suite: dict[str, Any]) -> str:
         ours, theirs = case["sides"]["scaledot"], case["sides"].get("XLA")
         rows.append(
             (
-                case["case"],
+                _displayed(case["case"]),
                 case["dtype"],
                 f"{ours['gbs']:.0f}",
                 f"{ours['of_copy']:.0%}",
@@ -253,11 +281,11 @@ def _cast(suite: dict[str, Any]) -> str:
 def _quantize(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        for name, side in case["sides"].items():
-            target = _target(case["target"], side["of_kernel"]) if name.startswith("sd.quantize") else ""
-            what = case["case"].removeprefix("quantize ")
-            rows.append((what, name, f"{1e3 * side['median_ms']:.0f}", f"{side['of_kernel']:.0%}", target))
-    return markdown(("cast", "program", "µs", "of kernel", "target"), rows)
+        for name, result in case["sides"].items():
+            target = _target(case["target"], result["of_kernel"]) if name.startswith("sd.quantize") else ""
+            cast = _displayed(case["case"].removeprefix("quantize "))
+            rows.append((cast, name, f"{1e3 * result['median_ms']:.0f}", f"{result['of_kernel']:.0%}", target))
+    return markdown(("cast", "implementation", "µs", "of kernel", "target"), rows)
 
 
 def _target(target: float | None, reached: float | None) -> str:
@@ -265,14 +293,14 @@ def _target(target: float | None, reached: float | None) -> str:
 
 
 def picture(results: dict[str, Any]) -> Figure:
-    """Bars of the ratio to bfloat16, ours in colour."""
+    """A bar chart of speedups over bfloat16, scaledot's in colour."""
     cases = results["dense"]["cases"]
     figure = Figure(figsize=(9, 0.34 * sum(len(case["sides"]) + 2 for case in cases)), layout="constrained")
     heights = [len(case["sides"]) + 1 for case in cases]
     axes = figure.subplots(len(cases), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, case in zip(axes, cases, strict=True):
-        sides = sorted(case["sides"].items(), key=lambda item: item[1]["ratio"])
-        names, ratios = [name for name, _ in sides], [side["ratio"] for _, side in sides]
+        ordered = sorted(case["sides"].items(), key=lambda item: item[1]["ratio"])
+        names, ratios = [name for name, _ in ordered], [result["ratio"] for _, result in ordered]
         colours = ["tab:blue" if name.startswith("scaledot") else "0.7" for name in names]
         bars = axis.barh(names, ratios, color=colours)
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
@@ -283,7 +311,7 @@ def picture(results: dict[str, Any]) -> Figure:
         )
         axis.tick_params(axis="y", labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("speed of a step over bfloat16")
+    axes[-1].set_xlabel("speedup of a step over bfloat16")
     return figure
 
 

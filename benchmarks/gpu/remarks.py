@@ -1,42 +1,44 @@
-"""Why a target was missed: what limits the row and what was tried. Printed and shown only where a row misses it."""
+"""What limits the cases that miss their target, and which optimisations were tried; shown only for missed targets."""
 
 _POWER = """
-The three products take nine tenths of the step, at what seems to be the chip's power limit: the same kernel is no
-slower than cuBLAS there. Tried: clusters that share an operand's tile, which are kept; smaller last tiles and
-warpgroups in turns, which are not; a measured table of tiles, which chose the same ones for A. The rest are casts
-near the rate of a copy, and the pass that looks for the largest magnitude, which delayed scaling does not need.
+The three matmuls take nine tenths of the step, apparently at the chip's power limit, where cuBLAS is no faster. Tried
+and adopted: clusters that multicast an operand's tile. Tried and rejected: smaller tiles in the last wave, ping-pong
+scheduling of warpgroups, and autotuned tiles, which were the default ones for A. The remaining time is casts, near the
+bandwidth of a copy, and the amax pass, which delayed scaling does not need.
 """
 _HISTORY = """
-A step of this size is bound by launches. Delayed scaling adds five small programs of XLA for the history of each
-tensor; its casts and products are those of current scaling.
+A step of this size is bound by kernel launches. Delayed scaling adds five small XLA kernels per tensor for the amax
+history; its casts and matmuls are those of current scaling.
 """
 _PROMOTED = """
-Sums of every 128 terms are multiplied and added in registers while other warpgroups multiply. Two warpgroups of
-64 x 256 have too few registers for that, two of 64 x 128 idle together; three of 64 x 128 are what is measured here.
-Tried and not kept: strict turns of two warpgroups, clusters. What it does beside the promoted product is load factors.
+Partial accumulators of every 128 elements along K are scaled and promoted to float32 in registers while other
+warpgroups issue MMAs. Two warpgroups with tiles of 64 x 256 have too few registers for that, and two with 64 x 128
+promote at the same time and leave the tensor cores idle; measured here are three with 64 x 128. Tried and rejected:
+ping-pong scheduling of two warpgroups, clusters. Beyond promotion, the kernel only loads block scales.
 """
-_LINES = """
-The product for the gradient of the kernel has a factor for each row and each column of every step, two multiplications
-for a sum, and so is the slower one of the two products above; casts of lines search each line first.
+_ROW_BLOCKS = """
+The wgrad matmul has 1x128 blocks on both operands: a scale for each row and each column of every 128 elements along K,
+so two multiplications per accumulator, and is the slower one of the matmuls above. Casts to 1x128 blocks reduce amax
+along each block first.
 """
 _INTEGERS = """
-Integers are summed exactly, but every sum of 128 terms must be converted to float32, at half the rate at which it is
-multiplied, while the tensor cores wait for registers. Tried and not kept: sums that start from the bits of 1.5 x 2^23,
-which need no conversion, but as many moves and one more addition.
+Integer accumulation is exact, but each int32 accumulator of 128 elements along K must be converted to float32, at half
+the throughput of a multiplication, while the tensor cores wait for registers. Tried and rejected: accumulators that
+start from the bit pattern of 1.5 x 2^23 and need no conversion, but as many moves and one more addition.
 """
 _FEW_BYTES = """
-A layer has so few bytes that starting a program and its last tiles weigh beside reading them, and a pass that adds the
-parts of sums follows. Where there are 14336 columns, some multiprocessors have no work. Kept: one warpgroup that
-fetches for the others, in few large copies. Tried and not kept: warpgroups that fetch for themselves, steps of 128
-terms for each of them, and clusters that add parts of sums in shared memory, which do not all fit on the chip at once
-and wait longer for each other's memory than the pass takes.
+A layer has so few bytes that the kernel's launch and its last tiles are a notable part of the time, and a reduction of
+split-K partial results follows. With 14336 columns, some SMs have no work. Adopted: a producer warpgroup that issues
+few large copies. Tried and rejected: warpgroups that copy their own tiles, pipeline stages of 128 elements along K for
+each of them, and split-K reduction across clusters in shared memory: not all clusters are resident at once, and their
+reads of each other's shared memory take longer than the separate reduction.
 """
-_WORDS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # words, suite, cases, sides
+_ENTRIES: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # text, suite, cases, implementations
     (_POWER, "dense", ("A",), ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense")),
     (_POWER, "dense", ("B",), ("scaledot fp8_current",)),
     (_HISTORY, "dense", ("small",), ("scaledot fp8_delayed",)),
     (_PROMOTED, "block", ("1x128 and 128x128",), ("scaledot",)),
-    (_LINES, "block", ("B",), ("scaledot fp8_block",)),
+    (_ROW_BLOCKS, "block", ("B",), ("scaledot fp8_block",)),
     (_INTEGERS, "block", ("int8, 1x128 and 128x128", "int8, 1x128 and 1x128"), ("scaledot",)),
     (
         _FEW_BYTES,
@@ -45,11 +47,16 @@ _WORDS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # wor
         ("scaledot int4 in groups of 128",),
     ),
 )
-REMARKS = {(suite, case, side): words for words, suite, cases, sides in _WORDS for case in cases for side in sides}
+REMARKS = {
+    (suite, case, implementation): text
+    for text, suite, cases, implementations in _ENTRIES
+    for case in cases
+    for implementation in implementations
+}
 
 
-def remark(suite: str, case: str, side: str, target: float | None, reached: float | None) -> str:
-    """What to say of a row, "" where it met its target or has none."""
+def remark(suite: str, case: str, implementation: str, target: float | None, reached: float | None) -> str:
+    """Returns the remark on an implementation that missed its target, otherwise ""."""
     if target is None or reached is None or reached >= target:
         return ""
-    return " ".join(REMARKS.get((suite, case, side), "").split())
+    return " ".join(REMARKS.get((suite, case, implementation), "").split())

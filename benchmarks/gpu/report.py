@@ -1,4 +1,4 @@
-"""Lines for people, and the file of a device that holds the latest run of each suite."""
+"""Printed lines, and the JSON file of a device with the latest run of each case."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from benchmarks import record
+from benchmarks.gpu.implementations import Timed
 from benchmarks.gpu.remarks import remark
-from benchmarks.gpu.sides import Timed
 from benchmarks.table import verdict
 
 PACKAGES = ("flax", "torch", "torchao", "qwix")
@@ -31,9 +31,9 @@ def device_file() -> Path:
 
 
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
-    """Put cases of a suite into the device's file, whole or not at all; returns its path.
+    """Writes the cases of a suite to the device's file, atomically; returns its path.
 
-    Each case says when and with what it was run; those that were not run this time stay.
+    Each case records its date and versions; cases of the file that were not run again stay.
     """
     path = device_file()
     path.parent.mkdir(exist_ok=True)
@@ -41,28 +41,28 @@ def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
     known = {case["case"]: case for case in suites.get(suite, {}).get("cases", [])}
     known |= {case["case"]: {**case, "environment": environment()} for case in cases}
     suites[suite] = {**about, "cases": list(known.values())}
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(suites, indent=1) + "\n")
-    unfinished.replace(path)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(suites, indent=1) + "\n")
+    temporary.replace(path)
     return path.relative_to(record.RESULTS.parent.parent).as_posix()
 
 
-def side_line(name: str, timed: Timed, rate: str, target: float | None = None, reached: float | None = None) -> str:
-    """One side of a case."""
+def result_line(name: str, timed: Timed, rate: str, target: float | None = None, reached: float | None = None) -> str:
+    """The printed line of one implementation of a case."""
     memory = "" if timed.memory_bytes is None else f"{timed.memory_bytes / 1e9:6.2f} GB"
     met = "" if target is None or reached is None else f"target {target:g} {verdict(reached >= target)}"
     return f"  {name:<44} {1e3 * timed.median:9.3f} ms  {rate:>14}  first {timed.first_s:6.1f} s {memory:>10}  {met}"
 
 
-def explain(suite: str, case: str, side: str, target: float | None, reached: float | None) -> None:
-    """Print what limits a row that missed its target."""
-    words = remark(suite, case, side, target, reached)
-    if words:
-        print(textwrap.fill(words, 116, initial_indent="    ", subsequent_indent="    "))
+def explain(suite: str, case: str, implementation: str, target: float | None, reached: float | None) -> None:
+    """Prints what limits an implementation that missed its target."""
+    text = remark(suite, case, implementation, target, reached)
+    if text:
+        print(textwrap.fill(text, 116, initial_indent="    ", subsequent_indent="    "))
 
 
 def is_met(reached: float | None, target: float, at_most: bool) -> bool | None:
-    """Whether a target, an upper or a lower bound, is met; None for one that was not measured."""
+    """Whether a target is met, an upper bound if `at_most`, otherwise a lower bound; None if it was not measured."""
     if reached is None:
         return None
     return reached <= target if at_most else reached >= target

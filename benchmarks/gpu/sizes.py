@@ -1,4 +1,4 @@
-"""Sizes of the stacks that whole-model rows train, and the tiny ones of a dry run."""
+"""Sizes of the whole-model benchmarks, and tiny ones for a dry run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,11 @@ BATCH, TOKENS = 4, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a stack. scanned: one block under nn.scan. policy: of jax.checkpoint for each block, None keeps all."""
+    """Sizes of a decoder.
+
+    groups: key-value heads. scanned: decoder blocks run in nn.scan. policy: the jax.checkpoint policy of decoder
+    blocks; None saves all residuals.
+    """
 
     blocks: int = 4
     width: int = 4096
@@ -21,6 +25,6 @@ class Shape:
     policy: Callable[..., Any] | None = None
 
 
-# A dry run: the same program in seconds on a CPU. Tokens, width and hidden features are whole blocks of 128.
+# A dry run, which takes seconds on a CPU. Width, hidden features and batch × tokens are multiples of 128.
 TINY_BATCH, TINY_TOKENS = 2, 64
 TINY = {"blocks": 2, "width": 128, "hidden": 256, "heads": 4, "groups": 2, "vocabulary": 256}

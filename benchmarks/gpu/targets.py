@@ -1,8 +1,8 @@
-"""The targets of blocks, groups and decoding, in one run of some minutes, and one table of what was reached.
+"""Runs the cases of `block`, `grouped` and `decode` that have targets, in some minutes, and prints a table of targets.
 
-A target stands in its suite, beside the case that it is for. Here the suites run those of their cases that have one,
-and write them as ever; the table is made from the device's file. `python -m benchmarks.gpu.targets` prints that of the
-results in docs, without a GPU. Those of whole models stand there as last measured; `--suite model` runs them.
+Targets are defined in their suites. The suites run the cases and write them to the device's file, from which the table
+is printed. `python -m benchmarks.gpu.targets` prints the table of the results that the docs quote, without a GPU. The
+table includes the latest results of whole models; `--suite model` runs those.
 """
 
 import json
@@ -17,21 +17,22 @@ from benchmarks.table import verdict
 
 SUITES: dict[str, Any] = {"block": block, "grouped": grouped, "decode": decode}
 CASES: dict[str, tuple[str, ...]] = {
-    "block": (*block.STEPS, *(name for name, product in block.PRODUCTS.items() if product.target is not None)),
+    "block": (*block.STEPS, *(name for name, matmul in block.MATMULS.items() if matmul.target is not None)),
     "grouped": tuple(grouped.TARGETS),
     "decode": tuple(name for name, (*_, batch) in decode.CASES.items() if batch in decode.TARGETS),
 }
-# What a measure of a side is held to; a product's own peer stands in its case.
+# The baseline of each measure; that of `of_peer` is the case's peer.
 OVER = {"ratio": dense.BASE, "of_bf16": decode.BASE, "of_dense": grouped.DENSE, "of_lax": grouped.PEER}
 WIDTHS = 55, 28, 7, 7, 6
-TITLES = "case", "over", "target", "reached", ""
+TITLES = "case", "relative to", "target", "reached", ""
 
 
 class Row(NamedTuple):
-    """A target of a case. reached: None where the other side was not measured. errors: by what they are of.
+    """A target of a case.
 
-    at_most: the target is an upper bound.
-    words: what limits a row that missed its target, or why there is nothing to compare with.
+    reached: None if the baseline was not measured. errors: relative errors by implementation and size.
+    remark: what limits a case that missed its target, or why its baseline was not measured.
+    at_most: whether the target is an upper bound.
     """
 
     case: str
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     target: float
     reached: float | None
     errors: dict[str, float]
-    words: str
+    remark: str
     at_most: bool = False
 
     @property
@@ -47,12 +48,12 @@ class Row(NamedTuple):
         return report.is_met(self.reached, self.target, self.at_most)
 
 
-def run(cases: tuple[str, ...], turns: int, skipped: frozenset[str]) -> None:
+def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
     for name, suite in SUITES.items():
-        chosen = tuple(case for case in CASES[name] if not cases or case in cases)
-        if chosen:
-            print(f"{name}: {', '.join(chosen)}", flush=True)
-            suite.run(chosen, turns, skipped)
+        selected = tuple(case for case in CASES[name] if not cases or case in cases)
+        if selected:
+            print(f"{name}: {', '.join(selected)}", flush=True)
+            suite.run(selected, rounds, skipped)
     print("\n" + text(json.loads(report.device_file().read_text()), cases))
 
 
@@ -63,9 +64,9 @@ def text(results: dict[str, Any], cases: tuple[str, ...] = ()) -> str:
         lines.append(
             _line((row.case, row.over, f"{'<=' if row.at_most else '>='} {row.target:g}", reached, verdict(row.met)))
         )
-        off = ", ".join(f"{what}: {error:.1e}" for what, error in row.errors.items())
-        below = [f"errors of {off}" if off else "", row.words]
-        lines += [textwrap.indent(textwrap.fill(words, 112), "    ") for words in below if words]
+        errors = ", ".join(f"{name}: {error:.1e}" for name, error in row.errors.items())
+        notes = [f"errors of {errors}" if errors else "", row.remark]
+        lines += [textwrap.indent(textwrap.fill(note, 112), "    ") for note in notes if note]
     return "\n".join(lines)
 
 
@@ -74,7 +75,7 @@ def _line(cells: tuple[str, ...]) -> str:
 
 
 def rows(results: dict[str, Any], cases: tuple[str, ...] = ()) -> Iterator[Row]:
-    """Of those cases that a file has results of."""
+    """Yields the targets of the cases that were measured."""
     for name, known in CASES.items():
         suite = results.get(name, {"cases": []})
         measured = {case["case"]: case for case in suite["cases"]}
@@ -83,45 +84,47 @@ def rows(results: dict[str, Any], cases: tuple[str, ...] = ()) -> Iterator[Row]:
                 yield from _rows_of(name, suite, measured[case])
     for aim in model_targets.aims(results):
         if aim.reached is not None and not cases:
-            yield Row(aim.what, aim.over, aim.target, aim.reached, {}, "", aim.at_most)
+            yield Row(aim.name, aim.over, aim.target, aim.reached, {}, "", aim.at_most)
 
 
 def _rows_of(name: str, suite: dict[str, Any], case: dict[str, Any]) -> Iterator[Row]:
-    for side, found in case["sides"].items():
-        for measure, target in _targets(found).items():
-            over, reached = OVER.get(measure) or case["peer"], found.get(measure)
-            words = remark(name, case["case"], side, target, reached)
+    for implementation, result in case["sides"].items():
+        for measure, target in _targets(result).items():
+            over, reached = OVER.get(measure) or case["peer"], result.get(measure)
+            text = remark(name, case["case"], implementation, target, reached)
             if reached is None:
-                words = f"{over} was not measured: {case['missing'].get(over, 'no reason was left')}"
-            yield Row(_title(case, side), over, target, reached, _errors(suite, case, side), words)
+                text = f"{over} was not measured: {case['missing'].get(over, 'no reason was recorded')}"
+            errors = _errors(suite, case, implementation)
+            yield Row(_title(case, implementation), over, target, reached, errors, text)
 
 
-def _targets(side: dict[str, Any]) -> dict[str, float]:
-    """By measure."""
-    if "targets" in side:
-        return side["targets"]
-    (measure,) = (key for key in ("ratio", "of_peer", "of_bf16") if key in side)
-    return {} if side["target"] is None else {measure: side["target"]}
+def _targets(result: dict[str, Any]) -> dict[str, float]:
+    """Targets by measure."""
+    if "targets" in result:
+        return result["targets"]
+    (measure,) = (key for key in ("ratio", "of_peer", "of_bf16") if key in result)
+    return {} if result["target"] is None else {measure: result["target"]}
 
 
-def _title(case: dict[str, Any], side: str) -> str:
+def _title(case: dict[str, Any], implementation: str) -> str:
     if "batch" in case:
-        return f"{side}: {case['batch']} x {case['sequence']} tokens, {case['inputs']} -> {case['outputs']}"
+        return f"{implementation}: {case['batch']} x {case['sequence']} tokens, {case['inputs']} -> {case['outputs']}"
     if "groups" in case:
         sizes = f"{sum(case['groups'])} tokens of {len(case['groups'])} experts"
-        return f"{side} {case['case']}: {sizes}, {case['inputs']} -> {case['outputs']}"
+        return f"{implementation} {case['case']}: {sizes}, {case['inputs']} -> {case['outputs']}"
     size = f", {case['k']}" if "k" in case else ""
-    return f"{side}: {case['case']}{size}"
+    return f"{implementation}: {case['case']}{size}"
 
 
-def _errors(suite: dict[str, Any], case: dict[str, Any], side: str) -> dict[str, float]:
-    """Of a step, its gradients beside XLA's; of a product, ours and XLA's against float64."""
+def _errors(suite: dict[str, Any], case: dict[str, Any], implementation: str) -> dict[str, float]:
+    """Relative errors: for a step, of gradients against XLA's; for a matmul, of scaledot and XLA against float64."""
     if "errors" not in case:
-        return {f"{what} beside XLA's": off for what, off in suite["checks"][side.removeprefix("scaledot ")].items()}
-    return case["errors"].get(side, case["errors"])
+        checks = suite["checks"][implementation.removeprefix("scaledot ")]
+        return {f"{gradient} against XLA's": error for gradient, error in checks.items()}
+    return case["errors"].get(implementation, case["errors"])
 
 
 if __name__ == "__main__":
-    from benchmarks.gpu.page import QUOTED  # which draws, and a machine that measures need not
+    from benchmarks.gpu.page import QUOTED  # needs matplotlib, which a measuring machine need not have
 
     print(text(json.loads((RESULTS / QUOTED).read_text())))

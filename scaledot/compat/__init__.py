@@ -1,1 +1,1 @@
-"""Other libraries' names and signatures on this one's core; their users change an import line."""
+"""Drop-in namespaces: the names and signatures of jax.nn, Qwix and TransformerEngine, implemented by scaledot."""

@@ -1,12 +1,15 @@
-"""Qwix's QArray, quantisers and operators (0.1.8) on this library's core.
+"""Drop-in replacement of Qwix 0.1.8's QArray, quantisation functions and operators.
 
     from scaledot.compat import qwix          # instead of: import qwix
 
-Their names, argument order and meaning; arithmetic is in the input's dtype and integer bounds are half-integers, as
-there. Where Qwix is wrong this is right: negative axes are honoured, int32 sums are scaled in float32 (there they are
-rounded to bfloat16 first), a sub-channel product never makes an array of all partial sums, nf4 works in ragged_dot,
-mismatched axes raise, and a float16 array does not become zeros because its scale is below 2^-7.
-`to_qwix` and `from_qwix` convert to and from the real `qwix.QArray`.
+Names, argument order and numerics are Qwix's: it quantises in the input's dtype, and integer formats clip at
+half-integer bounds. Known defects of Qwix are not reproduced: negative axes are honoured; int32 accumulators are
+scaled in float32 (Qwix rounds them to bfloat16 first); sub-channel matmuls do not materialise the partial accumulators
+of all tiles at once; nf4 works in ragged_dot; mismatched dims raise; and a float16 array does not become zeros because
+its scale is below 2^-7.
+
+`to_qwix` and `from_qwix` convert to and from the real `qwix.QArray`. Qwix's providers and rules, which rewrite models,
+are not part of this module.
 """
 
 from scaledot.compat.qwix.array import (

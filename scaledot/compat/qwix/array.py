@@ -1,4 +1,8 @@
-"""QArray: values, a scale of the same rank, and a logical type; a view of a ScaledArray with Qwix's field names."""
+"""QArray: Qwix's quantised array, with its functions on shapes.
+
+A QArray holds the leaves of a ScaledArray under Qwix's field names; `as_scaled` and `as_qarray` convert without copying
+data. For an int8 qvalue of shape (8, 64), a scale of shape (8, 4) is shared by tiles of 1×16.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +23,11 @@ ShapeT: TypeAlias = Sequence[int]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QArray:
-    """original ~ (qvalue - zero_point) * scale, where scale and zero_point are repeated over their tiles.
+    """Codes with scales: original ≈ (qvalue - zero_point) * scale, scale and zero_point broadcast over their tiles.
 
-    qvalue has the original shape; scale and zero_point have its rank and divide it axis by axis. `dtype` is the
-    scale's. qtype is the logical type: a dtype, or a name such as "nf4" or "int3"; by default qvalue's dtype.
+    qvalue has the original shape; scale and zero_point have the same rank, and each of their dims divides qvalue's.
+    `dtype` is the scale's. qtype is the logical type: a dtype, or a name such as "nf4" or "int3"; by default qvalue's
+    dtype.
 
     >>> q = QArray(jnp.array([[1, 2], [3, 4]], jnp.int8), jnp.array([[0.5], [2.0]]))
     >>> q.shape, q.scale_tile_shape, q.T.scale.shape
@@ -76,7 +81,7 @@ class QArray:
         return as_qarray(as_scaled(self).swapaxes(axis1, axis2), self.qtype)
 
     def astype(self, dtype) -> "QArray":
-        """Standing for another dtype: the scale is cast."""
+        """Casts the scale, whose dtype is the dequantised dtype; codes stay."""
         return dataclasses.replace(self, scale=self.scale.astype(dtype))
 
     def __getitem__(self, index) -> "QArray":
@@ -90,24 +95,24 @@ def _tile_shape(shape: tuple[int, ...], scale: jax.Array) -> tuple[int, ...]:
     return tuple(size // count for size, count in zip(shape, scale.shape, strict=True))
 
 
-def row_of(qtype) -> Format:
-    """The format that a qtype means, with Qwix's arithmetic."""
+def format_of(qtype) -> Format:
+    """Returns the Format of a qtype, with Qwix's arithmetic."""
     name = qtype if isinstance(qtype, str) else np.dtype(qtype).name
-    row = getattr(format_variants.qwix, name, None)
-    if row is None:
+    format = getattr(format_variants.qwix, name, None)
+    if format is None:
         if name == "nvfp4":
             raise ValueError(
-                "qtype 'nvfp4' needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, 'nvfp4')"
+                "`qtype` 'nvfp4' needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, 'nvfp4')"
             )
         known = ", ".join(vars(format_variants.qwix))
-        raise ValueError(f"qtype {qtype!r} is not known; use one of {known}, as a name or a dtype")
-    return row
+        raise ValueError(f"`qtype` {qtype!r} is unknown; use one of {known}, as a name or a dtype")
+    return format
 
 
 def as_scaled(q: QArray) -> ScaledArray:
-    """The same leaves as a ScaledArray."""
+    """Returns a ScaledArray with the leaves of a QArray."""
     if q.scale.ndim != q.qvalue.ndim:
-        raise ValueError(f"scale {q.scale.shape} must have the rank of qvalue {q.shape}")
+        raise ValueError(f"`scale` {q.scale.shape} must have the rank of `qvalue` {q.shape}")
     block = tuple(
         0 if count == 1 else size // max(count, 1) for size, count in zip(q.shape, q.scale.shape, strict=True)
     )
@@ -115,73 +120,73 @@ def as_scaled(q: QArray) -> ScaledArray:
         q.qvalue,
         q.scale,
         None,
-        _like_scale(q),
-        format=row_of(q.qtype),
+        _zero_point_per_scale(q),
+        format=format_of(q.qtype),
         block=blocks.trim(block),
         dtype=np.dtype(q.scale.dtype),
     )
 
 
-def _like_scale(q: QArray) -> Any:
-    """A zero point that is coarser than its scale, repeated to the scale's shape."""
+def _zero_point_per_scale(q: QArray) -> Any:
+    """Returns the zero point, broadcast to the scale's shape if its tiles are larger."""
     if q.zero_point is None or q.zero_point.shape == q.scale.shape:
         return q.zero_point
     return call_with_generic_broadcast(lambda z, s: jnp.broadcast_to(z, s.shape), q.zero_point, q.scale)
 
 
-def as_qarray(s: ScaledArray, qtype) -> QArray:
-    return QArray(s.data, s.scale, s.zero, qtype)
+def as_qarray(scaled: ScaledArray, qtype) -> QArray:
+    return QArray(scaled.data, scaled.scale, scaled.zero, qtype)
 
 
 def validate_qarray(array: QArray) -> None:
-    """Raise ValueError unless qvalue, scale and zero_point belong together."""
+    """Raises ValueError unless qvalue, scale and zero_point have compatible shapes and dtypes."""
     if not isinstance(array.qvalue, jax.Array):
-        return  # a spec or a sharding has nothing to check
+        return  # QArrays of shardings or PartitionSpecs have no shapes to check
     parts = [("scale", array.scale)] + ([] if array.zero_point is None else [("zero_point", array.zero_point)])
     for name, part in parts:
         if part.ndim != array.ndim:
-            raise ValueError(f"{name} {part.shape} must have the rank of qvalue {array.shape}")
+            raise ValueError(f"`{name}` {part.shape} must have the rank of `qvalue` {array.shape}")
         if any(count == 0 or size % count for size, count in zip(array.shape, part.shape, strict=True)):
-            raise ValueError(f"{name} {part.shape} must divide qvalue {array.shape} axis by axis")
+            raise ValueError(f"each dim of `{name}` {part.shape} must divide that of `qvalue` {array.shape}")
     if array.qvalue.dtype.itemsize > 1:
-        raise ValueError(f"{array.qvalue.dtype} is too wide for qvalue; use 8 bits or fewer")
+        raise ValueError(f"`qvalue` is {array.qvalue.dtype}; it must have at most 8 bits")
     if not jnp.issubdtype(array.scale.dtype, jnp.floating) or jnp.finfo(array.scale.dtype).bits < 16:
-        raise ValueError(f"{array.scale.dtype} is no dtype for scale; use a float of at least 16 bits")
+        raise ValueError(f"`scale` is {array.scale.dtype}; it must be a float of at least 16 bits")
     if array.zero_point is not None and array.zero_point.dtype != array.qvalue.dtype:
-        raise ValueError(f"zero_point is {array.zero_point.dtype}, but qvalue is {array.qvalue.dtype}")
+        raise ValueError(f"`zero_point` is {array.zero_point.dtype}, but `qvalue` is {array.qvalue.dtype}")
 
 
 def reshape(array: QArray, *shape) -> QArray:
-    """Another shape with the same scales, where tiles stay whole; otherwise ValueError."""
+    """Reshapes codes and scales; raises ValueError if a tile would be split."""
     return as_qarray(as_scaled(array).reshape(*shape), array.qtype)
 
 
 def rewriting_take(array: QArray, idx) -> QArray:
-    """array[idx]; an axis that is cut into tiles takes an int, or a slice of whole tiles."""
+    """Returns array[idx]. Along a tiled axis the index must be an int or a slice that starts and ends at tiles."""
     return as_qarray(as_scaled(array)[tuple(idx) if isinstance(idx, list) else idx], array.qtype)
 
 
 def transpose_array(array: jax.Array, transpose: Sequence[int | None]) -> jax.Array:
-    """jnp.transpose where None makes an axis of 1 and an axis of 1 may be left out.
+    """Transposes; a None in `transpose` inserts a dim of size 1, and dims of size 1 may be omitted.
 
     >>> transpose_array(jnp.ones((2, 1, 3)), [2, None, 0]).shape
     (3, 1, 2)
     """
-    kept = [a for a in transpose if a is not None]
-    if any(size != 1 for axis, size in enumerate(array.shape) if axis not in kept):
-        raise ValueError(f"cannot transpose {array.shape} as {list(transpose)}: an axis of more than 1 is left out")
-    gone = tuple(axis for axis in range(array.ndim) if axis not in kept)
-    moved = jnp.squeeze(array.transpose([*kept, *gone]), tuple(range(len(kept), array.ndim)))
-    return jnp.expand_dims(moved, tuple(at for at, a in enumerate(transpose) if a is None))
+    axes = [axis for axis in transpose if axis is not None]
+    omitted = tuple(axis for axis in range(array.ndim) if axis not in axes)
+    if any(array.shape[axis] != 1 for axis in omitted):
+        raise ValueError(f"cannot transpose {array.shape} as {list(transpose)}: a dim larger than 1 is left out")
+    transposed = jnp.squeeze(array.transpose([*axes, *omitted]), tuple(range(len(axes), array.ndim)))
+    return jnp.expand_dims(transposed, tuple(i for i, axis in enumerate(transpose) if axis is None))
 
 
 def tile_size(size: int, tile: int | float) -> int:
-    """A tile given as elements, or as a float: 1 / how many tiles there are."""
+    """Returns the elements per tile of an axis; a float `tile` is 1 / (number of tiles)."""
     return round(size * tile) if isinstance(tile, float) else int(tile)
 
 
 def split_axis(array: jax.Array, tiled_axes: Mapping[int, int | float]) -> jax.Array:
-    """Each tiled axis as two: (tiles, elements of one).
+    """Reshapes each tiled axis to two: (number of tiles, tile size).
 
     >>> split_axis(jnp.ones((2, 6)), {1: 3}).shape
     (2, 2, 3)
@@ -191,13 +196,13 @@ def split_axis(array: jax.Array, tiled_axes: Mapping[int, int | float]) -> jax.A
     for axis, size in enumerate(array.shape):
         tile = tile_size(size, tiles[axis]) if axis in tiles else size
         if tile <= 0 or size % tile:
-            raise ValueError(f"{array.shape} cannot be tiled as {dict(tiled_axes)}")
+            raise ValueError(f"shape {array.shape} cannot be tiled as {dict(tiled_axes)}: axis {axis} of {size}")
         shape += [size // tile, tile] if axis in tiles else [size]
     return array.reshape(shape)
 
 
 def get_tiled_axes(array: QArray) -> dict[int, int]:
-    """Axis -> tile size, for axes with more than one scale but not one each."""
+    """Returns {axis: tile size} of the axes that have more than one scale, but fewer than elements."""
     pairs = enumerate(zip(array.shape, array.scale.shape, strict=True))
     return {axis: size // count for axis, (size, count) in pairs if count not in (1, size)}
 
@@ -205,20 +210,20 @@ def get_tiled_axes(array: QArray) -> dict[int, int]:
 def call_with_generic_broadcast(
     op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:
-    """op(x, y) where an axis of one may divide the other's: each entry is repeated over its tile.
+    """Returns op(x, y), broadcasting tiles: where a dim of one divides the other's, its entries are repeated.
 
     >>> call_with_generic_broadcast(jnp.multiply, jnp.ones((1, 4)), jnp.array([[2.0, 3.0]]))
     Array([[2., 2., 3., 3.]], dtype=float32)
     """
     if x.ndim != y.ndim:
         raise ValueError(f"cannot broadcast {x.shape} with {y.shape}: ranks differ")
-    left, right, out = [], [], []
+    x_shape, y_shape, out_shape = [], [], []
     for a, b in zip(x.shape, y.shape, strict=True):
         small, large = min(a, b), max(a, b)
         if large % max(small, 1):
             raise ValueError(f"cannot broadcast {x.shape} with {y.shape}: {small} does not divide {large}")
-        cut = small not in (0, 1, large)
-        left += [small, a // small] if cut else [a]
-        right += [small, b // small] if cut else [b]
-        out.append(large if small else 0)
-    return op(x.reshape(left), y.reshape(right)).reshape(out)
+        tiled = small not in (0, 1, large)
+        x_shape += [small, a // small] if tiled else [a]
+        y_shape += [small, b // small] if tiled else [b]
+        out_shape.append(large if small else 0)
+    return op(x.reshape(x_shape), y.reshape(y_shape)).reshape(out_shape)

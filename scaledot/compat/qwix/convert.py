@@ -1,4 +1,4 @@
-"""To and from the real qwix.QArray, which other libraries take."""
+"""Conversion between ScaledArray and the real qwix.QArray, for libraries that accept the latter."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +12,7 @@ from scaledot.ops.cast_spec import check_consistent
 
 
 def from_qwix(array) -> ScaledArray:
-    """A qwix.QArray as a ScaledArray with the same leaves."""
+    """Converts a qwix.QArray to a ScaledArray with the same codes and scales."""
     missing = [name for name in ("qvalue", "scale", "zero_point", "qtype") if not hasattr(array, name)]
     if missing:
         raise TypeError(f"`array` must be a QArray; {type(array).__name__} has no {missing[0]}")
@@ -20,29 +20,30 @@ def from_qwix(array) -> ScaledArray:
 
 
 def to_qwix(scaled: ScaledArray, *, fold: bool = False):
-    """A ScaledArray as a qwix.QArray with the same values; it stands for the dtype of its scale.
+    """Converts a ScaledArray to a qwix.QArray with the same dequantised values; its dtype is that of its scale.
 
-    Powers of two become float32. What a QArray cannot hold raises: rotations, 6-bit codes, short blocks, codebooks
-    other than nf4, and a second level of scales, unless `fold` multiplies it into the first.
+    E8M0 and FP8 scales become float32. Raises ValueError for what a QArray cannot represent: rotations, 6-bit codes, a
+    last block that is shorter than the others, codebooks other than nf4, and a tensor scale, unless `fold` multiplies
+    it into the block scales.
     """
     import qwix  # pyright: ignore[reportMissingImports]
 
     check_consistent(scaled, "scaled")
-    _check_holds(scaled, fold)
+    _check_representable(scaled, fold)
     scale = _float_scale(scaled)
     if scaled.tensor_scale is not None:
         scale = scale.astype(jnp.float32) * beside(scaled.tensor_scale, scale.ndim)
     return qwix.QArray(scaled.data, scale, scaled.zero, _qtype(scaled))
 
 
-def _check_holds(q: ScaledArray, fold: bool) -> None:
-    def refuse(what: str):
-        raise ValueError(f"a qwix.QArray cannot hold {q}: {what}")
+def _check_representable(q: ScaledArray, fold: bool) -> None:
+    def refuse(reason: str):
+        raise ValueError(f"a qwix.QArray cannot hold {q}: {reason}")
 
     if q.rotation is not None:
         refuse("it is rotated; dequantize and quantize without `rotation`")
     if q.format.code_dtype == jnp.uint8:
-        refuse("6-bit codes are raw bits here and would be read as integers there")
+        refuse("6-bit codes are raw bits in uint8, which Qwix would read as integers")
     if q.format.codebook not in (None, NF4_CODEBOOK):
         refuse("its codebook is not nf4")
     if q.tensor_scale is not None and not fold:
@@ -60,7 +61,7 @@ def _check_holds(q: ScaledArray, fold: bool) -> None:
 def _float_scale(q: ScaledArray):
     if q.format.scale != "float8_e8m0fnu":
         return q.scale.astype(jnp.float32) if q.scale.dtype.itemsize == 1 else q.scale
-    # From the bits, because code 0 is a subnormal float32 and a cast would flush it.
+    # By bit operations: 2^-127 (code 0) is subnormal in float32, and XLA's conversion may flush it to zero.
     code = lax.bitcast_convert_type(q.scale, jnp.uint8).astype(jnp.uint32)
     pattern = jnp.where(code == 0, jnp.uint32(0x00400000), code << 23)
     pattern = jnp.where(code == 255, jnp.uint32(0x7FC00000), pattern)
@@ -68,10 +69,10 @@ def _float_scale(q: ScaledArray):
 
 
 def _qtype(q: ScaledArray):
-    """The logical type that Qwix knows the codes by."""
-    row: Format = q.format
-    if row.codebook is not None:
+    """Returns Qwix's logical type for the codes."""
+    format: Format = q.format
+    if format.codebook is not None:
         return "nf4"
-    if row.is_integer:
-        return row.code_dtype if row.bits in (4, 8) else row.element
-    return row.code_dtype
+    if format.is_integer:
+        return format.code_dtype if format.bits in (4, 8) else format.element
+    return format.code_dtype

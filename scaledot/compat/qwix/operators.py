@@ -1,8 +1,8 @@
-"""dot_general, einsum, ragged_dot and conv_general_dilated on QArrays and plain arrays.
+"""dot_general, einsum, ragged_dot and conv_general_dilated of QArrays and plain arrays.
 
-Plain arrays of 8 bits or fewer are accumulated as Qwix does: integers in int32, floats in bfloat16 or what
-`preferred_element_type` says, never in their own dtype. Beside a QArray, plain int8 and int4 arrays are codes of
-scale 1.
+As in Qwix, plain operands of 8 bits or fewer are not accumulated in their own dtype: integers accumulate in int32,
+floats in `preferred_element_type` or else bfloat16. If the other operand is a QArray, a plain int8 or int4 array is
+treated as codes with scale 1.
 """
 
 import collections
@@ -20,7 +20,7 @@ from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, validate_
 from scaledot.contraction import parse_einsum
 from scaledot.kernels.spec import promoted
 from scaledot.ops import conv, dot, ragged
-from scaledot.ops import einsum as sums
+from scaledot.ops import einsum as einsum_ops
 from scaledot.ops.operands import as_operand
 
 _INTEGER_CODES = (np.dtype(jnp.int8), np.dtype(jnp.int4))
@@ -28,33 +28,34 @@ _NATIVE_FLOAT8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 
 
 def get_accumulator_and_result_type(*args: MaybeQArray, preferred_element_type) -> tuple[Any, Any]:
-    """What is summed in and what comes out: int32 sums for integers, results by the dtypes that are stood for."""
-    codes = [np.dtype(x.qvalue.dtype if isinstance(x, QArray) else x.dtype) for x in args]
+    """Returns (accumulator dtype, result dtype).
+
+    The accumulator is int32 if all codes are integers. The result dtype promotes the operands' (dequantised) dtypes,
+    unless `preferred_element_type` is set.
+    """
+    code_dtypes = [np.dtype(x.qvalue.dtype if isinstance(x, QArray) else x.dtype) for x in args]
     result = preferred_element_type
     if result is None:
-        first, *others = (_wide(np.dtype(x.dtype)) for x in args)
-        result = first
-        for other in others:
-            result = promoted(result, other)
-    integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in codes)
+        result = functools.reduce(promoted, (_at_least_16_bits(np.dtype(x.dtype)) for x in args))
+    integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in code_dtypes)
     return (np.dtype(np.int32) if integers else np.dtype(result)), np.dtype(result)
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
+def _at_least_16_bits(dtype: np.dtype) -> np.dtype:
     if dtype.itemsize > 1:
         return dtype
     return np.dtype(np.int32) if jnp.issubdtype(dtype, jnp.integer) else np.dtype(jnp.bfloat16)
 
 
-def _contracted(op: Callable[..., jax.Array], operands: dict[str, Any], preferred_element_type) -> jax.Array:
-    """`op(*arrays, preferred_element_type=...)` in the accumulator dtype of Qwix, rounded to its result dtype."""
+def _contract(op: Callable[..., jax.Array], operands: dict[str, Any], preferred_element_type) -> jax.Array:
+    """Calls op(*operands, preferred_element_type=...) with Qwix's accumulator dtype and rounds to its result dtype."""
     arrays = [_checked(x, name) for name, x in operands.items()]
     accumulator, result = get_accumulator_and_result_type(*arrays, preferred_element_type=preferred_element_type)
     if any(isinstance(x, QArray) for x in arrays):
-        return op(*map(_scaled, arrays), preferred_element_type=result)
+        return op(*map(_as_codes, arrays), preferred_element_type=result)
     common = _common_dtype([np.dtype(x.dtype) for x in arrays])
     if accumulator.itemsize < common.itemsize:
-        accumulator = common  # jax.lax does not accumulate in fewer bits than operands have
+        accumulator = common  # jax.lax has no accumulator narrower than the operands
     return op(*(x.astype(common) for x in arrays), preferred_element_type=accumulator).astype(result)
 
 
@@ -65,17 +66,17 @@ def _checked(x: Any, name: str) -> MaybeQArray:
     return as_operand(x, name)  # pyright: ignore[reportReturnType]
 
 
-def _scaled(x: MaybeQArray) -> jax.Array | ScaledArray:
-    """An operand beside a QArray; with plain integers as codes too, integer products are exact in int32."""
+def _as_codes(x: MaybeQArray) -> jax.Array | ScaledArray:
+    """Converts QArrays, and plain int8 and int4 arrays with scale 1, so that integer matmuls are exact in int32."""
     if isinstance(x, QArray):
         return as_scaled(x)
     return as_scaled(QArray(x, jnp.ones((1,) * x.ndim, jnp.bfloat16))) if x.dtype in _INTEGER_CODES else x
 
 
 def _common_dtype(dtypes: Sequence[np.dtype]) -> np.dtype:
-    """The dtype in which plain arrays are multiplied: 4-bit ones and those of two dtypes are widened, exactly.
+    """Returns the dtype to which plain operands are converted, exactly: float8 if all are, else the promoted dtype.
 
-    XLA's CPU backend has no matmul from integers of fewer than 8 bits to int32.
+    4-bit integers are widened because XLA's CPU backend has no matmul of them with an int32 result.
     """
     if len(set(dtypes)) == 1 and dtypes[0] in _NATIVE_FLOAT8:
         return dtypes[0]
@@ -92,7 +93,7 @@ def dot_general(
     Array([[3.]], dtype=float32)
     """
     op = functools.partial(dot.dot_general, dimension_numbers=dimension_numbers, precision=precision, **kwargs)
-    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+    return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None, **kwargs) -> jax.Array:
@@ -100,20 +101,20 @@ def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None,
 
     def op(*arrays: jax.Array | ScaledArray, preferred_element_type) -> jax.Array:
         plain = [x for x in arrays if not isinstance(x, ScaledArray)]
-        if len(plain) == len(arrays) and _reduces_alone(subscripts, plain):
+        if len(plain) == len(arrays) and _has_single_operand_reduction(subscripts, plain):
             arrays = tuple(x.astype(preferred_element_type) for x in plain)
-        return sums.einsum(subscripts, *arrays, preferred_element_type=preferred_element_type, **kwargs)
+        return einsum_ops.einsum(subscripts, *arrays, preferred_element_type=preferred_element_type, **kwargs)
 
-    return _contracted(op, {f"operand {at}": x for at, x in enumerate(operands)}, preferred_element_type)
+    return _contract(op, {f"operand {i}": x for i, x in enumerate(operands)}, preferred_element_type)
 
 
-def _reduces_alone(subscripts: str, arrays: Sequence[jax.Array]) -> bool:
-    """Whether jnp.einsum sums over an axis of one array by itself, which it does in that array's dtype."""
+def _has_single_operand_reduction(subscripts: str, arrays: Sequence[jax.Array]) -> bool:
+    """Whether jnp.einsum reduces an axis of one operand before any matmul, which it does in that operand's dtype."""
     inputs, out = parse_einsum(subscripts, [x.ndim for x in arrays])
     sizes = [dict(zip(labels, x.shape, strict=True)) for labels, x in zip(inputs, arrays, strict=True)]
-    shared = collections.Counter(pair for term in sizes for pair in term.items())
-    repeated = any(len(term) < len(labels) for term, labels in zip(sizes, inputs, strict=True))
-    return repeated or any(label not in out and count == 1 for (label, _), count in shared.items())
+    counts = collections.Counter(label_and_size for operand in sizes for label_and_size in operand.items())
+    has_diagonal = any(len(operand) < len(labels) for operand, labels in zip(sizes, inputs, strict=True))
+    return has_diagonal or any(label not in out and count == 1 for (label, _), count in counts.items())
 
 
 def ragged_dot(
@@ -127,7 +128,7 @@ def ragged_dot(
     """`jax.lax.ragged_dot` with QArrays."""
     _refuse_offset(group_offset)
     op = functools.partial(ragged.ragged_dot, group_sizes=group_sizes, precision=precision)
-    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+    return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def ragged_dot_general(
@@ -147,12 +148,14 @@ def ragged_dot_general(
         ragged_dot_dimension_numbers=dimension_numbers,
         precision=precision,
     )
-    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+    return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
 def _refuse_offset(group_offset: jax.Array | None) -> None:
     if group_offset is not None:
-        raise NotImplementedError("`group_offset` is not implemented by jax.lax.ragged_dot either; slice the groups")
+        raise NotImplementedError(
+            "`group_offset` must be None, as in jax.lax.ragged_dot; slice lhs and rhs to the groups instead"
+        )
 
 
 def conv_general_dilated(
@@ -182,4 +185,4 @@ def conv_general_dilated(
         precision=precision,
         out_sharding=out_sharding,
     )
-    return _contracted(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+    return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)

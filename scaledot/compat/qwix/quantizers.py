@@ -1,7 +1,7 @@
-"""From arrays to QArrays: what HowToQuantize says, step by step.
+"""Quantisation of arrays to QArrays: calibrate, compute scale and zero point, quantise.
 
-The steps are the core's: statistics from `numerics.calibrate`, scales from `numerics.scale`, codes from `quantize`;
-that arithmetic is in the input's dtype with half-integer bounds is written in the rows of `format_variants.qwix`.
+Statistics come from `numerics.calibrate`, scales from `numerics.scale`, codes from `scaledot.quantize`. Qwix's numerics
+(arithmetic in the input's dtype, half-integer clipping bounds) are fields of the formats in `format_variants.qwix`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from scaledot.compat.qwix.array import (
     ShapeT,
     as_scaled,
     call_with_generic_broadcast,
-    row_of,
+    format_of,
     split_axis,
     tile_size,
     validate_qarray,
@@ -33,16 +33,17 @@ _MX = ("mxfp8", "mxfp4")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HowToQuantize:
-    """How an array becomes a QArray.
+    """Quantisation parameters of one array.
 
     qtype: a dtype of at most 8 bits, or "nf4", "mxfp8", "mxfp4", "int2" to "int7".
-    channelwise_axes: axes with one scale per index. tiled_axes: axis -> elements that share a scale; a float is
-    1 / the number of tiles (1 is one scale per element, 1.0 one for all). Axes may be negative.
+    channelwise_axes: axes with one scale per index; may be negative.
+    tiled_axes: {axis: elements per scale}; a float is 1 / (number of tiles), so 1 is one scale per element and 1.0 one
+      scale for the axis. Axes may be negative.
     calibration_method: `absmax[,f]`, `minmax[,f]`, `rms,f`, `fixed,a`, `fixed,lo,hi`.
-    noise_fn: shape -> noise in [-0.5, 0.5] that is added before integers are rounded.
+    noise_fn: from a shape to noise in [-0.5, 0.5], added before integers are rounded.
 
-    mxfp8 and mxfp4 have tiles of 32 on the last axis (or on the one that tiled_axes names) and are channelwise on
-    all others.
+    mxfp8 and mxfp4 have tiles of 32 along the last axis (or the one in `tiled_axes`) and are channelwise along all
+    others.
     """
 
     qtype: Any
@@ -52,13 +53,16 @@ class HowToQuantize:
     noise_fn: Callable[[tuple[int, ...]], jax.Array] | None = None
 
     def __post_init__(self):
-        wrong = [size for size in self.tiled_axes.values() if size != 32]
-        if self.qtype in _MX and (wrong or len(self.tiled_axes) > 1):
-            raise ValueError(f"{self.qtype} has tiles of 32 on one axis, not {dict(self.tiled_axes)}")
+        not_32 = [size for size in self.tiled_axes.values() if size != 32]
+        if self.qtype in _MX and (not_32 or len(self.tiled_axes) > 1):
+            raise ValueError(
+                f"`tiled_axes` of {self.qtype} must be tiles of 32 along one axis, not {dict(self.tiled_axes)}"
+            )
 
 
 def get_scale_shape(array_shape: ShapeT, how: HowToQuantize) -> tuple[int, ...]:
-    """
+    """Returns the shape of the scale of an array of shape `array_shape`.
+
     >>> get_scale_shape((8, 64, 6), HowToQuantize(qtype="int4", channelwise_axes=[-1], tiled_axes={1: 16}))
     (1, 4, 6)
     """
@@ -74,13 +78,16 @@ def get_scale_shape(array_shape: ShapeT, how: HowToQuantize) -> tuple[int, ...]:
     for axis, size in enumerate(array_shape):
         tile = 1 if axis in channelwise else tile_size(size, tiled[axis]) if axis in tiled else max(size, 1)
         if tile <= 0 or size % tile:
-            raise ValueError(f"{tuple(array_shape)} cannot be tiled as {dict(how.tiled_axes)}: {size} by {tile}")
+            raise ValueError(
+                f"shape {tuple(array_shape)} cannot be tiled as {dict(how.tiled_axes)}: "
+                f"axis {axis} of {size} is no multiple of {tile}"
+            )
         shape.append(size // tile if axis in tiled or axis in channelwise else 1)
     return tuple(shape)
 
 
 def calibrate(array: jax.Array, how: HowToQuantize) -> dict[str, jax.Array]:
-    """Statistics in the shape of the scale and the dtype of the array: {"absmax"} or {"min", "max"}."""
+    """Returns {"absmax": ...} or {"min": ..., "max": ...}, of the scale's shape and the array's dtype."""
     array = jnp.asarray(array)
     parsed = statistics.parse(how.calibration_method.lower())
     shape = get_scale_shape(array.shape, how)
@@ -91,8 +98,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> dict[str, jax.Array]:
             parsed = statistics.Calibration("fixed", parsed.values[1:])
     elif parsed.method in ("absmax", "minmax", "rms") and parsed.values:
         multiplier, parsed = parsed.values[0], statistics.Calibration(parsed.method, (1.0,))
-    found = _calibrate(array, parsed, _block(array.shape, shape))
-    return {name: value * jnp.asarray(multiplier, array.dtype) for name, value in found.items()}
+    values = _calibrate(array, parsed, _block(array.shape, shape))
+    return {name: value * jnp.asarray(multiplier, array.dtype) for name, value in values.items()}
 
 
 def _block(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> blocks.Block:
@@ -101,37 +108,39 @@ def _block(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> blocks.Block
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _calibrate(array: jax.Array, parsed: statistics.Calibration, block: blocks.Block) -> dict[str, jax.Array]:
-    wide = array.astype(jnp.float32)
+    x = array.astype(jnp.float32)
     if parsed.is_range:
-        low, high = statistics.extremes(wide, parsed, block)
-        found = {"min": low, "max": high}
+        low, high = statistics.extremes(x, parsed, block)
+        values = {"min": low, "max": high}
     else:
-        found = {"absmax": statistics.magnitude(wide, parsed, block)}
-    return {name: round_to(value, array.dtype).astype(array.dtype) for name, value in found.items()}
+        values = {"absmax": statistics.magnitude(x, parsed, block)}
+    return {name: round_to(value, array.dtype).astype(array.dtype) for name, value in values.items()}
 
 
 def compute_scale_zero_point(calibration: Mapping[str, jax.Array], qtype) -> tuple[jax.Array, jax.Array | None]:
-    """The scale, and the zero point where the statistics are a range; a scale of 0 becomes 1."""
-    row = row_of(qtype)
+    """Returns (scale, zero point or None): a zero point if `calibration` has min and max. A scale of 0 becomes 1."""
+    format = format_of(qtype)
     if "min" in calibration and "max" in calibration:
-        if not row.is_integer:
-            raise ValueError(f"a range gives a zero point, which {row.name} cannot hold; calibrate by 'absmax'")
+        if not format.is_integer:
+            raise ValueError(
+                f"calibration by min and max needs a zero point, which {format.name} does not have; use 'absmax'"
+            )
         low, high = calibration["min"], calibration["max"]
-        return _affine_scale(low, high, row)
+        return _affine_scale(low, high, format)
     if "absmax" in calibration:
-        return _symmetric_scale(calibration["absmax"], row), None
+        return _symmetric_scale(calibration["absmax"], format), None
     raise ValueError(f"`calibration` must hold 'absmax' or 'min' and 'max', not {sorted(calibration)}")
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _symmetric_scale(absmax: jax.Array, row) -> jax.Array:
-    return scale.scales_of(absmax.astype(jnp.float32), row, absmax.dtype).scale
+def _symmetric_scale(absmax: jax.Array, format) -> jax.Array:
+    return scale.scales_of(absmax.astype(jnp.float32), format, absmax.dtype).scale
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _affine_scale(low: jax.Array, high: jax.Array, row) -> tuple[jax.Array, jax.Array]:
-    levels, zero = scale.zero_point(low.astype(jnp.float32), high.astype(jnp.float32), row, low.dtype)
-    return levels.scale, zero.astype(jnp.int8).astype(row.code_dtype)
+def _affine_scale(low: jax.Array, high: jax.Array, format) -> tuple[jax.Array, jax.Array]:
+    scales, zero = scale.zero_point(low.astype(jnp.float32), high.astype(jnp.float32), format, low.dtype)
+    return scales.scale, zero.astype(jnp.int8).astype(format.code_dtype)
 
 
 def quantize_with_scale_zero_point(
@@ -141,31 +150,32 @@ def quantize_with_scale_zero_point(
     zero_point: jax.Array | None,
     noise_fn: Callable[[tuple[int, ...]], jax.Array] | None = None,
 ) -> QArray:
-    """Codes under scales that are given; they are cast to the array's dtype first."""
+    """Quantises with the scale and zero point passed; the scale is cast to the array's dtype first."""
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) or jnp.finfo(array.dtype).bits < 16:
-        raise ValueError(f"refuse to quantize {array.dtype}; use a float of at least 16 bits")
+        raise ValueError(f"`array` is {array.dtype}; quantize takes floats of at least 16 bits")
     if zero_point is not None and zero_point.shape != scale.shape:
-        raise ValueError(f"zero_point has shape {zero_point.shape}, but scale has {scale.shape}")
-    row = row_of(qtype)
+        raise ValueError(f"`zero_point` has shape {zero_point.shape}, but `scale` has {scale.shape}")
+    format = format_of(qtype)
     rounding: dict[str, Any] = {}
-    if noise_fn is not None and row.is_integer:
-        # round(w + noise) takes the upper neighbour where w's fraction is above 1/2 - noise.
+    if noise_fn is not None and format.is_integer:
+        # round(w + noise) rounds up if the fractional part of w exceeds 1/2 - noise, which stochastic rounding compares
+        # with a uniform number.
         rounding = {"rounding": "stochastic", "uniform": np.float32(0.5) - noise_fn(array.shape)}
-    codes = core.quantize(
+    quantized = core.quantize(
         array,
-        row,
+        format,
         axis=tuple(range(array.ndim)),
         block=_block(array.shape, scale.shape),
         scale=scale.astype(array.dtype),
         zero=zero_point,
         **rounding,
     )
-    return QArray(codes.data, codes.scale, codes.zero, qtype)
+    return QArray(quantized.data, quantized.scale, quantized.zero, qtype)
 
 
 def quantize(array: jax.Array, how: HowToQuantize) -> QArray:
-    """Calibrate, scale, round.
+    """Quantises an array: calibrates, computes scale and zero point, rounds.
 
     >>> quantize(jnp.array([[1.0, -2.0], [0.0, 0.0]]), HowToQuantize(qtype=jnp.int8, channelwise_axes=[0])).qvalue
     Array([[  64, -127],
@@ -184,7 +194,7 @@ def quantize_api(
     calibration_method: str = "absmax",
     scale_dtype=None,
 ) -> QArray:
-    """`quantize` without a HowToQuantize; what Qwix exports as `qwix.quantize`."""
+    """`quantize` with the fields of HowToQuantize as arguments; Qwix exports it as `qwix.quantize`."""
     how = HowToQuantize(
         qtype=qtype,
         channelwise_axes=channelwise_axes,
@@ -196,7 +206,7 @@ def quantize_api(
 
 
 def dequantize(array: QArray) -> jax.Array:
-    """The values, in the scale's dtype; computed in float32 and rounded once."""
+    """Dequantises in float32 and rounds once, to the scale's dtype."""
     validate_qarray(array)
     return core.dequantize(as_scaled(array))
 
@@ -204,27 +214,27 @@ def dequantize(array: QArray) -> jax.Array:
 def clip_to_calibration(
     array: jax.Array, calibration: Mapping[str, jax.Array], tiled_axes: Mapping[int, int | float]
 ) -> jax.Array:
-    """The array clipped to the range that was calibrated."""
-    split_axis(array, tiled_axes)  # raises where the tiles do not divide
+    """Clips an array to the calibrated range."""
+    split_axis(array, tiled_axes)  # raises if a tile size does not divide its axis
     low, high = _bounds(calibration)
-    above = call_with_generic_broadcast(jnp.maximum, array, low.astype(array.dtype))
-    return call_with_generic_broadcast(jnp.minimum, above, high.astype(array.dtype))
+    array = call_with_generic_broadcast(jnp.maximum, array, low.astype(array.dtype))
+    return call_with_generic_broadcast(jnp.minimum, array, high.astype(array.dtype))
 
 
 def clip_gradient_to_calibration(
     g: jax.Array, array: jax.Array, calibration: Mapping[str, jax.Array], calibration_method: str
 ) -> jax.Array:
-    """The gradient, zero where the array lies outside the calibrated range.
+    """Zeroes the gradient where the array is outside the calibrated range.
 
-    `absmax` and `minmax` with a factor of at least 1 cover all data, so nothing is masked.
+    `absmax` and `minmax` with a multiplier of at least 1 cover the whole range of the data, so g is returned as is.
     """
     parsed = statistics.parse(calibration_method.lower())
     low, high = _bounds(calibration)
     if parsed.method in ("absmax", "minmax") and (not parsed.values or parsed.values[0] >= 1):
         return g
-    inside = call_with_generic_broadcast(jnp.greater_equal, array, low.astype(array.dtype))
-    inside &= call_with_generic_broadcast(jnp.less_equal, array, high.astype(array.dtype))
-    return jnp.where(inside, g, jnp.zeros_like(g))
+    unclipped_mask = call_with_generic_broadcast(jnp.greater_equal, array, low.astype(array.dtype))
+    unclipped_mask &= call_with_generic_broadcast(jnp.less_equal, array, high.astype(array.dtype))
+    return jnp.where(unclipped_mask, g, jnp.zeros_like(g))
 
 
 def _bounds(calibration: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,20 +1,20 @@
-"""TransformerEngine's names for JAX on this library's core, on any device.
+"""Drop-in replacement of transformer_engine.jax, implemented by scaledot on any device.
 
     from scaledot.compat import transformer_engine as te       # instead of: import transformer_engine.jax as te
     from scaledot.compat.transformer_engine import flax as te_flax
     from scaledot.compat.transformer_engine.recipe import MXFP8BlockScaling
 
-Submodules are laid out as theirs: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`, `cpp_extensions`,
-`dense` (so the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. What theirs cannot do and this
-does: CPUs and any GPU for every recipe, shapes that do not divide by a block, vmap, batch dimensions, states that are
-merged instead of added. Their global `autocast` and their own layers are not offered; the error says what to write
-instead.
+Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`,
+`cpp_extensions`, `dense` (the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. Beyond
+TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims
+work, and delayed-scaling states of several micro-batches are merged by maximum instead of added. The global `autocast`
+and TransformerEngine's own Flax layers are not offered; accessing one raises an error that names the replacement.
 """
 
 from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
 from scaledot.compat.transformer_engine.dense import grouped_dense
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
@@ -91,5 +91,5 @@ __all__ = [
     "with_sharding_constraint_by_logical_axes",
 ]
 
-_ON_DEMAND = ("flax", "quickstart_jax_utils")  # nothing else needs Flax
-__getattr__ = refuse(__name__, _ON_DEMAND)
+_ON_DEMAND = ("flax", "quickstart_jax_utils")  # imported at first use, so that Flax stays an optional dependency
+__getattr__ = module_getattr(__name__, _ON_DEMAND)

@@ -1,4 +1,4 @@
-"""Their names for our policies; see `scaledot.checkpoint_policies`.
+"""TransformerEngine's names of the policies in `scaledot.checkpoint_policies`.
 
 >>> import jax
 >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""dense and grouped_dense: differentiated products by a set of quantizers."""
+"""dense and grouped_dense: differentiable matmuls, quantised forward and backward by a QuantizerSet."""
 
 import functools
 import warnings
@@ -11,15 +11,15 @@ from jax.core import Tracer
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOpSet,
     Dims,
-    axes_of,
     check_bias,
     collective_specs,
     noop_collective_op_set,
+    normalize_dims,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
-from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
+from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
-from scaledot.compat.transformer_engine.sharding import Names, constrained, global_mesh_resource
+from scaledot.compat.transformer_engine.sharding import Names, constrain_by_names, global_mesh_resource
 from scaledot.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
 from scaledot.recipes import UNQUANTISED
@@ -42,11 +42,12 @@ def dense(
     collective_op_set: CollectiveOpSet = noop_collective_op_set,
     quantizer_set: QuantizerSet = noop_quantizer_set,
 ) -> jax.Array:
-    """x times kernel plus bias, quantised forward and backward; the result has the dtype of x.
+    """Computes x · kernel + bias, quantised forward and backward; the result has the dtype of x.
 
-    The gradient of a quantizer set with delayed scaling is the set of the next step; `QuantizerSet.merge` makes one of
-    those of several micro-batches. A set that is used twice in one step needs `scaledot.train`, which hands states on.
-    A set that is not differentiated with the kernel is a constant, as in theirs; the first one is warned about.
+    With delayed scaling, the gradient with respect to `quantizer_set` is the set for the next step;
+    `QuantizerSet.merge` merges the sets of several micro-batches. A set may be used once per step: to share one between
+    layers use `scaledot.train`, which returns the updated state. If the kernel is differentiated and the set is not,
+    amax histories stay constant, as in TransformerEngine; the first time, this warns.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizers = QuantizerFactory.create_set(fp8_recipe="fp8_delayed")
@@ -57,21 +58,21 @@ def dense(
     """
     check_untransposed(transpose_batch_sequence)
     _check_set(quantizer_set)
-    x = constrained(float_operand(x, "x"), input_axes)
-    kernel = constrained(float_operand(kernel, "kernel"), kernel_axes)
+    x = constrain_by_names(float_operand(x, "x"), input_axes)
+    kernel = constrain_by_names(float_operand(kernel, "kernel"), kernel_axes)
     bias = None if bias is None else float_operand(bias, "bias")
-    axes = tuple(axes_of(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
+    axes = tuple(normalize_dims(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
     contraction = from_dimension_numbers((axes, ((), ())), x.ndim, kernel.ndim)
     check_bias(bias, tuple(size for axis, size in enumerate(kernel.shape) if axis not in axes[1]))
     recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
-    specs, how = collective_specs(collective_op_set.forward, x, kernel, kernel_axes), Keywords()
+    specs, keywords = collective_specs(collective_op_set.forward, x, kernel, kernel_axes), Keywords()
     if specs is not None:
-        how = Keywords(specs=specs, overlap=global_mesh_resource().tpsp_resource or (), on_indivisible="gather")
+        keywords = Keywords(specs=specs, overlap=global_mesh_resource().tpsp_resource or (), on_indivisible="gather")
     name = quantizer_set.checkpoint_name or RESIDUAL_NAME
-    options = Options.of(recipe, x.dtype, None, how, residual_name=name)
-    with unchecked():  # `_state_of` has seen to it
-        y = _result(contract_under(options, contraction, x, kernel, bias, state, quantizer_set.key))
-    return constrained(y, output_axes)
+    options = Options.of(recipe, x.dtype, None, keywords, residual_name=name)
+    with unchecked():  # `_state_of` warns instead of raising
+        y = _without_state(contract_under(options, contraction, x, kernel, bias, state, quantizer_set.key))
+    return constrain_by_names(y, output_axes)
 
 
 def grouped_dense(
@@ -86,7 +87,9 @@ def grouped_dense(
     quantizer_set: QuantizerSet = noop_quantizer_set,
     kernel_fsdp_info: tuple[str | None, int] = (None, -1),
 ) -> jax.Array:
-    """Rows of x (m, k) in consecutive groups, each times its own matrix of kernel (groups, k, n), plus its bias.
+    """Grouped matmul of x (m, k) with kernel (groups, k, n) to (m, n), plus bias (groups, n).
+
+    Consecutive rows of x form groups of `group_sizes` rows, which sum to m; each is multiplied by its own matrix.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizers = QuantizerFactory.create_set(fp8_recipe="mxfp8", n_groups=2)
@@ -96,27 +99,29 @@ def grouped_dense(
     """
     _check_set(quantizer_set)
     if quantizer_set.checkpoint_name is not None:
-        raise ValueError(f"what grouped_dense keeps has the name {RESIDUAL_NAME!r}; leave `checkpoint_name` away")
+        raise ValueError(
+            f"`checkpoint_name` of a grouped_dense quantizer must be None: its residuals are named {RESIDUAL_NAME!r}"
+        )
     if group_offset is not None:
-        raise ValueError("`group_offset` can only be None; give the rows and sizes of the groups that are here")
+        raise ValueError("`group_offset` must be None; pass only the rows and group sizes of the local groups")
     if kernel_fsdp_info[0] is not None:
-        raise ValueError("`kernel_fsdp_info` can only be (None, -1); shard the kernel by jax.sharding instead")
+        raise ValueError("`kernel_fsdp_info` must be (None, -1); shard the kernel by jax.sharding instead")
     x, kernel = float_operand(x, "x"), float_operand(kernel, "kernel")
-    x_axes, kernel_axes = (axes_of(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
+    x_axes, kernel_axes = (normalize_dims(d, a.ndim) for d, a in zip(contracting_dims, (x, kernel), strict=True))
     if x_axes != (1,) or kernel_axes not in ((1,), (2,)):
         raise ValueError(f"`contracting_dims` {contracting_dims} must be ((1,), (1,)) or ((1,), (2,))")
     kernel = kernel if kernel_axes == (1,) else jnp.swapaxes(kernel, 1, 2)
-    groups = summing_groups(group_sizes, x.shape[0])
+    groups = checked_group_sizes(group_sizes, x.shape[0])
     recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
     dtype = x.dtype if preferred_element_type is None else preferred_element_type
-    how = {"recipe": recipe, "state": state, "key": quantizer_set.key}
+    options = {"recipe": recipe, "state": state, "key": quantizer_set.key}
     with unchecked():
-        return _result(ragged_dot(x, kernel, groups, bias, precision, dtype, **how))
+        return _without_state(ragged_dot(x, kernel, groups, bias, precision, dtype, **options))
 
 
 def _check_set(quantizer_set: QuantizerSet) -> None:
     if not isinstance(quantizer_set, QuantizerSet):
-        raise TypeError(f"`quantizer_set` must be of QuantizerFactory.create_set, not {quantizer_set!r}")
+        raise TypeError(f"`quantizer_set` must come from QuantizerFactory.create_set, not {quantizer_set!r}")
 
 
 def _state_of(quantizer_set: QuantizerSet, kernel: jax.Array) -> State | None:
@@ -131,28 +136,28 @@ def _state_of(quantizer_set: QuantizerSet, kernel: jax.Array) -> State | None:
 
 @jax.custom_jvp
 def _constant_allowed(state: State, kernel: jax.Array) -> State:
-    """The state itself. Differentiating with respect to the kernel and not with respect to the state warns."""
+    """Returns the state; differentiating with respect to the kernel but not the state warns."""
     return state
 
 
 @functools.partial(_constant_allowed.defjvp, symbolic_zeros=True)
-def _note_constant(primals: tuple[State, jax.Array], tangents: tuple[Any, Any]):
+def _constant_allowed_jvp(primals: tuple[State, jax.Array], tangents: tuple[Any, Any]):
     state, kernel = tangents
     if not is_zero(kernel) and all(map(is_zero, jax.tree.leaves(state))):
-        _warn_of_constant_set()
+        _warn_about_constant_set()
     return primals[0], state
 
 
 @functools.cache
-def _warn_of_constant_set() -> None:
+def _warn_about_constant_set() -> None:
     warnings.warn(
-        "a kernel is differentiated without its `quantizer_set`, whose amax histories and scales therefore stay as "
-        "they are. The gradient of a set is the next one: jax.grad(loss, argnums=(0, 1))(kernel, quantizer_set). "
-        "This warning is given once",
+        "a kernel is differentiated without its `quantizer_set`, so its amax histories and scales are not updated. The "
+        "gradient of a set is the set for the next step: jax.grad(loss, argnums=(0, 1))(kernel, quantizer_set). "
+        "This warning is shown once",
         stacklevel=2,
     )
 
 
-def _result(returned: jax.Array | tuple[jax.Array, State]) -> jax.Array:
-    """A product without the state that it hands on, whose gradient is the next one all the same."""
-    return returned[0] if isinstance(returned, tuple) else returned
+def _without_state(result: jax.Array | tuple[jax.Array, State]) -> jax.Array:
+    """Drops the returned delayed-scaling state; the gradient with respect to the input state still updates it."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,20 +1,21 @@
-"""Recipes for Flax linen layers, under their names; see `scaledot.linen`."""
+"""TransformerEngine's factories of quantised Flax linen modules, based on `scaledot.linen`."""
 
 from typing import Any
 
 from flax import linen as nn
 
 from scaledot import linen, train
-from scaledot.compat.transformer_engine.not_offered import refuse
-from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
+from scaledot.compat.transformer_engine.not_offered import module_getattr
+from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.recipe import core_recipe
 
 
 def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
-    """A class for `nn.Dense(..., dot_general=cls())` or `nn.Dense(..., dot_general_cls=cls)`.
+    """Returns a module class for `nn.Dense(..., dot_general=cls())` or `nn.Dense(..., dot_general_cls=cls)`.
 
-    It makes no parameters; only DelayedScaling makes variables, in the collection `_overwrite_with_gradient`. NVFP4
-    draws its keys from the stream `sr_rng`. Batch dimensions, `precision` and `preferred_element_type` are honoured.
+    The module has no parameters. Only DelayedScaling creates variables, in the collection `_overwrite_with_gradient`;
+    NVFP4 draws its keys from the RNG stream `sr_rng`. Batch dims, `precision` and `preferred_element_type` are
+    honoured.
 
     >>> import jax, jax.numpy as jnp
     >>> from flax import linen as nn
@@ -27,19 +28,23 @@ def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
 
 
 class GroupedDense(linen.GroupedDense):
-    """The experts of a mixture; called without arguments, an instance is itself, so that it passes for its class."""
+    """The grouped matmul of mixture-of-experts layers.
+
+    Calling an instance without arguments returns the instance: TransformerEngine's users call the result of
+    `make_grouped_dense_cls` first as a class and then as a module.
+    """
 
     def __call__(self, *args, **kwargs):
-        return self.multiplied(*args, **kwargs) if args or kwargs else self
+        return self.grouped_dense(*args, **kwargs) if args or kwargs else self
 
     @nn.compact
-    def multiplied(self, x, kernel, group_sizes, **options):
-        groups = summing_groups(group_sizes, x.shape[0])
+    def grouped_dense(self, x, kernel, group_sizes, **options):
+        groups = checked_group_sizes(group_sizes, x.shape[0])
         return self.under_recipe(train.ragged_dot, x, kernel, groups, **options)
 
 
 def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_name: str | None = None) -> GroupedDense:
-    """A module that is called with (x, kernel, group_sizes), for the experts of a mixture; a recipe of None is plain.
+    """Returns a module that is called with (x, kernel, group_sizes); a recipe of None leaves it unquantised.
 
     >>> import jax.numpy as jnp
     >>> experts = make_grouped_dense_cls("mxfp8")
@@ -49,11 +54,11 @@ def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_nam
     """
     if quantization_checkpoint_name is not None:
         raise ValueError(
-            "`quantization_checkpoint_name` can only be None: what is kept has the name 'scaledot_residual' "
-            "(scaledot.checkpoint_policies.save_quantized_residuals)"
+            "`quantization_checkpoint_name` must be None: residuals are named 'scaledot_residual', which "
+            "scaledot.checkpoint_policies.save_quantized_residuals saves"
         )
     return GroupedDense(core_recipe(quantization_recipe))
 
 
 __all__ = ["make_dot_general_cls", "make_grouped_dense_cls"]
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

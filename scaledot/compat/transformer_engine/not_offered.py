@@ -1,4 +1,4 @@
-"""Names of TransformerEngine that are not here, and what to write instead."""
+"""TransformerEngine's names that scaledot does not offer, with their replacements, and the errors that name them."""
 
 import dis
 import importlib
@@ -6,10 +6,10 @@ import sys
 import types
 from collections.abc import Callable
 
-_LAYER = "use a layer of Flax and give it a recipe: flax.make_dot_general_cls(recipe), or scaledot.linen.with_recipe"
-_FACTORY = "write QuantizerFactory.create(scaling_mode=..., q_dtype=..., q_layout=...)"
+_LAYER = "use a Flax layer with flax.make_dot_general_cls(recipe) or scaledot.linen.with_recipe(model, recipe)"
+_FACTORY = "use QuantizerFactory.create(scaling_mode=..., q_dtype=..., q_layout=...)"
 _RECIPE = (
-    "a recipe is an argument here: flax.make_dot_general_cls(recipe), or scaledot.linen.with_recipe(model, recipe)"
+    "pass the recipe as an argument: flax.make_dot_general_cls(recipe), or scaledot.linen.with_recipe(model, recipe)"
 )
 _ATTENTION = "use jax.nn.dot_product_attention"
 
@@ -18,7 +18,7 @@ INSTEAD = {
     "fp8_autocast": _RECIPE,
     "update_collections": "train with Flax's TrainState, which replaces `_overwrite_with_gradient` by its gradient",
     "get_delayed_scaling": _RECIPE,
-    "CustomRecipe": "a scaledot.Recipe of Gemms and Casts is given wherever a recipe is",
+    "CustomRecipe": "pass a scaledot.Recipe of Gemms and Casts as the recipe",
     "Dense": _LAYER,
     "DenseGeneral": _LAYER,
     "LayerNorm": "use flax.linen.LayerNorm or RMSNorm",
@@ -29,7 +29,7 @@ INSTEAD = {
     "MultiHeadAttention": _LAYER,
     "DotProductAttention": _ATTENTION,
     "RelativePositionBiases": _ATTENTION,
-    "extend_logical_axis_rules": "give rules to flax.linen.logical_axis_rules; global_shard_guard names mesh axes",
+    "extend_logical_axis_rules": "use flax.linen.logical_axis_rules, or global_shard_guard to name mesh axes",
     "layernorm_dense": "normalise, then call dense",
     "layernorm_mlp": "normalise, then call dense twice",
     "CurrentScaleQuantizer": _FACTORY,
@@ -37,18 +37,18 @@ INSTEAD = {
     "BlockScaleQuantizer": _FACTORY,
     "NVFP4Quantizer": _FACTORY,
     "GroupedQuantizer": _FACTORY + " with n_groups=",
-    "grouped_gemm": "write grouped_dense, or scaledot.ragged_dot of arrays",
-    "GroupedNoScaleTensor": "give the plain array to grouped_dense",
-    "AmaxScope": "scales are those of whole arrays, however they are sharded",
-    "collective_gemm_bootstrap": "nothing needs to be started: collectives are JAX's own",
+    "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
+    "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
+    "AmaxScope": "amax is always that of the global array, for any sharding",
+    "collective_gemm_bootstrap": "no initialisation is needed: collectives are XLA's",
 }
 
 
-def refuse(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], object]:
-    """Returns a `__getattr__` for a module: it imports submodules `on_demand` and raises what INSTEAD says of a name.
+def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], object]:
+    """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for names in INSTEAD.
 
-    `module.name` raises AttributeError, as hasattr needs. `from module import name` raises ImportError, because Python
-    replaces an AttributeError there by an ImportError of its own, without our message.
+    `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
+    Python would replace an AttributeError by its own ImportError, without our message.
     """
 
     def getattr_(name: str) -> object:
@@ -65,9 +65,9 @@ def refuse(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], obje
 
 
 def _executes_from_import(frame: types.FrameType) -> bool:
-    """Whether the frame's current instruction is that of `from module import name`.
+    """Whether the frame's current instruction is IMPORT_FROM, that of `from module import name`.
 
-    Nothing else tells the two accesses apart: `__getattr__` gets the name alone, and no class can derive from both
-    AttributeError and ImportError.
+    The instruction is the only way to tell the two accesses apart: `__getattr__` gets nothing but the name, and no
+    class can derive from both AttributeError and ImportError.
     """
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]

@@ -1,4 +1,4 @@
-"""The helpers of their tutorial, under its name: `speedometer` and `compare_fwd_bwd`."""
+"""The helper functions of TransformerEngine's JAX tutorial, under its module name."""
 
 import time
 from collections.abc import Callable
@@ -21,9 +21,9 @@ def speedometer(
     warmup_iters: int = 50,
     rngs: dict[str, jax.Array] | None = None,
 ) -> float:
-    """Print and return the mean milliseconds of a forward and backward pass over variables and input.
+    """Prints and returns the mean time in ms of a forward and backward pass.
 
-    Unlike theirs it waits for the last result before it reads the clock.
+    Unlike TransformerEngine's, it blocks on the last result before it stops the clock.
 
     >>> ms = speedometer(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)), jnp.ones((2, 4)), timing_iters=2)
     Mean time: ... ms
@@ -33,8 +33,8 @@ def speedometer(
     def run(first: int, count: int) -> float:
         start, result = time.perf_counter(), None
         for i in range(first, first + count):
-            result = step(variables, input, output_grad, _of_step(rngs or {}, i))
-            if jax.default_backend() == "cpu":  # collectives of several programs at once may wait for each other there
+            result = step(variables, input, output_grad, _rngs_of_step(rngs or {}, i))
+            if jax.default_backend() == "cpu":  # collectives of concurrent executions can deadlock on the CPU backend
                 jax.block_until_ready(result)
         jax.block_until_ready(result)
         return time.perf_counter() - start
@@ -50,7 +50,9 @@ def create_train_step_fn(
     autocast_kwargs: dict[str, Any] | None = None,
     forward_kwargs: dict[str, Any] | None = None,
 ) -> Callable:
-    """jit of value and gradients, over (variables, input), of the vdot of the model's result and `output_grad`.
+    """Returns a jitted function that computes sum(model output * output_grad) and its gradients.
+
+    Its arguments are (variables, input, output_grad, rngs), its gradients those of (variables, input).
 
     >>> step = create_train_step_fn(lambda w, x: x @ w)
     >>> loss, (dw, dx) = step(jnp.ones((4, 2)), jnp.ones((3, 4)), jnp.ones((3, 2)), {})
@@ -58,18 +60,19 @@ def create_train_step_fn(
     (24.0, (4, 2), (3, 4))
     """
     if autocast_kwargs is not None and autocast_kwargs.get("enabled", True):
-        raise ValueError("`autocast_kwargs` can only be None: a recipe is an argument of a layer here")
+        raise ValueError("`autocast_kwargs` must be None: a recipe is an argument of a layer here")
 
     def loss(variables, input, output_grad, rngs):
         options = {**(forward_kwargs or {}), **({"rngs": rngs} if rngs else {})}
         y = model_apply_fn(variables, input, **options)
-        products = y.astype(jnp.float32) * output_grad.astype(jnp.float32)  # vdot refuses split axes of explicit meshes
-        return jnp.sum(products).astype(jnp.result_type(y, output_grad))
+        # Not jnp.vdot, whose ravel raises for arrays that are sharded along explicit mesh axes.
+        elementwise = y.astype(jnp.float32) * output_grad.astype(jnp.float32)
+        return jnp.sum(elementwise).astype(jnp.result_type(y, output_grad))
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
 
 
-def _of_step(rngs: dict[str, jax.Array], step: int) -> dict[str, jax.Array]:
+def _rngs_of_step(rngs: dict[str, jax.Array], step: int) -> dict[str, jax.Array]:
     return {name: jax.random.fold_in(key, step) for name, key in rngs.items()}
 
 
@@ -87,7 +90,7 @@ def compare_fwd_bwd(
     atol_dW: float | None = None,  # noqa: N803
     rngs: dict[str, jax.Array] | None = None,
 ) -> None:
-    """Raise unless two models give the same result and gradients of input and parameters, within tolerances.
+    """Raises AssertionError unless two models have equal outputs and gradients, within the tolerances.
 
     >>> model = lambda variables, x: x @ variables["params"]
     >>> w, x = {"params": jnp.ones((4, 2))}, jnp.ones((3, 4))
@@ -95,13 +98,13 @@ def compare_fwd_bwd(
     """
     options = {"rngs": rngs} if rngs else {}
     reference = _forward_and_backward(ref_apply_fn, ref_variables, input, output_grad, {})
-    tested = _forward_and_backward(test_apply_fn, test_variables, input, output_grad, options)
-    of_parameters = (rtol if rtol_dW is None else rtol_dW, atol if atol_dW is None else atol_dW)
-    for name, expected in reference.items():
-        bounds = of_parameters if name == "gradient of parameters" else (rtol, atol)
-        for a, b in zip(jax.tree.leaves(tested[name]), jax.tree.leaves(expected), strict=True):
-            a, b = (np.asarray(v).astype(np.float32) for v in (a, b))
-            np.testing.assert_allclose(a, b, *bounds, err_msg=f"{name} differs")
+    actual_results = _forward_and_backward(test_apply_fn, test_variables, input, output_grad, options)
+    parameter_tolerance = (rtol if rtol_dW is None else rtol_dW, atol if atol_dW is None else atol_dW)
+    for name, expected_tree in reference.items():
+        tolerance = parameter_tolerance if name == "gradient of parameters" else (rtol, atol)
+        for actual, expected in zip(jax.tree.leaves(actual_results[name]), jax.tree.leaves(expected_tree), strict=True):
+            actual, expected = (np.asarray(x).astype(np.float32) for x in (actual, expected))
+            np.testing.assert_allclose(actual, expected, *tolerance, err_msg=f"{name} differs")
 
 
 def _forward_and_backward(apply_fn, variables, input, output_grad, options) -> dict[str, Any]:

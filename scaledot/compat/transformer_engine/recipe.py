@@ -1,10 +1,10 @@
-"""Their recipe classes: small frozen values, each of which is one of our recipes.
+"""TransformerEngine's recipe classes: frozen dataclasses, each convertible to a scaledot.Recipe.
 
     recipe = DelayedScaling(amax_history_len=16)
-    recipe.core                # the scaledot.Recipe that every function here works with
+    recipe.core                # the scaledot.Recipe that the functions of this package use
 
-Wherever a recipe is wanted, ours are taken as well, and their names. What a class of theirs can ask for and we do not
-have is refused by name.
+Functions of this package that take a recipe also accept a scaledot.Recipe or its name. A field that scaledot does not
+support raises ValueError unless it has its default.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from scaledot import recipes
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.formats import FORMATS
 from scaledot.recipes import FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4, Cast, Delayed, Gemm, find_recipe, of_tensors
 
@@ -22,7 +22,7 @@ _BLOCK = 128
 
 
 class Format(enum.Enum):
-    """8-bit floats of the forward and of the backward pass.
+    """FP8 dtypes of the forward and the backward pass.
 
     >>> Format.HYBRID.value
     ('e4m3', 'e5m2')
@@ -38,10 +38,10 @@ E4M3, HYBRID = Format.E4M3, Format.HYBRID
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What all of them share; not a recipe by itself.
+    """Base class of the recipe classes.
 
-    `backward_override`: None quantises the backward pass, too; "high_precision" leaves it as it would be without a
-    recipe; "dequantized" multiplies unquantised gradients by the values that forward multiplied.
+    backward_override: None quantises the backward matmuls; "high_precision" computes them from unquantised operands,
+      "dequantized" from unquantised gradients and the dequantised operands of the forward matmul.
 
     >>> isinstance(MXFP8BlockScaling(), Recipe)
     True
@@ -51,15 +51,15 @@ class Recipe:
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
-    # Fields whose only value is their default, and what to do instead of changing them.
+    # Fields that only support their default, with the reason or the alternative for the error message.
     FIXED: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self):
-        attention = "attention is not quantised; call its products through `scaledot.train` if you want that"
-        for name, instead in {"fp8_dpa": attention, "fp8_mha": attention, **self.FIXED}.items():
+        attention = "attention is not quantised; compute its matmuls with `scaledot.train` to quantise them"
+        for name, reason in {"fp8_dpa": attention, "fp8_mha": attention, **self.FIXED}.items():
             default = next(f.default for f in dataclasses.fields(self) if f.name == name)
             if getattr(self, name) != default:
-                raise ValueError(f"`{name}` of {type(self).__name__} can only be {default!r}: {instead}")
+                raise ValueError(f"`{name}` of {type(self).__name__} can only be {default!r}: {reason}")
         if self.backward_override not in (None, "high_precision", "dequantized"):
             raise ValueError(
                 f"`backward_override` must be None, 'high_precision' or 'dequantized', not {self.backward_override!r}"
@@ -68,20 +68,23 @@ class Recipe:
         if not isinstance(fp8_format, Format):
             raise TypeError(f"`fp8_format` must be Format.HYBRID or Format.E4M3, not {fp8_format!r}")
         if fp8_format is Format.E5M2:
-            raise ValueError("`fp8_format` E5M2 would leave two bits to weights; use Format.HYBRID or Format.E4M3")
+            raise ValueError(
+                "`fp8_format` E5M2 has only two mantissa bits for weights; use Format.HYBRID or Format.E4M3"
+            )
 
     @property
     def core(self) -> recipes.Recipe:
-        """The recipe that this one stands for."""
-        whole = self._whole()
+        """The equivalent scaledot.Recipe."""
+        recipe = self._quantized_backward()
         if self.backward_override is None:
-            return whole
+            return recipe
         backward = Gemm() if self.backward_override == "high_precision" else None
-        name = f"{whole.name}_{self.backward_override}"
-        return dataclasses.replace(whole, name=name, dgrad=backward, wgrad=backward)
+        name = f"{recipe.name}_{self.backward_override}"
+        return dataclasses.replace(recipe, name=name, dgrad=backward, wgrad=backward)
 
-    def _whole(self) -> recipes.Recipe:
-        raise TypeError("Recipe is what recipe classes share; use one of them, such as MXFP8BlockScaling()")
+    def _quantized_backward(self) -> recipes.Recipe:
+        """The recipe without `backward_override`."""
+        raise TypeError("Recipe is the base class of recipes; use a subclass, such as MXFP8BlockScaling()")
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -104,14 +107,14 @@ class Recipe:
         return issubclass(cls, Float8BlockScaling)
 
 
-def _of_tensors(like: recipes.Recipe, casts: Iterable[Cast]) -> recipes.Recipe:
-    """A recipe of casts of x, w and g under the name of one that it varies."""
-    return of_tensors(like.name, *casts)
+def _variant_of(base: recipes.Recipe, casts: Iterable[Cast]) -> recipes.Recipe:
+    """Returns a recipe named as `base`, with the casts of x, w and g passed."""
+    return of_tensors(base.name, *casts)
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """FP8 with one scale per tensor, from the largest magnitudes of earlier steps.
+    """FP8 with one scale per tensor, from the amax history of earlier steps.
 
     >>> DelayedScaling().core == recipes.FP8_DELAYED
     True
@@ -128,28 +131,28 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
     FIXED: ClassVar[dict[str, str]] = {
-        "backward_override": "a delayed recipe quantises all three products; use Float8CurrentScaling",
-        "scaling_factor_compute_algo": "the factor is (F / amax) / 2^margin",
-        "reduce_amax": "devices that share a state share its magnitudes",
+        "backward_override": "delayed scaling quantises all three matmuls; use Float8CurrentScaling",
+        "scaling_factor_compute_algo": "the quantisation multiplier is (largest code / amax) / 2^margin",
+        "reduce_amax": "amax is always reduced over the devices that share a state",
     }
 
     def __post_init__(self):
         super().__post_init__()
         if callable(self.amax_compute_algo):
             raise ValueError("`amax_compute_algo` of DelayedScaling must be 'max' or 'most_recent', not a function")
-        self._how()  # raises where a field is wrong
+        self._delayed()  # raises if a field is invalid
 
-    def _how(self) -> Delayed:
+    def _delayed(self) -> Delayed:
         return Delayed(self.amax_history_len, self.amax_compute_algo, self.margin)
 
-    def _whole(self) -> recipes.Recipe:
-        forward, backward = (Cast(FORMATS[f"fp8_{name}"], delayed=self._how()) for name in self.fp8_format.value)
-        return _of_tensors(FP8_DELAYED, (forward, forward, backward))
+    def _quantized_backward(self) -> recipes.Recipe:
+        forward, backward = (Cast(FORMATS[f"fp8_{name}"], delayed=self._delayed()) for name in self.fp8_format.value)
+        return _variant_of(FP8_DELAYED, (forward, forward, backward))
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, from the tensor itself.
+    """FP8 with one scale per tensor, from its current amax.
 
     >>> Float8CurrentScaling().core == recipes.FP8_CURRENT
     True
@@ -161,9 +164,9 @@ class Float8CurrentScaling(Recipe):
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
 
-    def _whole(self) -> recipes.Recipe:
-        forward, backward = (Cast(_pow2(f"fp8_{n}", self.use_power_2_scales)) for n in self.fp8_format.value)
-        return _of_tensors(FP8_CURRENT, (forward, forward, backward))
+    def _quantized_backward(self) -> recipes.Recipe:
+        forward, backward = (Cast(_fp8_format(f"fp8_{n}", self.use_power_2_scales)) for n in self.fp8_format.value)
+        return _variant_of(FP8_CURRENT, (forward, forward, backward))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,19 +182,19 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
 
-    FIXED: ClassVar[dict[str, str]] = {"margin": "every block has a scale of its own, which needs none"}
+    FIXED: ClassVar[dict[str, str]] = {"margin": "block scales come from the current data and need no margin"}
 
-    def _whole(self) -> recipes.Recipe:
+    def _quantized_backward(self) -> recipes.Recipe:
         forward, backward = (Cast(FORMATS["mxfp8" if n == "e4m3" else f"mxfp8_{n}"]) for n in self.fp8_format.value)
         weights = dataclasses.replace(forward, block=(32, 32)) if self.enable_2d_quantization else forward
-        return _of_tensors(MXFP8, (forward, weights, backward))
+        return _variant_of(MXFP8, (forward, weights, backward))
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 in blocks of 1×128 and, for weights, 128×128; works on any device.
+    """FP8 in blocks of 1×128 and, for weights, 128×128; runs on any device.
 
-    Scales are float32, as DeepSeek-V3 trains; `use_f32_scales=False` rounds them up to powers of two, which is
+    Scales are float32, as in DeepSeek-V3's training; `use_f32_scales=False` rounds them up to powers of two, which is
     TransformerEngine's default.
 
     >>> Float8BlockScaling().core == recipes.FP8_BLOCK
@@ -211,16 +214,16 @@ class Float8BlockScaling(Recipe):
             if (dim := getattr(self, f"{name}_block_scaling_dim")) not in (1, 2):
                 raise ValueError(f"`{name}_block_scaling_dim` must be 1 (1×128) or 2 (128×128), not {dim!r}")
 
-    def _whole(self) -> recipes.Recipe:
-        forward, backward = (_pow2(f"fp8_{n}", not self.use_f32_scales) for n in self.fp8_format.value)
+    def _quantized_backward(self) -> recipes.Recipe:
+        forward, backward = (_fp8_format(f"fp8_{n}", not self.use_f32_scales) for n in self.fp8_format.value)
         dims = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
         blocks = [(1, _BLOCK) if dim == 1 else (_BLOCK, _BLOCK) for dim in dims]
-        return _of_tensors(recipes.FP8_BLOCK, map(Cast, (forward, forward, backward), blocks))
+        return _variant_of(recipes.FP8_BLOCK, map(Cast, (forward, forward, backward), blocks))
 
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: blocks of 16 (16×16 for weights), stochastic gradients, a random Hadamard transform in wgrad.
+    """NVFP4: blocks of 1×16 (16×16 for weights), stochastic rounding of gradients, random Hadamard transform in wgrad.
 
     >>> NVFP4BlockScaling().core == recipes.NVFP4
     True
@@ -239,42 +242,42 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: str = "none"
 
     FIXED: ClassVar[dict[str, str]] = {
-        "row_scaled_activation": "activations have one tensor scale",
-        "nvfp4_4over6": "give scaledot.recipes.NVFP4_FOUR_OVER_SIX instead of this class",
+        "row_scaled_activation": "activations have one tensor-wide second-level scale",
+        "nvfp4_4over6": "pass scaledot.recipes.NVFP4_FOUR_OVER_SIX as the recipe",
     }
 
-    def _whole(self) -> recipes.Recipe:
+    def _quantized_backward(self) -> recipes.Recipe:
         x = Cast(FORMATS["nvfp4"])
         w = x if self.disable_2d_quantization else dataclasses.replace(x, block=(16, 16))
         g = x if self.disable_stochastic_rounding else dataclasses.replace(x, rounding="stochastic")
         rotation = None if self.disable_rht else recipes.Hadamard()
-        turned = Gemm(*(dataclasses.replace(cast, rotation=rotation) for cast in (x, g)))
-        return recipes.Recipe(NVFP4.name, fwd=Gemm(x, w), dgrad=Gemm(g, w), wgrad=turned)
+        wgrad = Gemm(*(dataclasses.replace(cast, rotation=rotation) for cast in (x, g)))
+        return recipes.Recipe(NVFP4.name, fwd=Gemm(x, w), dgrad=Gemm(g, w), wgrad=wgrad)
 
 
-def _pow2(name: str, wanted: bool):
-    row = FORMATS[name]
-    return dataclasses.replace(row, name=f"{name}_pow2", pow2=True) if wanted else row
+def _fp8_format(name: str, power_2_scales: bool):
+    format = FORMATS[name]
+    return dataclasses.replace(format, name=f"{name}_fp8_format", pow2=True) if power_2_scales else format
 
 
-def core_recipe(given: Any) -> recipes.Recipe:
-    """Our recipe for one of theirs, one of ours or a name; None quantises nothing.
+def core_recipe(recipe: Any) -> recipes.Recipe:
+    """Converts a TransformerEngine recipe, a scaledot.Recipe or a name to a scaledot.Recipe; None to UNQUANTISED.
 
     >>> core_recipe(MXFP8BlockScaling()) == core_recipe("mxfp8") == recipes.MXFP8
     True
     """
-    if given is None:
+    if recipe is None:
         return recipes.UNQUANTISED
-    if isinstance(given, Recipe):
-        return given.core
-    if inspect.isclass(given) and issubclass(given, Recipe):
-        raise TypeError(f"`recipe` is the class {given.__name__}; give a value of it, {given.__name__}()")
-    if not isinstance(given, (str, recipes.Recipe)):
+    if isinstance(recipe, Recipe):
+        return recipe.core
+    if inspect.isclass(recipe) and issubclass(recipe, Recipe):
+        raise TypeError(f"`recipe` is the class {recipe.__name__}; pass an instance, {recipe.__name__}()")
+    if not isinstance(recipe, (str, recipes.Recipe)):
         known = (
             "DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()"
         )
-        raise TypeError(f"`recipe` must be one of {known}, a scaledot.Recipe or its name, not {given!r}")
-    return find_recipe(given)
+        raise TypeError(f"`recipe` must be one of {known}, a scaledot.Recipe or its name, not {recipe!r}")
+    return find_recipe(recipe)
 
 
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

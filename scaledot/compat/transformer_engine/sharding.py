@@ -1,7 +1,7 @@
-"""Mesh axes by what they are for, and constraints by the names of logical axes.
+"""Sharding constraints by logical axis names, and the mesh axis of each kind of parallelism.
 
-`global_shard_guard` says which mesh axis is used for what. It is a convenience of this module and changes no result:
-it only names axes. Meshes themselves are JAX's (`jax.set_mesh`).
+`global_shard_guard` maps TransformerEngine's logical axis names (BATCH_AXES, HIDDEN_TP_AXES, ...) to mesh axes. It
+affects shardings only, not results. The mesh itself is set by `jax.set_mesh`.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.parallel.sharding import constrain_what_divides
 
 Names = Sequence[str | None] | None
@@ -35,7 +35,7 @@ W_JOINED_AXES = "nvte_w_joined"
 
 @dataclasses.dataclass(frozen=True)
 class MeshResource:
-    """The mesh axis for each kind of parallelism: data, tensor, tensor and sequence, FSDP, pipeline, context, expert.
+    """The mesh axis of each kind of parallelism: data, tensor, tensor and sequence, FSDP, pipeline, context, expert.
 
     >>> MeshResource(dp_resource="data", tp_resource="model").tp_resource
     'model'
@@ -60,7 +60,7 @@ _RESOURCE: contextvars.ContextVar[MeshResource] = contextvars.ContextVar("mesh_r
 
 @contextlib.contextmanager
 def global_shard_guard(resource: MeshResource) -> Iterator[None]:
-    """Inside, logical axes mean the mesh axes of this resource.
+    """Context manager that maps logical axis names to the mesh axes of `resource`.
 
     >>> with global_shard_guard(MeshResource(dp_resource="data")):
     ...     global_mesh_resource().dp_resource
@@ -77,7 +77,7 @@ def global_shard_guard(resource: MeshResource) -> Iterator[None]:
 
 
 def global_mesh_resource() -> MeshResource:
-    """The resource of the innermost guard; outside of all, one that names no axis.
+    """Returns the MeshResource of the innermost `global_shard_guard`, or one without axes outside of any.
 
     >>> global_mesh_resource()
     MeshResource(dp_resource=None, tp_resource=None, tpsp_resource=None, fsdp_resource=None, pp_resource=None,
@@ -87,40 +87,40 @@ def global_mesh_resource() -> MeshResource:
 
 
 def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Names) -> Any:
-    """x, an array or a tensor of `quantize`, laid out over the mesh as Flax's logical rules or the guard say.
+    """Constrains the sharding of x, an array or a quantised tensor, by Flax's logical axis rules or the guard.
 
-    Nothing happens without names, without a mesh, or where no rule speaks of the names.
+    Returns x as it is if `logical_axis_names` is None, if there is no mesh, or if no rule maps the names.
 
     >>> with_sharding_constraint_by_logical_axes(jax.numpy.ones((2, 4)), (BATCH_AXES, HIDDEN_TP_AXES)).shape
     (2, 4)
     """
     if hasattr(x, "apply_sharding_constraint_by_logical_axes"):
         return x.apply_sharding_constraint_by_logical_axes(logical_axis_names)
-    return constrained(x, logical_axis_names)
+    return constrain_by_names(x, logical_axis_names)
 
 
-def constrained(x: jax.Array, names: Names) -> jax.Array:
-    """An array under the constraint of its logical axes, along those that the mesh axes divide."""
+def constrain_by_names(x: jax.Array, names: Names) -> jax.Array:
+    """Constrains an array by the names of its logical axes; dims that the mesh axis does not divide are left alone."""
     if not names:
         return x
     if len(names) != x.ndim:
         raise ValueError(f"`logical_axis_names` {tuple(names)} must have one name for each axis of {x.shape}")
-    return constrained_to(x, mesh_axes(names))
+    return constrain_to_axes(x, mesh_axes(names))
 
 
-def constrained_to(x: jax.Array, axes: Sequence[Any]) -> jax.Array:
-    """An array laid out along mesh axes; a no-op where there is no mesh, inside a shard_map, or for axes of None."""
+def constrain_to_axes(x: jax.Array, axes: Sequence[Any]) -> jax.Array:
+    """Constrains an array to one mesh axis (or None) per dim; a no-op without a mesh and inside a shard_map."""
     return constrain_what_divides(x, PartitionSpec(*axes))
 
 
-def _in_use(axis: str | None) -> str | None:
-    """An axis, unless the mesh has only one device along it."""
+def _unless_size_one(axis: str | None) -> str | None:
+    """Returns the axis, or None if its mesh size is 1."""
     return None if axis is None or jax.sharding.get_abstract_mesh().shape.get(axis) == 1 else axis
 
 
 def mesh_axes(names: Sequence[str | None]) -> list[Any]:
-    """By Flax's rules where there are any, else by the guard; a Flax that was never imported has none."""
-    linen = sys.modules.get("flax.linen")
+    """Maps logical axis names to mesh axes, by Flax's logical axis rules if any are set, else by the guard."""
+    linen = sys.modules.get("flax.linen")  # if Flax was never imported, no rules can be set
     if linen is not None and linen.get_logical_axis_rules():
         return list(linen.logical_to_mesh_axes(names))
     rules = _rules(global_mesh_resource())
@@ -128,25 +128,25 @@ def mesh_axes(names: Sequence[str | None]) -> list[Any]:
 
 
 def batch_axis() -> str | None:
-    """The mesh axis that batches lie along."""
+    """The mesh axis along which the batch dim is sharded."""
     return _rules(global_mesh_resource())[BATCH_AXES]
 
 
 def _tensor_axis(resource: MeshResource) -> str | None:
-    """The axis of tensor parallelism, alone or with sequences; there can be one."""
-    alone, with_sequences = _in_use(resource.tp_resource), _in_use(resource.tpsp_resource)
-    if alone and with_sequences and not jax.sharding.get_abstract_mesh().empty:
+    """The mesh axis of tensor parallelism, from `tpsp_resource` or `tp_resource`; raises if both are in use."""
+    tp, tpsp = _unless_size_one(resource.tp_resource), _unless_size_one(resource.tpsp_resource)
+    if tp and tpsp and not jax.sharding.get_abstract_mesh().empty:
         raise ValueError(
-            f"`tp_resource` {alone!r} and `tpsp_resource` {with_sequences!r} are both set, and the mesh has several "
-            "devices along either; set one, or make the other None"
+            f"`tp_resource` {tp!r} and `tpsp_resource` {tpsp!r} are both set, and the mesh has several devices along "
+            "each; set only one of them"
         )
-    return with_sequences or resource.tp_resource
+    return tpsp or resource.tp_resource
 
 
 def _rules(resource: MeshResource) -> dict[str | None, str | None]:
     tensor = _tensor_axis(resource)
     return {
-        BATCH_AXES: _in_use(resource.fsdp_resource) or resource.dp_resource,
+        BATCH_AXES: _unless_size_one(resource.fsdp_resource) or resource.dp_resource,
         SEQLEN_TP_AXES: resource.tpsp_resource,
         SEQLEN_CP_AXES: resource.cp_resource,
         HEAD_AXES: tensor,
@@ -156,4 +156,4 @@ def _rules(resource: MeshResource) -> dict[str | None, str | None]:
     }
 
 
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

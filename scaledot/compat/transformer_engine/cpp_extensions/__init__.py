@@ -1,4 +1,4 @@
-"""The functions on tensors, where theirs has its compiled extensions; here they are calls of the core."""
+"""Functions on quantised tensors. TransformerEngine implements them in C++; here they call scaledot's JAX code."""
 
 from scaledot.compat.transformer_engine.cpp_extensions import quantization
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
@@ -13,7 +13,7 @@ from scaledot.compat.transformer_engine.cpp_extensions.quantization import (
     quantize,
     quantize_dbias,
 )
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 
 __all__ = [
     "CollectiveOp",
@@ -26,4 +26,4 @@ __all__ = [
     "quantize",
     "quantize_dbias",
 ]
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

@@ -1,4 +1,4 @@
-"""gemm of tensors and arrays, and the names of collective products."""
+"""gemm of quantised tensors and arrays, and the enumeration of collective matmuls."""
 
 import dataclasses
 import enum
@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec
 
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
-from scaledot.compat.transformer_engine.quantize.views import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
+from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
 from scaledot.compat.transformer_engine.sharding import (
     Names,
     batch_axis,
-    constrained_to,
+    constrain_to_axes,
     global_mesh_resource,
     mesh_axes,
 )
@@ -28,11 +28,12 @@ Dims = tuple[Any, Any]
 
 
 class CollectiveOp(enum.Enum):
-    """What a product over the axis of tensor and sequence parallelism does besides.
+    """The collective of a matmul along the mesh axis of tensor and sequence parallelism (tpsp).
 
     ALL_GATHER: x (dp, tpsp, -) · w (-, tpsp) -> y (dp, -, tpsp); REDUCE_SCATTER: x (dp, -, tpsp) · w (tpsp, -) ->
-    y (dp, tpsp, -). `dense` moves codes and float32 sums in rings meanwhile (`scaledot.collective_matmul`), forward and
-    backward; `gemm` leaves it to XLA to lay the result out so. Without a mesh there is nothing to move.
+    y (dp, tpsp, -). `dense` overlaps the matmul with collective-permute rings of codes or float32 partial results
+    (`scaledot.collective_matmul`), forward and backward; `gemm` only constrains the sharding of y, and XLA inserts the
+    collective. Without a mesh both do nothing.
 
     >>> CollectiveOp.ALL_GATHER.is_all_gather
     True
@@ -57,7 +58,7 @@ class CollectiveOp(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveOpSet:
-    """The collectives of a layer's forward and backward products.
+    """The collectives of a layer's forward and backward matmuls.
 
     >>> CollectiveOpSet.create(CollectiveOp.ALL_GATHER).backward
     <CollectiveOp.REDUCE_SCATTER: 'reduce_scatter'>
@@ -80,29 +81,31 @@ noop_collective_op_set = CollectiveOpSet()
 
 
 def collective_specs(op: CollectiveOp, x: jax.Array, kernel: jax.Array, kernel_axes: Names) -> Specs | None:
-    """How x (batch, sequence, k), kernel (k, n) and their collective product lie; None without a mesh to lie on."""
+    """Returns the PartitionSpecs of x (batch, sequence, k), kernel (k, n) and y; None without collective or mesh."""
     tpsp = global_mesh_resource().tpsp_resource
     if op.is_none or tpsp is None or jax.sharding.get_abstract_mesh().empty:
         return None
     if x.ndim != 3 or kernel.ndim != 2:
-        words = f"x {x.shape} and a kernel {kernel.shape}"
-        raise ValueError(f"a collective product takes (batch, sequence, k) and (k, n), not {words}")
+        raise ValueError(
+            "a collective matmul takes `x` (batch, sequence, k) and `kernel` (k, n), "
+            f"not shapes {x.shape} and {kernel.shape}"
+        )
     batch = batch_axis()
-    of_kernel = mesh_axes(kernel_axes) if kernel_axes else (None, tpsp) if op.is_all_gather else (tpsp, None)
-    by_sequence, by_features = PartitionSpec(batch, tpsp, None), PartitionSpec(batch, None, tpsp)
-    x_spec, y_spec = (by_sequence, by_features) if op.is_all_gather else (by_features, by_sequence)
-    return Specs(x_spec, PartitionSpec(*of_kernel), y_spec)
+    kernel_spec = mesh_axes(kernel_axes) if kernel_axes else (None, tpsp) if op.is_all_gather else (tpsp, None)
+    sequence_sharded, feature_sharded = PartitionSpec(batch, tpsp, None), PartitionSpec(batch, None, tpsp)
+    x_spec, y_spec = (sequence_sharded, feature_sharded) if op.is_all_gather else (feature_sharded, sequence_sharded)
+    return Specs(x_spec, PartitionSpec(*kernel_spec), y_spec)
 
 
-def laid_out(y: jax.Array, op: CollectiveOp) -> jax.Array:
-    """A result of (batch, sequence, features) laid out over the mesh as a collective product leaves it."""
+def constrain_output(y: jax.Array, op: CollectiveOp) -> jax.Array:
+    """Constrains y (batch, sequence, features) to the sharding that the collective produces."""
     if op.is_none:
         return y
     if y.ndim != 3:
-        raise ValueError(f"a collective product gives (batch, sequence, features), not {y.shape}")
+        raise ValueError(f"the result of a collective matmul must be (batch, sequence, features), not {y.shape}")
     tpsp = global_mesh_resource().tpsp_resource
     sequence, features = (None, tpsp) if op.is_all_gather else (tpsp, None)
-    return constrained_to(y, (batch_axis(), sequence, features))
+    return constrain_to_axes(y, (batch_axis(), sequence, features))
 
 
 def gemm(
@@ -116,10 +119,11 @@ def gemm(
     collective_op: CollectiveOp = CollectiveOp.NONE,
     quantizer_set=None,
 ) -> jax.Array:
-    """The product of tensors, arrays, or arrays that quantizers quantise first; plus a bias, rounded once.
+    """Contracts two quantised tensors or arrays and adds a bias; rounds once, to the dtype of lhs.
 
-    The result has the dtype of lhs. `contracting_dims` count the untransposed axes. A tensor that holds both
-    orientations gives the one that is needed. What is quantised has no gradient: `dense` is the one to differentiate.
+    Arrays are quantised first if their quantizer is passed. `contracting_dims` refer to untransposed dims; of a
+    ScaledTensor2x, the orientation with blocks along the contracting dims is used. Quantised operands have no gradient:
+    differentiate `dense` instead.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
@@ -130,48 +134,49 @@ def gemm(
     check_untransposed(transpose_batch_sequence)
     if quantizer_set is not None:
         lhs_quantizer, rhs_quantizer = lhs_quantizer or quantizer_set.x, rhs_quantizer or quantizer_set.kernel
-    left = _operand(lhs, contracting_dims[0], lhs_quantizer, "lhs")
-    right = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
-    numbers = (tuple(axes_of(d, q.ndim) for d, q in zip(contracting_dims, (left, right), strict=True)), ((), ()))
-    dtype = np.dtype(left.dtype)
-    wide = accumulation_dtype(dtype)
-    y = dot_general(left, right, numbers, preferred_element_type=dtype if bias is None else wide)
+    lhs = _operand(lhs, contracting_dims[0], lhs_quantizer, "lhs")
+    rhs = _operand(rhs, contracting_dims[1], rhs_quantizer, "rhs")
+    dims = tuple(normalize_dims(d, q.ndim) for d, q in zip(contracting_dims, (lhs, rhs), strict=True))
+    dimension_numbers = (dims, ((), ()))
+    dtype = np.dtype(lhs.dtype)
+    accumulator = accumulation_dtype(dtype)
+    y = dot_general(lhs, rhs, dimension_numbers, preferred_element_type=dtype if bias is None else accumulator)
     if bias is not None:
-        bias = jnp.asarray(bias, wide)
-        check_bias(bias, y.shape[left.ndim - len(numbers[0][0]) :])
+        bias = jnp.asarray(bias, accumulator)
+        check_bias(bias, y.shape[lhs.ndim - len(dims[0]) :])
         y = (y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)).astype(dtype)
-    return laid_out(y, collective_op)
+    return constrain_output(y, collective_op)
 
 
 def check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     if bias is not None and bias.shape != shape:
-        raise ValueError(f"`bias` {bias.shape} must have the shape of the kernel's other axes, {shape}")
+        raise ValueError(f"`bias` {bias.shape} must have the shape of the kernel's free dims, {shape}")
 
 
-def axes_of(dims: Any, ndim: int) -> tuple[int, ...]:
+def normalize_dims(dims: Any, ndim: int) -> tuple[int, ...]:
     return tuple(blocks.positive_axis(d, ndim) for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
 
 
 def _operand(x: Any, dims: Any, quantizer: Quantizer | None, name: str) -> Any:
-    """What our product takes: an array or a ScaledArray in the orientation that it sums over."""
+    """Converts an operand to an array or to a ScaledArray with blocks along the contracting dims."""
     if isinstance(x, NoScaleTensor):
         x = x.data
     if not isinstance(x, (ScaledTensor1x, ScaledTensor2x)):
         x = jnp.asarray(x)
         if quantizer is None:
             return x
-        axes = axes_of(dims, x.ndim)
+        axes = normalize_dims(dims, x.ndim)
         rowwise = x.ndim - 1 in axes
-        cut = min(axes) if rowwise else max(axes) + 1
-        x = quantizer.quantize(x, is_rowwise=rowwise, is_colwise=not rowwise, flatten_axis=cut)
+        flatten_axis = min(axes) if rowwise else max(axes) + 1
+        x = quantizer.quantize(x, is_rowwise=rowwise, is_colwise=not rowwise, flatten_axis=flatten_axis)
     if isinstance(x, ScaledTensor2x):
-        x = x.rowwise_tensor if x.ndim - 1 in axes_of(dims, x.ndim) else x.colwise_tensor
-    q, summed = x.array, axes_of(dims, x.ndim)
-    blocked = [axis for axis, size in enumerate(blocks.expand(q.block, q.ndim)) if size > 1]
-    if x.scaling_mode.is_1d_block_scaling() and blocked and blocked[0] not in summed:
-        held, missing = ("colwise", "rowwise") if x.is_colwise else ("rowwise", "colwise")
+        x = x.rowwise_tensor if x.ndim - 1 in normalize_dims(dims, x.ndim) else x.colwise_tensor
+    q, contracting = x.array, normalize_dims(dims, x.ndim)
+    block_axes = [axis for axis, size in enumerate(blocks.expand(q.block, q.ndim)) if size > 1]
+    if x.scaling_mode.is_1d_block_scaling() and block_axes and block_axes[0] not in contracting:
+        present, missing = ("colwise", "rowwise") if x.is_colwise else ("rowwise", "colwise")
         raise ValueError(
-            f"`{name}` is summed over axes {summed}, which needs its {missing} orientation; it holds the {held} one, "
-            f"with blocks along axis {blocked[0]}"
+            f"`{name}` is contracted over dims {contracting}, which needs its {missing} orientation; it has only the "
+            f"{present} one, with blocks along axis {block_axes[0]}"
         )
     return q

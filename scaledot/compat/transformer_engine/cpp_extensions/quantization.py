@@ -1,4 +1,4 @@
-"""quantize and its relatives, by a Quantizer."""
+"""quantize, quantize_dbias, grouped_quantize and dequantize."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
-from scaledot.compat.transformer_engine.quantize.views import (
+from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
     NoScaleTensor,
-    cut_at,
+    normalize_flatten_axis,
 )
 
 
 def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=None, transpose_batch_sequence=False):
-    """A tensor of x in the orientations of the quantizer; without one, x as a NoScaleTensor.
+    """Quantises x in the orientations of the quantizer; without a quantizer, returns x as a NoScaleTensor.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizeLayout, QuantizerFactory, ScalingMode
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn, QuantizeLayout.ROWWISE)
@@ -24,7 +24,7 @@ def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=
     """
     check_untransposed(transpose_batch_sequence)
     if amax_scope is not None:
-        raise ValueError("`amax_scope` can only be None: scales are those of whole arrays, however they are sharded")
+        raise ValueError("`amax_scope` must be None: amax is always that of the global array, for any sharding")
     if quantizer is None:
         return x if isinstance(x, NoScaleTensor) else NoScaleTensor(jnp.asarray(x))
     return quantizer.quantize(x, flatten_axis=flatten_axis)
@@ -38,7 +38,7 @@ def quantize_dbias(
     amax_scope=None,
     transpose_batch_sequence=False,
 ) -> tuple[Any, jax.Array | None]:
-    """The tensor, and the sum of the unquantised dz over the axes left of flatten_axis, in dz's dtype.
+    """Returns (quantised dz, dbias): dbias sums the unquantised dz over the dims left of flatten_axis, in dz's dtype.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.CURRENT_TENSOR_SCALING, jnp.float8_e5m2)
@@ -46,16 +46,16 @@ def quantize_dbias(
     >>> dbias
     Array([3., 3., 3., 3.], dtype=float32)
     """
-    values = dz.data if isinstance(dz, NoScaleTensor) else jnp.asarray(dz)
+    unquantized = dz.data if isinstance(dz, NoScaleTensor) else jnp.asarray(dz)
     tensor = quantize(dz, quantizer, flatten_axis, amax_scope, transpose_batch_sequence)
     if not is_dbias:
         return tensor, None
-    summed = tuple(range(cut_at(flatten_axis, values.ndim)))
-    return tensor, jnp.sum(values.astype(jnp.float32), axis=summed).astype(values.dtype)
+    leading = tuple(range(normalize_flatten_axis(flatten_axis, unquantized.ndim)))
+    return tensor, jnp.sum(unquantized.astype(jnp.float32), axis=leading).astype(unquantized.dtype)
 
 
 def grouped_quantize(x, quantizer: Quantizer | None, group_sizes=None, flatten_axis: int = -1) -> Any:
-    """Rows of x in consecutive groups, each quantised as if alone; without sizes, x has one matrix per group.
+    """Quantises consecutive row groups of x (m, k) independently; without `group_sizes`, x is (groups, m, k).
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizeLayout, QuantizerFactory, ScalingMode
     >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
@@ -73,11 +73,11 @@ def grouped_quantize(x, quantizer: Quantizer | None, group_sizes=None, flatten_a
 def _for_groups(quantizer: Quantizer, groups: int) -> Quantizer:
     if quantizer.n_groups is not None:
         return quantizer
-    raise ValueError(f"`quantizer` is not for groups; make it with QuantizerFactory.create(..., n_groups={groups})")
+    raise ValueError(f"`quantizer` has no n_groups; create it by QuantizerFactory.create(..., n_groups={groups})")
 
 
 def dequantize(tensor: AbstractBaseTensor) -> Any:
-    """The values of a tensor; those of a grouped one are a list.
+    """Dequantises a tensor; a grouped tensor gives a list with one array per group.
 
     >>> from scaledot.compat.transformer_engine.quantize import ScaledTensorFactory, ScalingMode
     >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
@@ -85,13 +85,13 @@ def dequantize(tensor: AbstractBaseTensor) -> Any:
     Array([[0.5, 0.5]], dtype=bfloat16)
     """
     if not isinstance(tensor, AbstractBaseTensor):
-        raise TypeError(f"`tensor` must be a tensor of `quantize`, not {type(tensor).__name__}")
+        raise TypeError(f"`tensor` must be a quantised tensor or NoScaleTensor, not {type(tensor).__name__}")
     return tensor.dequantize()
 
 
 def check_untransposed(transpose_batch_sequence: bool) -> None:
     if transpose_batch_sequence:
-        raise ValueError("`transpose_batch_sequence` can only be False: transpose x, jnp.swapaxes(x, 0, 1)")
+        raise ValueError("`transpose_batch_sequence` must be False; transpose x instead, by jnp.swapaxes(x, 0, 1)")
 
 
 __all__ = ["dequantize", "grouped_quantize", "quantize", "quantize_dbias"]

@@ -1,6 +1,6 @@
-"""Quantizers, scaling modes and tensors, laid out as theirs."""
+"""Quantizers, scaling modes and quantised tensors, under the names of transformer_engine.jax.quantize."""
 
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize import tensor
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
@@ -43,4 +43,4 @@ __all__ = [
     "tensor",
     "with_sharding_constraint_by_logical_axes",
 ]
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

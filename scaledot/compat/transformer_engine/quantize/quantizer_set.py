@@ -1,4 +1,4 @@
-"""A set of quantizers is a recipe with its state and its key."""
+"""QuantizerSet: the quantizers of a layer's x, kernel and gradient; a recipe with its state and key."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from scaledot.state import State, merge
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizerSet:
-    """The quantizers of a layer; None leaves a tensor as it is.
+    """The quantizers of a layer's x, kernel and output gradient; None leaves a tensor unquantised.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> print(QuantizerFactory.create_set(fp8_recipe="mxfp8").core)
@@ -27,41 +27,42 @@ class QuantizerSet:
     dgrad: Quantizer | None = None
 
     @property
-    def held(self) -> dict[str, Quantizer]:
-        """The quantizers that there are, by the core's names of tensors."""
-        named = {"x": self.x, "w": self.kernel, "g": self.dgrad}
-        return {tensor: quantizer for tensor, quantizer in named.items() if quantizer is not None}
+    def by_tensor(self) -> dict[str, Quantizer]:
+        """The quantizers that are not None, by scaledot's names of the tensors: x, w, g."""
+        quantizers = {"x": self.x, "w": self.kernel, "g": self.dgrad}
+        return {tensor: quantizer for tensor, quantizer in quantizers.items() if quantizer is not None}
 
     @property
     def core(self) -> Recipe | None:
-        """The recipe that the set stands for; None if nothing is quantised."""
-        rows, columns = ({t: q.cast(side) for t, q in self.held.items()} for side in (False, True))
-        if not rows:
+        """The equivalent scaledot.Recipe; None if nothing is quantised."""
+        quantizers = self.by_tensor
+        rowwise, colwise = ({t: q.cast(is_colwise) for t, q in quantizers.items()} for is_colwise in (False, True))
+        if not rowwise:
             return None
-        fwd, dgrad = Gemm(rows.get("x"), rows.get("w")), Gemm(rows.get("g"), rows.get("w"))
-        return Recipe("quantizer_set", fwd, dgrad, Gemm(columns.get("x"), columns.get("g")))
+        fwd, dgrad = Gemm(rowwise.get("x"), rowwise.get("w")), Gemm(rowwise.get("g"), rowwise.get("w"))
+        return Recipe("quantizer_set", fwd, dgrad, Gemm(colwise.get("x"), colwise.get("g")))
 
     @property
     def state(self) -> State | None:
-        """The state of delayed scaling, None if there is none."""
-        return {t: q.state for t, q in self.held.items() if q.scaling_mode.row.delayed} or None
+        """The state of delayed scaling; None if no quantizer uses it."""
+        return {t: q.state for t, q in self.by_tensor.items() if q.scaling_mode.spec.delayed} or None
 
     @property
     def key(self) -> jax.Array | None:
-        """The key of the first stochastic quantizer; casts of a step draw independent bits from it."""
-        return next((q.key for q in self.held.values() if q.key is not None), None)
+        """The key of the first quantizer with stochastic rounding; all casts of a step derive their keys from it."""
+        return next((q.key for q in self.by_tensor.values() if q.key is not None), None)
 
     @property
     def checkpoint_name(self) -> str | None:
-        """The name under which a layer keeps codes, if its quantizers have one."""
-        names = {q.checkpoint_name for t, q in self.held.items() if t != "g"} - {None}
+        """The name under which a layer saves its residuals, if its quantizers set one."""
+        names = {q.checkpoint_name for t, q in self.by_tensor.items() if t != "g"} - {None}
         if len(names) > 1:
-            raise ValueError(f"x and kernel are kept under one `checkpoint_name`, not {sorted(map(str, names))}")
+            raise ValueError(f"`checkpoint_name` of x and kernel must be equal, not {sorted(map(str, names))}")
         return next(iter(names), None)
 
     @staticmethod
     def merge(*sets: "QuantizerSet") -> "QuantizerSet":
-        """One set of the next sets that several micro-batches gave, as if they had been one batch.
+        """Merges the sets that the backward passes of several micro-batches returned, as if they were one batch.
 
         >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
         >>> start = QuantizerFactory.create_set(fp8_recipe="fp8_delayed").x
@@ -72,7 +73,7 @@ class QuantizerSet:
             raise ValueError("merge needs at least one set")
         first, states = sets[0], [quantizers.state for quantizers in sets]
         merged = merge(*states) if first.state else {}
-        updated = {t: q.with_state(merged[t]) if t in merged else q for t, q in first.held.items()}
+        updated = {t: q.with_state(merged[t]) if t in merged else q for t, q in first.by_tensor.items()}
         return QuantizerSet(updated.get("x"), updated.get("w"), updated.get("g"))
 
 

@@ -1,8 +1,9 @@
-"""Scaling modes: how many elements share a scale, and of which kind.
+"""ScalingMode and QuantizeLayout: granularity and dtype of scales, and orientations of blocks.
 
-A mode is a row of one table. Orientation is theirs: seen as a matrix that is cut in two at `flatten_axis`, "rowwise"
-blocks run along the last axis (right of the cut) and "colwise" blocks along the last axis left of it. Colwise data are
-stored transposed ("T") in every mode but MXFP8's.
+A mode is an entry of one table. Orientations are TransformerEngine's: a tensor is flattened to a matrix at
+`flatten_axis`; "rowwise" blocks run along the last dim, "colwise" blocks along the last dim before `flatten_axis`. For
+MXFP8, a (64, 128) tensor has rowwise scales of shape (64, 4) and colwise scales of shape (2, 128). Colwise codes are
+stored transposed ("T") in all modes except MXFP8's.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from scaledot.formats import FORMATS, Format
 
 
 class QuantizeLayout(enum.Enum):
-    """Which orientations a tensor is quantised in.
+    """The orientations in which a tensor is quantised.
 
     >>> QuantizeLayout.ROWWISE_COLWISE.has_colwise, QuantizeLayout.ROWWISE.has_colwise
     (True, False)
@@ -49,7 +50,7 @@ class QuantizeLayout(enum.Enum):
 
 
 class TensorUsage(enum.Enum):
-    """Which side of a product a tensor is on; `_TRANS` when the product sums over its other axes than forward does.
+    """The operand of a GEMM that a tensor is; `_TRANS` for the backward GEMM, which contracts its other dims.
 
     >>> ScalingMode.MXFP8_1D_SCALING.get_quantize_layout(TensorUsage.RHS)
     <QuantizeLayout.COLWISE: 'colwise'>
@@ -62,19 +63,19 @@ class TensorUsage(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """What a mode means: formats by dtype of the codes, and the (kept, summed) tile of a block; None is the tensor."""
+class ModeSpec:
+    """Formats of a mode, one per code dtype, and its block granularity."""
 
     formats: tuple[str, ...] = ()
-    tile: tuple[int, int] | None = None
+    tile: tuple[int, int] | None = None  # (free, contracting) elements per scale; None for one scale per tensor
     delayed: bool = False
     colwise_layout: str = "T"
 
 
 class DTypes(Set[np.dtype]):
-    """A set of dtypes; a member may be asked for as a jnp or ml_dtypes scalar type, a numpy dtype or a name.
+    """A set of dtypes whose `in` accepts jnp and ml_dtypes scalar types, numpy dtypes and names.
 
-    In a plain set these differ, because equal dtypes and scalar types have different hashes.
+    A plain set would not: scalar types and the dtypes that they equal have different hashes.
 
     >>> jnp.float32 in DTypes(["float32"]), np.dtype("float32") in DTypes([jnp.float32])
     (True, True)
@@ -89,7 +90,7 @@ class DTypes(Set[np.dtype]):
         try:
             return np.dtype(dtype) in self._dtypes  # pyright: ignore[reportArgumentType, reportCallIssue]
         except TypeError:
-            return False  # no dtype, and so in no set of them
+            return False  # not a dtype
 
     def __iter__(self) -> Iterator[np.dtype]:
         return iter(self._dtypes)
@@ -110,9 +111,9 @@ _FP8 = ("fp8_e4m3", "fp8_e5m2")
 
 
 class ScalingMode(enum.Enum):
-    """How a tensor is scaled.
+    """Granularity and dtype of a tensor's scales.
 
-    The last two are ours: the blocks of 128 that Float8BlockScaling uses.
+    The last two, 1×128 and 128×128 blocks for Float8BlockScaling, are not in TransformerEngine's JAX API.
 
     >>> ScalingMode.MXFP8_1D_SCALING.get_scale_dtype()
     dtype(float8_e8m0fnu)
@@ -130,38 +131,37 @@ class ScalingMode(enum.Enum):
     FP8_2D_BLOCK_SCALING = "fp8_2d_block_scaling"
 
     @property
-    def row(self) -> Row:
-        return _TABLE[self]
+    def spec(self) -> ModeSpec:
+        return _SPECS[self]
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        return tuple(FORMATS[name] for name in self.row.formats)
+        return tuple(FORMATS[name] for name in self.spec.formats)
 
     def format_of(self, dtype: Any) -> Format:
-        """The format whose codes have this dtype."""
-        given = np.dtype(dtype).name
+        """Returns the Format whose codes have this dtype."""
+        name = np.dtype(dtype).name
         for format in self.formats:
-            if format.element == given:
+            if format.element == name:
                 return format
-        raise ValueError(
-            f"{self.name} has codes of {' or '.join(f.element for f in self.formats) or 'no kind'}, not {given}"
-        )
+        supported = " or ".join(f.element for f in self.formats) or "no quantised dtype"
+        raise ValueError(f"{self.name} supports codes of {supported}, not {name}")
 
     def get_scale_dtype(self) -> np.dtype:
-        scale = FORMATS[self.row.formats[0]].scale if self.row.formats else "float32"
+        scale = FORMATS[self.spec.formats[0]].scale if self.spec.formats else "float32"
         return np.dtype(jnp.dtype(scale))
 
     def get_data_layout(self) -> str:
-        """Of rowwise and colwise data: "NN" or "NT"."""
-        return "N" + self.row.colwise_layout
+        """The layouts of rowwise and colwise codes: "NN" or "NT" (colwise codes are transposed)."""
+        return "N" + self.spec.colwise_layout
 
     def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
-        """The orientation in which a tensor takes part."""
+        """The orientation that a GEMM reads."""
         rowwise = self is ScalingMode.NO_SCALING or usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS)
         return QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
 
     def get_compatible_q_dtypes(self) -> DTypes:
-        """The dtypes of codes; without scaling, those of the arrays themselves.
+        """The supported dtypes of codes; for NO_SCALING, of unquantised arrays.
 
         >>> jnp.float8_e5m2 in ScalingMode.MXFP8_1D_SCALING.get_compatible_q_dtypes()
         True
@@ -171,14 +171,14 @@ class ScalingMode(enum.Enum):
         return DTypes(format.element for format in self.formats)
 
     def is_tensor_scaling(self) -> bool:
-        return bool(self.row.formats) and self.row.tile is None
+        return bool(self.spec.formats) and self.spec.tile is None
 
     def is_1d_block_scaling(self) -> bool:
-        return self.row.tile is not None and self.row.tile[0] == 1
+        return self.spec.tile is not None and self.spec.tile[0] == 1
 
     @property
     def is_block_scaling(self) -> bool:
-        return self.row.tile is not None
+        return self.spec.tile is not None
 
     @property
     def is_mxfp8_scaling(self) -> bool:
@@ -190,23 +190,23 @@ class ScalingMode(enum.Enum):
 
     @property
     def is_colwise_transposed(self) -> bool:
-        return self.row.colwise_layout == "T" and self is not ScalingMode.NO_SCALING
+        return self.spec.colwise_layout == "T" and self is not ScalingMode.NO_SCALING
 
 
-_TABLE = {
-    ScalingMode.NO_SCALING: Row(colwise_layout="N"),
-    ScalingMode.DELAYED_TENSOR_SCALING: Row(_FP8, delayed=True),
-    ScalingMode.CURRENT_TENSOR_SCALING: Row(_FP8),
-    ScalingMode.MXFP8_1D_SCALING: Row(("mxfp8", "mxfp8_e5m2"), (1, 32), colwise_layout="N"),
-    ScalingMode.NVFP4_1D_SCALING: Row(("nvfp4",), (1, 16)),
-    ScalingMode.NVFP4_2D_SCALING: Row(("nvfp4",), (16, 16)),
-    ScalingMode.FP8_1D_BLOCK_SCALING: Row(_FP8, (1, 128)),
-    ScalingMode.FP8_2D_BLOCK_SCALING: Row(_FP8, (128, 128)),
+_SPECS = {
+    ScalingMode.NO_SCALING: ModeSpec(colwise_layout="N"),
+    ScalingMode.DELAYED_TENSOR_SCALING: ModeSpec(_FP8, delayed=True),
+    ScalingMode.CURRENT_TENSOR_SCALING: ModeSpec(_FP8),
+    ScalingMode.MXFP8_1D_SCALING: ModeSpec(("mxfp8", "mxfp8_e5m2"), (1, 32), colwise_layout="N"),
+    ScalingMode.NVFP4_1D_SCALING: ModeSpec(("nvfp4",), (1, 16)),
+    ScalingMode.NVFP4_2D_SCALING: ModeSpec(("nvfp4",), (16, 16)),
+    ScalingMode.FP8_1D_BLOCK_SCALING: ModeSpec(_FP8, (1, 128)),
+    ScalingMode.FP8_2D_BLOCK_SCALING: ModeSpec(_FP8, (128, 128)),
 }
 
 
 def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int | None = None) -> tuple[bool, str]:
-    """Whether a mode works on a device, and why not: every mode works on every one.
+    """Returns (supported, reason if not); every mode is supported on every device.
 
     >>> is_scaling_mode_supported(ScalingMode.MXFP8_1D_SCALING)
     (True, '')

@@ -1,9 +1,8 @@
-"""Tensor classes and their factory, where theirs are."""
+"""Tensor classes and their factory, under the module name that TransformerEngine has for them."""
 
-from scaledot.compat.transformer_engine.not_offered import refuse
+from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsage
-from scaledot.compat.transformer_engine.quantize.tensor_factory import ScaledTensorFactory
-from scaledot.compat.transformer_engine.quantize.views import (
+from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
     GroupedScaledTensor1x,
@@ -12,6 +11,7 @@ from scaledot.compat.transformer_engine.quantize.views import (
     ScaledTensor1x,
     ScaledTensor2x,
 )
+from scaledot.compat.transformer_engine.quantize.tensor_factory import ScaledTensorFactory
 from scaledot.compat.transformer_engine.sharding import with_sharding_constraint_by_logical_axes
 
 __all__ = [
@@ -26,4 +26,4 @@ __all__ = [
     "TensorUsage",
     "with_sharding_constraint_by_logical_axes",
 ]
-__getattr__ = refuse(__name__)
+__getattr__ = module_getattr(__name__)

@@ -1,4 +1,4 @@
-"""ScaledTensorFactory: tensors from codes and scales that one has."""
+"""ScaledTensorFactory: creates quantised tensors from existing codes and scales."""
 
 from typing import Any
 
@@ -6,23 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scaledot.compat.transformer_engine.quantize.grouped import summing_groups
+from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
-from scaledot.compat.transformer_engine.quantize.views import (
+from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor1x,
     ScaledTensor2x,
-    cut_at,
+    normalize_flatten_axis,
     tensor_scale_of,
 )
 from scaledot.numerics import blocks
 
 
 class ScaledTensorFactory:
-    """Tensors from codes and scales that you have.
+    """Creates quantised tensors from existing codes and scales.
 
-    The mode decides how they are multiplied out; a `dequantizer` is accepted and not needed.
+    `dequantizer` is accepted for compatibility and ignored: the scaling mode determines dequantisation.
 
     >>> codes, scale = jnp.ones((2, 64), jnp.float8_e4m3fn), jnp.full((2, 2), 2, jnp.float8_e8m0fnu)
     >>> tensor = ScaledTensorFactory.create(codes, scale, scaling_mode=ScalingMode.MXFP8_1D_SCALING)
@@ -45,38 +45,41 @@ class ScaledTensorFactory:
         original_shape: tuple[int, ...] | None = None,
         has_rht_applied: bool = False,
     ) -> Any:
-        """One orientation. `flatten_axis` is that of the untransposed tensor.
+        """Returns a tensor of one orientation. `flatten_axis` refers to the untransposed tensor.
 
-        With `original_shape`, rows in groups of `group_sizes`, or one matrix per group without them.
+        With `original_shape` the tensor is grouped: (m, k) with `group_sizes`, or (groups, m, k) without.
 
         >>> codes = jnp.ones((3, 2), jnp.float8_e4m3fn)
         >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
-        >>> turned = ScaledTensorFactory.create_1x(codes, jnp.ones(1), None, mode, is_colwise=True, data_layout="T")
-        >>> turned.array.shape
+        >>> tensor = ScaledTensorFactory.create_1x(codes, jnp.ones(1), None, mode, is_colwise=True, data_layout="T")
+        >>> tensor.array.shape
         (2, 3)
         """
         if scaling_mode is ScalingMode.NO_SCALING:
             return NoScaleTensor(data, amax)
         if isinstance(dequantizer, np.dtype) or hasattr(dequantizer, "dtype"):
-            raise TypeError(f"`dequantizer` is {dequantizer!r}; a dtype is given as dq_dtype=")
-        how = {"scaling_mode": scaling_mode, "dq_dtype": np.dtype(dq_dtype), "is_colwise": is_colwise}
+            raise TypeError(f"`dequantizer` is {dequantizer!r}; pass a dtype as dq_dtype=")
+        fields = {"scaling_mode": scaling_mode, "dq_dtype": np.dtype(dq_dtype), "is_colwise": is_colwise}
         if original_shape is not None:
             if data_layout != "N":
-                raise ValueError("`data_layout` of a grouped tensor is 'N': its rows are not transposed")
-            return _grouped(data, scale_inv, amax, group_sizes, tuple(original_shape), how)
+                raise ValueError(f"`data_layout` of a grouped tensor must be 'N' (not transposed), not {data_layout!r}")
+            return _create_grouped(data, scale_inv, amax, group_sizes, tuple(original_shape), fields)
         if group_sizes is not None:
-            raise ValueError("`group_sizes` are given without an `original_shape`")
+            raise ValueError("`group_sizes` must be passed with `original_shape`")
         _check_layout(scaling_mode, data_layout, is_colwise)
         rank = data.ndim
-        cut = cut_at(flatten_axis, rank)
-        layout = {"data_layout": data_layout, "flatten_axis": rank - cut if data_layout == "T" else cut, "rank": rank}
-        tensor = ScaledTensor1x(data, scale_inv, amax, **how, **layout, has_rht_applied=has_rht_applied)
+        flatten_axis = normalize_flatten_axis(flatten_axis, rank)
+        stored_flatten_axis = rank - flatten_axis if data_layout == "T" else flatten_axis
+        layout = {"data_layout": data_layout, "flatten_axis": stored_flatten_axis, "rank": rank}
+        tensor = ScaledTensor1x(data, scale_inv, amax, **fields, **layout, has_rht_applied=has_rht_applied)
         _check_scale(tensor)
         return tensor
 
     @staticmethod
     def create_2x(data, scale_inv, colwise_data, colwise_scale_inv, *others, **options) -> ScaledTensor2x:
-        """Both orientations; other arguments are those of `create`, and `data_layout` has a letter for each.
+        """Returns a tensor of both orientations; other arguments are those of `create`.
+
+        `data_layout` has two letters, for the rowwise and the colwise codes.
 
         >>> codes, scale = jnp.ones((3, 2), jnp.float8_e4m3fn), jnp.ones(1)
         >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
@@ -105,11 +108,13 @@ class ScaledTensorFactory:
         rowwise_has_rht_applied: bool = False,
         colwise_has_rht_applied: bool = False,
     ) -> Any:
-        """A tensor in the orientations of `q_layout`; one that is colwise only may give its codes first.
+        """Returns a tensor in the orientations of `q_layout`.
+
+        If `q_layout` is COLWISE, codes and scales may be passed as `data` and `scale_inv`.
 
         >>> codes, scale = jnp.ones((3, 2), jnp.float8_e4m3fn), jnp.ones(1)
-        >>> how = {"scaling_mode": ScalingMode.CURRENT_TENSOR_SCALING, "q_layout": QuantizeLayout.COLWISE}
-        >>> ScaledTensorFactory.create(codes, scale, **how).is_colwise
+        >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
+        >>> ScaledTensorFactory.create(codes, scale, scaling_mode=mode, q_layout=QuantizeLayout.COLWISE).is_colwise
         True
         """
         if q_layout.is_colwise_only:
@@ -128,26 +133,28 @@ class ScaledTensorFactory:
         }
         tensors = []
         if q_layout.has_rowwise:
-            how = {"data_layout": layouts[0], "has_rht_applied": rowwise_has_rht_applied}
-            tensors.append(ScaledTensorFactory.create_1x(data, scale_inv, amax, **how, **shared))
+            own = {"data_layout": layouts[0], "has_rht_applied": rowwise_has_rht_applied}
+            tensors.append(ScaledTensorFactory.create_1x(data, scale_inv, amax, **own, **shared))
         if q_layout.has_colwise:
-            how = {"data_layout": layouts[-1], "has_rht_applied": colwise_has_rht_applied, "is_colwise": True}
-            largest = amax if colwise_amax is None else colwise_amax
-            tensors.append(ScaledTensorFactory.create_1x(colwise_data, colwise_scale_inv, largest, **how, **shared))
+            own = {"data_layout": layouts[-1], "has_rht_applied": colwise_has_rht_applied, "is_colwise": True}
+            colwise_amax = amax if colwise_amax is None else colwise_amax
+            tensors.append(
+                ScaledTensorFactory.create_1x(colwise_data, colwise_scale_inv, colwise_amax, **own, **shared)
+            )
         return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
 
 def _check_layout(mode: ScalingMode, data_layout: str, is_colwise: bool) -> None:
     if data_layout not in ("N", "T"):
         raise ValueError(f"`data_layout` must be 'N' or 'T', not {data_layout!r}")
-    expected = mode.row.colwise_layout if is_colwise else "N"
+    expected = mode.spec.colwise_layout if is_colwise else "N"
     if mode.is_block_scaling and data_layout != expected:
-        side = "colwise" if is_colwise else "rowwise"
-        raise ValueError(f"{side} data of {mode.name} have `data_layout` {expected!r}, not {data_layout!r}")
+        orientation = "colwise" if is_colwise else "rowwise"
+        raise ValueError(f"`data_layout` of {orientation} {mode.name} codes must be {expected!r}, not {data_layout!r}")
 
 
 def _check_scale(tensor: ScaledTensor1x) -> None:
-    q = tensor.stored
+    q = tensor.stored_array
     expected = blocks.grid(q.shape, q.block)
     if tuple(q.scale.shape) != expected:
         raise ValueError(
@@ -156,21 +163,25 @@ def _check_scale(tensor: ScaledTensor1x) -> None:
         )
 
 
-def _grouped(data, scale_inv, amax, group_sizes, shape: tuple[int, ...], how: dict[str, Any]) -> GroupedScaledTensor1x:
-    """Codes may be flat, as theirs are; scales and amax of groups are repeated for their rows."""
+def _create_grouped(
+    data, scale_inv, amax, group_sizes, shape: tuple[int, ...], fields: dict[str, Any]
+) -> GroupedScaledTensor1x:
+    """Creates a grouped tensor. Codes may be flat, as TransformerEngine's; scales and amax may have shape (groups,)."""
     if group_sizes is not None:
-        group_sizes = summing_groups(group_sizes, shape[0])
-        scale_inv, amax = (_per_row(of_groups, group_sizes, shape[0]) for of_groups in (scale_inv, amax))
+        group_sizes = checked_group_sizes(group_sizes, shape[0])
+        scale_inv, amax = (_repeat_per_row(x, group_sizes, shape[0]) for x in (scale_inv, amax))
     elif scale_inv.ndim == 1:
         scale_inv = scale_inv.reshape(-1, *(1,) * (len(shape) - 1))
-    second = None if amax is None or not how["scaling_mode"].is_nvfp4_scaling else tensor_scale_of(amax).reshape(-1)
+    two_level = amax is not None and fields["scaling_mode"].is_nvfp4_scaling
+    tensor_scale = tensor_scale_of(amax).reshape(-1) if two_level else None
     layout = {"flatten_axis": len(shape) - 1, "rank": len(shape), "original_shape": shape}
-    tensor = GroupedScaledTensor1x(data.reshape(shape), scale_inv, amax, second, group_sizes, **how, **layout)
+    tensor = GroupedScaledTensor1x(data.reshape(shape), scale_inv, amax, tensor_scale, group_sizes, **fields, **layout)
     _check_scale(tensor)
     return tensor
 
 
-def _per_row(of_groups, group_sizes: jax.Array, rows: int):
-    if of_groups is None or of_groups.ndim != 1:
-        return of_groups
-    return jnp.repeat(of_groups, group_sizes, total_repeat_length=rows)[:, None]
+def _repeat_per_row(x, group_sizes: jax.Array, rows: int):
+    """Repeats one number per group, shape (groups,), to one per row, shape (rows, 1); returns other arrays as is."""
+    if x is None or x.ndim != 1:
+        return x
+    return jnp.repeat(x, group_sizes, total_repeat_length=rows)[:, None]

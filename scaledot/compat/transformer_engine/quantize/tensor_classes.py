@@ -1,8 +1,9 @@
-"""Their tensor classes, as views over ScaledArray.
+"""TransformerEngine's tensor classes, as pytrees that convert to ScaledArray.
 
-A ScaledTensor1x holds codes and scales in the shapes that TransformerEngine gives them; `array` is the same numbers as
-a ScaledArray, and everything that computes is asked of that. Fields that say how codes are laid out are static and
-counted without batch axes in front (`rank`), so tensors survive vmap, scan and stacking.
+A ScaledTensor1x holds codes and scales in TransformerEngine's shapes; its property `array` is the equivalent
+ScaledArray, which all computations use. Layout fields are static and do not count leading batch dims (`rank`), so
+tensors work under vmap, scan and stacking. For NVFP4, a (64, 128) tensor has rowwise codes (64, 128) with scales
+(64, 8), and colwise codes stored transposed, (128, 64), with scales (128, 4).
 """
 
 import abc
@@ -18,7 +19,7 @@ from jax.core import Tracer
 
 from scaledot.array import ScaledArray
 from scaledot.compat.transformer_engine.quantize.scaling_modes import ScalingMode, TensorUsage
-from scaledot.compat.transformer_engine.sharding import constrained
+from scaledot.compat.transformer_engine.sharding import constrain_by_names
 from scaledot.formats import Format
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, SMALLEST_SCALE, divide
@@ -26,12 +27,12 @@ from scaledot.numerics.hadamard import Hadamard
 from scaledot.ops.quantize import dequantize
 from scaledot.train.residuals import as_bits, from_bits
 
-ROTATION = Hadamard()  # the one sign mask that they have
+ROTATION = Hadamard()  # the sign mask that TransformerEngine always uses
 _STATIC: Any = {"static": True}
 
 
 class AbstractBaseTensor(abc.ABC):
-    """What every tensor can do.
+    """Interface of all tensor classes.
 
     >>> isinstance(NoScaleTensor(jnp.ones((2, 4))), AbstractBaseTensor)
     True
@@ -43,23 +44,23 @@ class AbstractBaseTensor(abc.ABC):
 
     @abc.abstractmethod
     def dequantize(self) -> Any:
-        """The values in high precision."""
+        """Returns the dequantised values."""
 
     @abc.abstractmethod
     def get_tensor(self, usage: TensorUsage | None = None) -> Any:
-        """The codes; with a usage, the tensor in the orientation that it needs."""
+        """Returns the codes or, if `usage` is passed, the tensor in the orientation for that GEMM operand."""
 
     @abc.abstractmethod
     def apply_sharding_constraint_by_logical_axes(self, logical_axis_names: Sequence[str | None] | None) -> Any:
-        """The tensor laid out over the mesh; names are those of the untransposed axes."""
+        """Constrains the tensor's sharding; names refer to the untransposed dims."""
 
     @abc.abstractmethod
     def checkpoint(self, quantizer: Any) -> Any:
-        """The tensor under the quantizer's `checkpoint_name`, for policies of jax.checkpoint that save by name."""
+        """Tags the tensor with the quantizer's `checkpoint_name`, for jax.checkpoint policies that save by name."""
 
 
 class AbstractBaseTensor1x(AbstractBaseTensor):
-    """A tensor in one orientation: it has `data` and `amax`.
+    """A tensor of one orientation, with `data` and `amax`.
 
     >>> isinstance(NoScaleTensor(jnp.ones((2, 4))), AbstractBaseTensor1x)
     True
@@ -74,7 +75,7 @@ class AbstractBaseTensor1x(AbstractBaseTensor):
 
 
 class ScaledTensor:
-    """A tensor of codes and scales.
+    """Base class of tensors with codes and scales.
 
     >>> issubclass(ScaledTensor1x, ScaledTensor), issubclass(NoScaleTensor, ScaledTensor)
     (True, False)
@@ -84,7 +85,7 @@ class ScaledTensor:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoScaleTensor(AbstractBaseTensor1x):
-    """An unquantised array in the place of a tensor.
+    """An unquantised array with the interface of a tensor.
 
     >>> NoScaleTensor(jnp.ones(2)[None]).dequantize()
     Array([[1., 1.]], dtype=float32)
@@ -100,22 +101,23 @@ class NoScaleTensor(AbstractBaseTensor1x):
         return self.data if usage is None else self
 
     def apply_sharding_constraint_by_logical_axes(self, logical_axis_names):
-        return dataclasses.replace(self, data=constrained(self.data, logical_axis_names))
+        return dataclasses.replace(self, data=constrain_by_names(self.data, logical_axis_names))
 
     def checkpoint(self, quantizer: Any) -> "NoScaleTensor":
-        return _named(self, quantizer)
+        return _checkpoint_named(self, quantizer)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
-    """Codes in one orientation; `ScaledTensorFactory.create_1x` and `quantize` make them.
+    """Codes and scales of one orientation; created by `quantize` and `ScaledTensorFactory.create_1x`.
 
-    data: codes; with data_layout "T" the axes right of flatten_axis stand before those left of it.
-    scale_inv: what codes are multiplied by; (1,) for one scale per tensor, otherwise one entry per block.
-    amax: the largest magnitude, (1,) float32, or None where scales need none.
-    tensor_scale: the exact second level of NVFP4; without one it is amax / 2688.
-    flatten_axis: where the stored data are cut in two, of `rank` axes.
+    data: codes; with data_layout "T" they are transposed, so that the dims from flatten_axis on come first.
+    scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block.
+    amax: float32 of shape (1,), or None if scales do not depend on it.
+    tensor_scale: the second-level scale of NVFP4; if None, amax / 2688.
+    flatten_axis: where the dims of `data`, as stored and without batch dims, are split to flatten it to a matrix.
+    rank: the number of dims without batch dims.
 
     >>> codes, scale = jnp.full((2, 4), 3, jnp.float8_e4m3fn), jnp.full(1, 0.5)
     >>> tensor = ScaledTensor1x(codes, scale, scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING)
@@ -140,34 +142,34 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     format: Format | None = dataclasses.field(default=None, metadata=_STATIC)
 
     @property
-    def stored(self) -> ScaledArray:
-        """The codes as they lie in `data`."""
-        row = self.format or self.scaling_mode.format_of(self.data.dtype)
+    def stored_array(self) -> ScaledArray:
+        """The tensor as a ScaledArray with the dims of `data`, transposed if `data_layout` is "T"."""
+        format = self.format or self.scaling_mode.format_of(self.data.dtype)
         rotation = ROTATION if self.has_rht_applied else None
-        how = {"format": row, "block": self._block(), "dtype": np.dtype(self.dq_dtype), "rotation": rotation}
-        return ScaledArray(self.data, self._scale(), self._tensor_scale() if row.two_level else None, **how)
+        fields = {"format": format, "block": self._block(), "dtype": np.dtype(self.dq_dtype), "rotation": rotation}
+        return ScaledArray(self.data, self._scale(), self._tensor_scale() if format.two_level else None, **fields)
 
     @property
     def array(self) -> ScaledArray:
-        """The same numbers with axes in their logical order."""
+        """The tensor as a ScaledArray with untransposed dims."""
         if self.data_layout == "N":
-            return self.stored
+            return self.stored_array
         batch = self.data.ndim - self._rank
-        cut = batch + self.flatten_axis
-        return self.stored.transpose(*range(batch), *range(cut, self.data.ndim), *range(batch, cut))
+        split = batch + self.flatten_axis
+        return self.stored_array.transpose(*range(batch), *range(split, self.data.ndim), *range(batch, split))
 
     def dequantize(self) -> jax.Array:
-        """The values, laid out as `data` is."""
-        return dequantize(self.stored, self.dq_dtype)
+        """Returns the dequantised values, with the shape of `data`."""
+        return dequantize(self.stored_array, self.dq_dtype)
 
     def get_tensor(self, usage: TensorUsage | None = None) -> Any:
         if usage is None:
             return self.data
         if self.scaling_mode.get_quantize_layout(usage).is_colwise_only != self.is_colwise:
-            held, missing = ("colwise", "rowwise") if self.is_colwise else ("rowwise", "colwise")
+            present, missing = ("colwise", "rowwise") if self.is_colwise else ("rowwise", "colwise")
             raise ValueError(
-                f"{usage} needs the {missing} orientation, and this tensor of {self.scaling_mode.name} holds only the "
-                f"{held} one; quantise with q_layout=QuantizeLayout.ROWWISE_COLWISE"
+                f"{usage} needs the {missing} orientation, but this {self.scaling_mode.name} tensor has only the "
+                f"{present} one; quantise with q_layout=QuantizeLayout.ROWWISE_COLWISE"
             )
         return self
 
@@ -178,54 +180,55 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         if len(names) != self.data.ndim:
             raise ValueError(f"`logical_axis_names` {names} must have one name for each axis of {self.data.shape}")
         if self.data_layout == "T":
-            batch, cut = self.data.ndim - self._rank, self.data.ndim - self.flatten_axis
-            names = (*names[:batch], *names[cut:], *names[batch:cut])
-        scale = constrained(self.scale_inv, names) if self.scaling_mode.is_block_scaling else self.scale_inv
-        return dataclasses.replace(self, data=constrained(self.data, names), scale_inv=scale)
+            batch, split = self.data.ndim - self._rank, self.data.ndim - self.flatten_axis
+            names = (*names[:batch], *names[split:], *names[batch:split])
+        scale = constrain_by_names(self.scale_inv, names) if self.scaling_mode.is_block_scaling else self.scale_inv
+        return dataclasses.replace(self, data=constrain_by_names(self.data, names), scale_inv=scale)
 
     def checkpoint(self, quantizer: Any) -> Any:
-        return _named(self, quantizer)
+        return _checkpoint_named(self, quantizer)
 
     @property
     def _rank(self) -> int:
         return self.data.ndim if self.rank is None else self.rank
 
     @property
-    def _batch(self) -> tuple[int, ...]:
+    def _batch_shape(self) -> tuple[int, ...]:
         return self.data.shape[: self.data.ndim - self._rank]
 
     def _block(self) -> blocks.Block:
-        tile, rank = self.scaling_mode.row.tile, self._rank
+        tile, rank = self.scaling_mode.spec.tile, self._rank
         if tile is None:
             return (0,) * rank
         block, left = [1] * rank, self.flatten_axis - 1
-        kept, summed = (rank - 1, left) if self.is_colwise and self.data_layout == "N" else (left, rank - 1)
-        block[summed] = tile[1]
-        if (
-            self.scale_inv.shape[kept - rank] != self.data.shape[kept - rank]
-        ):  # else repeated, as their products want it
-            block[kept] = tile[0]
+        free, contracting = (rank - 1, left) if self.is_colwise and self.data_layout == "N" else (left, rank - 1)
+        block[contracting] = tile[1]
+        # TransformerEngine's GEMM takes scales of square blocks repeated for each row: blocks are then 1×n.
+        if self.scale_inv.shape[free - rank] != self.data.shape[free - rank]:
+            block[free] = tile[0]
         return blocks.trim(tuple(block))
 
     def _scale(self) -> jax.Array:
-        tensor_wide = self.scaling_mode.is_tensor_scaling()
-        return self.scale_inv.reshape(*self._batch, *(1,) * self._rank) if tensor_wide else self.scale_inv
+        per_tensor = self.scaling_mode.is_tensor_scaling()
+        return self.scale_inv.reshape(*self._batch_shape, *(1,) * self._rank) if per_tensor else self.scale_inv
 
     def _tensor_scale(self) -> jax.Array:
         if self.tensor_scale is not None:
-            return self.tensor_scale.reshape(self._batch)
+            return self.tensor_scale.reshape(self._batch_shape)
         if self.amax is None:
-            raise ValueError(f"`amax` of a {self.scaling_mode.name} tensor is missing; its tensor scale is amax / 2688")
-        return tensor_scale_of(self.amax).reshape(self._batch)
+            raise ValueError(
+                f"`amax` of a {self.scaling_mode.name} tensor must be set: its tensor scale is amax / 2688"
+            )
+        return tensor_scale_of(self.amax).reshape(self._batch_shape)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class GroupedScaledTensor1x(ScaledTensor1x):
-    """Codes of rows in consecutive groups, or of one matrix per group, each quantised as if it were alone.
+    """Codes of (m, k) with `group_sizes`, or of (groups, m, k) without; each group is quantised independently.
 
-    data has `original_shape` and is never transposed. Because group sizes may be traced, scales are stored per row
-    (per matrix where `group_sizes` is None).
+    `data` has `original_shape` and is never transposed. With `group_sizes`, which may be traced, scales are stored per
+    row, not per group.
 
     >>> from scaledot.compat.transformer_engine.cpp_extensions import grouped_quantize
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
@@ -240,19 +243,19 @@ class GroupedScaledTensor1x(ScaledTensor1x):
     original_shape: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
 
     def dequantize(self) -> list[jax.Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The values of each group; sizes must be concrete."""
-        values = dequantize(self.stored, self.dq_dtype)
+        """Returns one dequantised array per group; `group_sizes` must be concrete."""
+        dequantized = dequantize(self.stored_array, self.dq_dtype)
         if self.group_sizes is None:
-            return list(values)
+            return list(dequantized)
         if isinstance(self.group_sizes, Tracer):
-            raise TypeError("dequantize gives one array per group, whose sizes must be known; use `array` under jit")
-        return jnp.split(values, np.cumsum(np.asarray(self.group_sizes)))[:-1]
+            raise TypeError("dequantize returns one array per group and needs concrete sizes; use `array` under jit")
+        return jnp.split(dequantized, np.cumsum(np.asarray(self.group_sizes)))[:-1]
 
     def _block(self) -> blocks.Block:
-        kept, summed = self.scaling_mode.row.tile or (0, 0)
+        free, contracting = self.scaling_mode.spec.tile or (0, 0)
         if self.group_sizes is not None:
-            return blocks.trim((1, kept if self.is_colwise else summed))
-        return blocks.trim((1, summed, kept) if self.is_colwise else (1, kept, summed))
+            return blocks.trim((1, free if self.is_colwise else contracting))
+        return blocks.trim((1, contracting, free) if self.is_colwise else (1, free, contracting))
 
     def _scale(self) -> jax.Array:
         return self.scale_inv
@@ -264,7 +267,7 @@ class GroupedScaledTensor1x(ScaledTensor1x):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledTensor2x(AbstractBaseTensor, ScaledTensor):
-    """Both orientations of a tensor, each cast from the same high-precision values.
+    """Both orientations of a tensor, each quantised from the same high-precision array.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
@@ -291,7 +294,7 @@ class ScaledTensor2x(AbstractBaseTensor, ScaledTensor):
         return self.rowwise_tensor.ndim
 
     def dequantize(self) -> Any:
-        """The values of the rowwise orientation."""
+        """Returns the dequantised values of the rowwise orientation."""
         return self.rowwise_tensor.dequantize()
 
     def get_tensor(self, usage: TensorUsage | None = None) -> Any:
@@ -305,26 +308,30 @@ class ScaledTensor2x(AbstractBaseTensor, ScaledTensor):
         return ScaledTensor2x(*(t.apply_sharding_constraint_by_logical_axes(logical_axis_names) for t in both))
 
     def checkpoint(self, quantizer: Any) -> "ScaledTensor2x":
-        return _named(self, quantizer)
+        return _checkpoint_named(self, quantizer)
 
 
 def tensor_scale_of(amax: Any) -> jax.Array:
-    """The second level of NVFP4: the largest magnitude over that of codes and block scales."""
+    """Returns NVFP4's second-level scale, amax / (6 * 448): the largest FP4 code times the largest E4M3 block scale."""
     amax = jnp.asarray(amax, jnp.float32)
     return jnp.where(amax == 0, ONE, jnp.maximum(divide(amax, np.float32(6 * 448)), SMALLEST_SCALE))
 
 
-def _named(tensor: Any, quantizer: Any) -> Any:
-    """Codes are named as bits: what jax.checkpoint saves of floats it rounds, and 448 would become NaN."""
+def _checkpoint_named(tensor: Any, quantizer: Any) -> Any:
+    """Tags the leaves with the quantizer's `checkpoint_name`.
+
+    Codes are tagged as integers of the same bits: jax.checkpoint applies lax.reduce_precision to floats that it saves,
+    which turns an e4m3 code of 448 into NaN.
+    """
     name = getattr(quantizer, "checkpoint_name", None)
     if name is None:
         return tensor
     return from_bits(jax.tree.map(lambda leaf: checkpoint_name(leaf, name), as_bits(tensor)))
 
 
-def cut_at(flatten_axis: int, ndim: int) -> int:
-    """A checked `flatten_axis` counted from the front."""
-    cut = flatten_axis + ndim if flatten_axis < 0 else flatten_axis
-    if not 0 < cut < ndim:
-        raise ValueError(f"`flatten_axis` {flatten_axis} must have axes on both sides of it, and there are {ndim} axes")
-    return cut
+def normalize_flatten_axis(flatten_axis: int, ndim: int) -> int:
+    """Returns `flatten_axis` as a positive axis; raises unless it has dims on both sides."""
+    axis = flatten_axis + ndim if flatten_axis < 0 else flatten_axis
+    if not 0 < axis < ndim:
+        raise ValueError(f"`flatten_axis` {flatten_axis} must have dims on both sides, and there are {ndim} dims")
+    return axis
