@@ -227,3 +227,13 @@ def test_asymmetric_integers_follow_their_definition(bits):
     np.testing.assert_array_equal(np.asarray(q.data).astype(np.float32), codes)
     np.testing.assert_array_equal(sd.dequantize(q), (codes - zero[:, None]).astype(np.float32) * scale[:, None])
     assert q.zero.dtype == q.data.dtype
+
+
+@pytest.mark.whole_product
+@pytest.mark.parametrize("element", ["int2", "int3", "int4"])
+@pytest.mark.parametrize("rule", ["ceil", "floor", "even", "even1", "ceil_log2"])
+def test_the_largest_float32_does_not_underflow_to_code_zero(element, rule):
+    format = replace(sd.FORMATS[element], name="mx", scale="float8_e8m0fnu", block=(32,), rule=rule)
+    x = jnp.full((1, 32), np.finfo(np.float32).max)
+    dequantised = sd.dequantize(sd.quantize(x, format))
+    assert (dequantised >= x / 4).all()

@@ -48,8 +48,8 @@ def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
     if format.scale == "float8_e8m0fnu":
-        # The reciprocal of code 254 is subnormal; it occurs only for element maxima below 2.
-        return _e8m0_scales(e8m0_code(amax, format), two_multipliers=format.max < 2)
+        # The reciprocal of code 254 (2^127) is subnormal. Rules round amax / F up to that power only if F < 4.
+        return _e8m0_scales(e8m0_code(amax, format), two_multipliers=format.max < 4)
     if format.scale == "float8_e4m3fn":
         return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax)
     return _float_scales(amax, format, dtype)
