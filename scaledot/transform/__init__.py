@@ -1,0 +1,24 @@
+"""Quantises any JAX function: traces it, replaces its contractions by those of recipes, patches nothing.
+
+    from scaledot import transform
+    loss = transform.quantized(loss, {"*/head": None, "*": "fp8_current"})     # ordered rules, by path
+    grads = jax.jit(jax.grad(loss))(params, batch)
+
+| module | holds |
+|---|---|
+| `rules` | `Rule`: which contraction gets which recipe |
+| `jaxprs` | what differs between jax releases |
+| `sites` | data flow, `Site`, `Plan` |
+| `rewrite` | the evaluation of a plan |
+| `program` | `quantized`, `init_state` |
+
+What composition means: `jax.grad(quantized(f))` quantises the backward pass, too, as the recipe says;
+`quantized(jax.grad(f))` raises. `jax.vmap(quantized(f))` has one scale per example for per-tensor scaling,
+`quantized(jax.vmap(f))` one for the batch.
+"""
+
+from scaledot.transform.program import init_state, quantized
+from scaledot.transform.rules import Rule
+from scaledot.transform.sites import Site
+
+__all__ = ["Rule", "Site", "init_state", "quantized"]
