@@ -11,6 +11,7 @@
 | `sites` | data flow, `Site`, `Plan` |
 | `rewrite` | the evaluation of a plan |
 | `program` | `quantized`, `init_state` |
+| `report` | `report`: what was quantised, and what was not |
 
 What composition means: `jax.grad(quantized(f))` quantises the backward pass, too, as the recipe says;
 `quantized(jax.grad(f))` raises. `jax.vmap(quantized(f))` has one scale per example for per-tensor scaling,
@@ -18,7 +19,8 @@ What composition means: `jax.grad(quantized(f))` quantises the backward pass, to
 """
 
 from scaledot.transform.program import init_state, quantized
+from scaledot.transform.report import Report, report
 from scaledot.transform.rules import Rule
 from scaledot.transform.sites import Site
 
-__all__ = ["Rule", "Site", "init_state", "quantized"]
+__all__ = ["Report", "Rule", "Site", "init_state", "quantized", "report"]

@@ -1,4 +1,4 @@
-"""What this package reads of jaxprs, in one place, because some parameters of primitives differ between jax releases."""
+"""Reads jaxprs. Parameters of some primitives differ between jax releases; nothing else here depends on the release."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -36,6 +36,11 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11 and newer
     return len(list(consts)), len(list(carry))
+
+
+def type_of(atom: Any) -> Any:
+    """The type of a variable or literal, with shape and dtype."""
+    return atom.aval
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

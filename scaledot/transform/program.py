@@ -1,6 +1,7 @@
-"""`quantized` and `init_state`: traces a function to a jaxpr, analyses it, and evaluates it with contractions replaced."""
+"""`quantized` and `init_state`: a function is traced, analysed, and evaluated with its contractions replaced."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class Program:
         """The checked states in the order of `plan.delayed`."""
         if not self.state_names:
             if scaling_state:
-                raise ValueError("`scaling_state` is passed, but no rule has a recipe with delayed scaling; leave it out")
+                raise ValueError("`scaling_state` is passed, but no contraction has delayed scaling; leave it out")
             return []
         expected = jax.eval_shape(self.init_state)
         if scaling_state is None:
@@ -80,8 +81,13 @@ class Transform:
         param_args = params if params is None else (params,) if isinstance(params, int) else tuple(params)
         return cls(fn, parse_rules(rules), param_args)
 
-    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False) -> tuple[Program, list[Any]]:
-        """The program for arguments of these types, and the arrays among them, which are its inputs."""
+    def program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False
+    ) -> tuple[Program, list[Any]]:
+        """The program for arguments of these types, and the arrays among them, which are its inputs.
+
+        complete: whether to list the contractions in backward rules as well.
+        """
         paths_and_leaves, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_scaled)
         arrays = {i: leaf for i, (_, leaf) in enumerate(paths_and_leaves) if _is_array(leaf)}
         static = tuple((i, leaf) for i, (_, leaf) in enumerate(paths_and_leaves) if i not in arrays)
@@ -140,7 +146,15 @@ class Transform:
         parts = jax.tree_util.keystr(path[2:], simple=True, separator="/").split("/")
         parts = parts[1:] if parts[0] == "params" and len(parts) > 1 else parts  # linen's collection
         parts = parts[:-1] if parts[-1] in ("value", "raw_value") and len(parts) > 1 else parts  # an nnx.Variable
-        return "/".join(parts) or f"args/{position}"
+        return "/".join(parts) or self._argument_name(position)
+
+    def _argument_name(self, position: int) -> str:
+        try:
+            parameters = list(inspect.signature(self.fn).parameters.values())
+        except ValueError:  # some callables have no signature
+            parameters = []
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return positional[position] if position < len(positional) else f"argument_{position}"
 
 
 def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Callable[..., Any]:
@@ -173,7 +187,9 @@ def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) ->
         program, inputs = transform.program(args, kwargs)
         states = program.ordered(scaling_state)
         inputs = [*program.plan.closed.consts, *inputs]
-        outs, states = program.rewriter.evaluate(program.plan, inputs, sr_key if program.plan.needs_key else None, states)
+        outs, states = program.rewriter.evaluate(
+            program.plan, inputs, sr_key if program.plan.needs_key else None, states
+        )
         result = program.rebuild(outs)
         return (result, dict(zip(program.state_names, states, strict=True))) if states else result
 
@@ -190,7 +206,7 @@ def init_state(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -
 
     >>> state = init_state(lambda w, x: x @ w, "fp8_delayed")(jnp.ones((32, 32)), jnp.ones((4, 32)))
     >>> {name: sorted(tensors) for name, tensors in state.items()}
-    {'args/0': ['g', 'w', 'x']}
+    {'w': ['g', 'w', 'x']}
     """
     transform = Transform.of(fn, rules, params)
 

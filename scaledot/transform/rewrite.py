@@ -18,11 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from scaledot import ops, train
+from scaledot import train
 from scaledot.array import ScaledArray
+from scaledot.contraction import labels
 from scaledot.numerics.rounding import key_words, mixed
+from scaledot.ops.dot import dot_general
+from scaledot.ops.quantize import dequantize
+from scaledot.ops.ragged import ragged_dot
 from scaledot.state import State
-from scaledot.transform.jaxprs import CALLS, read, scan_counts
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.transform.jaxprs import CALLS, read, scan_counts, type_of
 from scaledot.transform.sites import Choice, Plan, bind
 
 States = list[State]
@@ -129,7 +134,7 @@ class Rewriter:
             in_specs=(params["in_specs"], replicated),
             out_specs=params["out_specs"],
             check_vma=params["check_vma"],
-            axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+            axis_names=params["newly_manual_axes"],
         )
         return list(mapped(tuple(_plain(values)), key)), states
 
@@ -181,20 +186,27 @@ _HANDLERS: dict[str, Callable[..., Result]] = {
 
 
 def contract(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any, index: int, states: States) -> Result:
-    """The result of a contraction under its recipe, in the type of the equation, whose `index` is hashed into the key."""
+    """The result of a contraction under its recipe. index: of the equation, which is hashed into the key."""
     if any(isinstance(value, ScaledArray) for value in values):
-        return [_contract_scaled(eqn, choice, values)], []
+        return [_contract_scaled(eqn, choice, values, key)], []
     recipe = choice.recipe
     assert recipe is not None
-    keywords: dict[str, Any] = {"recipe": recipe, "preferred_element_type": choice.site.out.dtype}
+    function, keywords = under_recipe(choice)
     keywords |= {"key": _fold(key, index)} if recipe.stochastic else {}
     keywords |= {"state": states[0]} if recipe.delayed else {}
-    keywords["precision"] = eqn.params["precision"]
-    if eqn.params.get("out_sharding") is not None:
-        keywords["out_sharding"] = eqn.params["out_sharding"]
-    y = _FUNCTIONS[eqn.primitive.name](eqn.params, choice.site.weight, *values, **keywords)
+    y = function(*values, **keywords)
     y, used = (y[0], [y[1]]) if recipe.delayed else (y, [])
     return [y], used
+
+
+def under_recipe(choice: Choice) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A function of the operands of a contraction that runs it under the recipe, and its keyword arguments."""
+    site = choice.site
+    keywords: dict[str, Any] = {"recipe": choice.recipe, "preferred_element_type": site.out.dtype}
+    keywords["precision"] = site.params["precision"]
+    if site.params.get("out_sharding") is not None:
+        keywords["out_sharding"] = site.params["out_sharding"]
+    return functools.partial(_FUNCTIONS[site.primitive], site.params, site.weight), keywords
 
 
 def _dot(params: dict[str, Any], weight: int, lhs: Any, rhs: Any, **keywords: Any) -> Any:
@@ -226,18 +238,30 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _contract_scaled(eqn: JaxprEqn, choice: Choice, values: list[Any]) -> Any:
-    """A contraction with quantised parameters, of the codes as they are."""
-    if eqn.primitive.name == "dot_general":
-        numbers, dtype = eqn.params["dimension_numbers"], choice.site.out.dtype
-        return ops.dot_general(*values, numbers, eqn.params["precision"], dtype)
-    if eqn.primitive.name == "ragged_dot_general":
-        return ops.ragged_dot(*values, preferred_element_type=choice.site.out.dtype)
-    return bind(eqn, *_plain(values))[0]
+def _contract_scaled(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any) -> Any:
+    """A contraction with a quantised parameter; the recipe, if any, quantises the other operand as in its fwd."""
+    name, dtype = eqn.primitive.name, choice.site.out.dtype
+    if name == "conv_general_dilated":
+        return bind(eqn, *_plain(values))[0]
+    lhs, rhs = (_cast_activation(eqn, i, choice, value, key) for i, value in enumerate(values[:2]))
+    if name == "ragged_dot_general":
+        return ragged_dot(lhs, rhs, *values[2:], preferred_element_type=dtype)
+    return dot_general(lhs, rhs, eqn.params["dimension_numbers"], eqn.params["precision"], dtype)
+
+
+def _cast_activation(eqn: JaxprEqn, operand: int, choice: Choice, value: Any, key: Any) -> Any:
+    cast = choice.recipe and choice.recipe.fwd and choice.recipe.fwd.lhs
+    if isinstance(value, ScaledArray) or cast is None or cast.delayed or cast.rotation:
+        return value
+    contracting, batch = eqn.params.get("dimension_numbers", (((1,), (1,)), ((), ())))
+    names = labels(value.ndim)
+    summed = "".join(names[axis] for axis in contracting[operand])
+    free = "".join(c for i, c in enumerate(names) if c not in summed and i not in batch[operand])
+    return ResolvedCast.on(cast, OperandDims(names, free, summed)).quantize(value, key=key)
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
-    return [ops.dequantize(value) if isinstance(value, ScaledArray) else value for value in values]
+    return [dequantize(value) if isinstance(value, ScaledArray) else value for value in values]
 
 
 def _unchanged(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
@@ -257,7 +281,9 @@ def _converted(values: list[Any], eqn: JaxprEqn) -> ScaledArray | None:
 def _sliced(values: list[Any], eqn: JaxprEqn) -> ScaledArray | None:
     params, q = eqn.params, values[0]
     strides = params["strides"] or (1,) * q.ndim
-    return q[tuple(slice(*ends) for ends in zip(params["start_indices"], params["limit_indices"], strides, strict=True))]
+    return q[
+        tuple(slice(*ends) for ends in zip(params["start_indices"], params["limit_indices"], strides, strict=True))
+    ]
 
 
 def _indexed(values: list[Any], eqn: JaxprEqn) -> ScaledArray | None:
@@ -276,7 +302,7 @@ _SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | None]] = {
     "convert_element_type": _converted,
     "transpose": lambda values, eqn: values[0].transpose(eqn.params["permutation"]),
     "reshape": lambda values, eqn: values[0].reshape(eqn.params["new_sizes"]),
-    "squeeze": lambda values, eqn: values[0].reshape(eqn.outvars[0].aval.shape),
+    "squeeze": lambda values, eqn: values[0].reshape(type_of(eqn.outvars[0]).shape),
     "slice": _sliced,
     "dynamic_slice": _indexed,
     "copy": lambda values, eqn: values[0],

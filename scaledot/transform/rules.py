@@ -85,7 +85,8 @@ def parse_rules(rules: Rules) -> tuple[Rule, ...]:
         parsed = tuple(rules)
     else:
         raise TypeError(
-            f"`rules` must be a recipe, a mapping of path patterns to recipes, or a list of transform.Rule, not {rules!r}"
+            "`rules` must be a recipe, a mapping of path patterns to recipes, or a list of transform.Rule, "
+            f"not {rules!r}"
         )
     if not parsed:
         raise ValueError("`rules` must not be empty")
@@ -93,7 +94,7 @@ def parse_rules(rules: Rules) -> tuple[Rule, ...]:
 
 
 def check_all_match(rules: Sequence[Rule], sites: "Sequence[Site]") -> None:
-    """Raises ValueError for a rule that matches no contraction, with the nearest names; the pattern "*" never raises."""
+    """Raises ValueError for a rule that matches no contraction, with the nearest paths; a rule for all never raises."""
     for rule in rules:
         if rule.path == "*" and rule.operands == "weight" and rule.where is None and rule.primitive is None:
             continue

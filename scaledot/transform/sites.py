@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from scaledot.recipes import Recipe
 from scaledot.train.conv import groups_reason
-from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts
+from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts, type_of
 from scaledot.transform.rules import PRIMITIVES, Rule
 
 
@@ -51,9 +51,10 @@ class Site:
     """One contraction of a program.
 
     path: that of the parameter among its operands, or `scope` without one. scope: the `jax.named_scope`. operands:
-    "weight", "activations", "parameters" (both depend on parameters only) or "constants". weight: the index of the
-    weight, 0 or 1; for two activations 1. lhs, rhs, out: types with shape and dtype. flops: of one execution. lengths:
+    "weight" (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters"
+    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types with shape and dtype. flops: of one execution. lengths:
     those of the scans around it. in_loop: whether a while loop, whose number of iterations is unknown, is around it.
+    params: those of the primitive.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Site:
     flops: int
     lengths: tuple[int, ...]
     in_loop: bool
+    params: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
 
     @property
     def total_flops(self) -> int:
@@ -263,7 +265,9 @@ class Analysis:
         if record:
             for inner in contractions_of(backward.jaxpr):
                 site = make_site(inner, [DATA, DATA], place)
-                self.choices.append(Choice(site, None, reason="in the backward rule of a custom_vjp, which is not rewritten"))
+                self.choices.append(
+                    Choice(site, None, reason="in the backward rule of a custom_vjp, which is not rewritten")
+                )
         if plan.is_empty:
             return (plan,)
         place = dataclasses.replace(place, in_derivative_rule=True)
@@ -302,8 +306,9 @@ def _derivative(place: Place) -> str | None:
 _UNMATCHED = {
     "weight": "no rule matches",
     "activations": "no weight among its operands; a rule with operands='activations' would match",
-    "parameters": "both operands depend on parameters only",
-    "constants": "no operand depends on an argument",
+    "parameters": "no operand depends on data",
+    "constant": "one operand is a constant, not a parameter",
+    "constants": "both operands are constants",
 }
 
 
@@ -323,23 +328,41 @@ def contractions_of(jaxpr: Any) -> Iterator[JaxprEqn]:
             yield from contractions_of(inner)
 
 
+# By the number of operands that depend on data, and of those that depend on parameters only.
+_OPERANDS = {
+    (2, 0): "activations",
+    (1, 1): "weight",
+    (1, 0): "constant",
+    (0, 2): "parameters",
+    (0, 1): "parameters",
+    (0, 0): "constants",
+}
+
+
 def make_site(eqn: JaxprEqn, origins: Sequence[Origin], place: Place) -> Site:
     """The Site of a contraction whose first two operands have the given origins."""
-    lhs, rhs = (atom.aval for atom in eqn.invars[:2])
-    weights = [i for i, origin in enumerate(origins) if origin.is_weight]
-    data = [i for i, origin in enumerate(origins) if origin.is_data]
-    operands = "activations" if len(data) == 2 else "weight" if data and weights else "parameters"
-    if not data and not weights or (data and not weights and operands != "activations"):
-        operands = "constants"
-    weight = weights[0] if operands == "weight" else 1
+    lhs, rhs, out = map(type_of, (*eqn.invars[:2], eqn.outvars[0]))
+    operands = _OPERANDS[sum(origin.is_data for origin in origins), sum(origin.is_weight for origin in origins)]
+    weight = 0 if operands == "weight" and origins[0].is_weight else 1
     params = sorted(origins[weight].params) if operands == "weight" else []
     layers = [path.rpartition("/")[0] or path for path in params]
     path = " + ".join(dict.fromkeys(layers)) or place.scope or eqn.primitive.name
     names = tuple(dict.fromkeys([path, *layers, *params, place.scope]))
-    out = eqn.outvars[0].aval
     flops = 2 * math.prod(out.shape) * _contracted_size(eqn, lhs, rhs)
     return Site(
-        path, names, place.scope, eqn.primitive.name, operands, weight, lhs, rhs, out, flops, place.lengths, place.in_loop
+        path=path,
+        names=names,
+        scope=place.scope,
+        primitive=eqn.primitive.name,
+        operands=operands,
+        weight=weight,
+        lhs=lhs,
+        rhs=rhs,
+        out=out,
+        flops=flops,
+        lengths=place.lengths,
+        in_loop=place.in_loop,
+        params=eqn.params,
     )
 
 
