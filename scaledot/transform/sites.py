@@ -52,9 +52,9 @@ class Site:
 
     path: that of the parameter among its operands, or `scope` without one. scope: the `jax.named_scope`. operands:
     "weight" (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters"
-    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types with shape and dtype. flops: of one execution. lengths:
-    those of the scans around it. in_loop: whether a while loop, whose number of iterations is unknown, is around it.
-    params: those of the primitive.
+    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
+    with shape and dtype. flops: of one execution. lengths: those of the scans around it. in_loop: whether a while loop,
+    whose number of iterations is unknown, is around it. params: those of the primitive.
     """
 
     path: str
