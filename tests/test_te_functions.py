@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data import normal
 from tables import table_of
-from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, quantizer, same_leaves
+from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, assert_same_leaves, quantizer
 
 import scaledot as sd
 from benchmarks import te_tutorial
@@ -23,7 +23,7 @@ def test_quantize_dbias_sums_what_is_not_quantised():
     x = normal(0, (6, 32, 64), jnp.bfloat16)
     q = quantizer(ScalingMode.MXFP8_1D_SCALING)
     tensor, dbias = tex.quantize_dbias(x, q, flatten_axis=-1)
-    same_leaves(tensor, tex.quantize(x, q))
+    assert_same_leaves(tensor, tex.quantize(x, q))
     assert dbias.dtype == x.dtype
     np.testing.assert_array_equal(dbias, jnp.sum(x.astype(jnp.float32), axis=(0, 1)).astype(x.dtype))
     assert tex.quantize_dbias(x, q, flatten_axis=1)[1].shape == (32, 64)
@@ -42,7 +42,7 @@ def test_groups_are_quantised_as_if_each_were_alone(mode):
             expected = sd.dequantize((alone.colwise if held.is_colwise else alone.rowwise).array)
             np.testing.assert_array_equal(group, expected)
         assert held.original_shape == x.shape
-    same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
+    assert_same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
 
 
 @STATELESS_MODE
@@ -149,7 +149,7 @@ def test_dense_is_the_product_of_training(recipe):
     for f in (theirs, ours):
         y, vjp = jax.vjp(f, x, w, b)
         f.results = (y, *vjp(g))
-    same_leaves(theirs.results, ours.results)
+    assert_same_leaves(theirs.results, ours.results)
 
 
 def test_the_gradient_of_a_delayed_set_is_the_next_set():
@@ -227,12 +227,12 @@ def test_stochastic_rounding_and_rotation_of_a_quantizer():
     columns = sd.quantize(
         x, "nvfp4", axis=0, rounding="stochastic", key=jax.random.fold_in(key, 1), rotation=sd.Hadamard()
     )
-    same_leaves(tensor.rowwise.array.data, rows.data)
+    assert_same_leaves(tensor.rowwise.array.data, rows.data)
     np.testing.assert_array_equal(sd.dequantize(tensor.colwise.array), sd.dequantize(columns))
     np.testing.assert_allclose(tensor.colwise.dequantize(), sd.dequantize(columns).T, atol=1e-6)
     assert np.linalg.norm(tensor.colwise.dequantize() - x.T) < 0.3 * np.linalg.norm(x)
     flat = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw[0])
-    same_leaves(tex.quantize(x, flat).rowwise.data, tensor.rowwise.data)
+    assert_same_leaves(tex.quantize(x, flat).rowwise.data, tensor.rowwise.data)
     with pytest.raises(ValueError, match=r"axis 0 of .* multiple of 16"):
         tex.quantize(x[:20], q)
     with pytest.raises(ValueError, match=r"\(4,\) or \(devices, 4\)"):
@@ -424,7 +424,7 @@ def test_sets_of_micro_batches_are_merged():
         return jax.grad(lambda q: te.dense.dense(x, w, quantizer_set=q).sum())(quantizers)
 
     merged = te.QuantizerSet.merge(step(start, x[:4]), step(start, x[4:]))
-    same_leaves(merged, step(start, x))
+    assert_same_leaves(merged, step(start, x))
     assert te.QuantizerSet.merge(te.noop_quantizer_set).core is None
 
 

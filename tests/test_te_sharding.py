@@ -8,7 +8,7 @@ from data import normal
 from jax.sharding import AxisType, PartitionSpec
 from meshes import require_reordered
 from tables import table_of
-from te_modes import quantizer, same_leaves
+from te_modes import assert_same_leaves, quantizer
 
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine import cpp_extensions as tex
@@ -57,7 +57,7 @@ def test_constraints_by_logical_axes_follow_the_guard_and_flax():
         assert laid.rowwise.data.sharding.spec == PartitionSpec("data", "model")
         assert laid.colwise.data.sharding.spec == PartitionSpec("model", "data")
         assert laid.rowwise.scale_inv.sharding.spec == PartitionSpec("data", "model")
-        same_leaves(laid, held)
+        assert_same_leaves(laid, held)
         with pytest.raises(ValueError, match="one name for each axis"):
             constrain(x, names[:1])
         with nn.logical_axis_rules([("rows", "model")]):

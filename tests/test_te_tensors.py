@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data import normal
 from tables import fp4_optimized
-from te_modes import E2M1, E4M3, EACH_MODE, MODE_ROWS, MODES, quantizer, same_leaves
+from te_modes import E2M1, E4M3, EACH_MODE, MODE_ROWS, MODES, assert_same_leaves, quantizer
 
 import scaledot as sd
 from scaledot import train
@@ -26,9 +26,9 @@ def test_both_orientations_are_the_casts_of_the_core(mode):
     rows = sd.quantize(x, cast.format, block=cast.tile, **multiplier)
     columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **multiplier)
     for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
-        same_leaves(held.array.data, q.data)
+        assert_same_leaves(held.array.data, q.data)
         np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))
-    same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
+    assert_same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
     assert tensor.dequantize().shape == tensor.rowwise.data.shape == x.shape
     assert tensor.get_tensor().dtype == MODES[mode]
 
@@ -73,8 +73,8 @@ def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
     rows, columns = (
         tex.quantize(x, quantizer(mode, layout)) for layout in (QuantizeLayout.ROWWISE, QuantizeLayout.COLWISE)
     )
-    same_leaves(rows, both.rowwise)
-    same_leaves(columns, both.colwise)
+    assert_same_leaves(rows, both.rowwise)
+    assert_same_leaves(columns, both.colwise)
     assert rows.get_tensor(TensorUsage.LHS) is rows
     with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} tensor has only the rowwise"):
         rows.get_tensor(TensorUsage.LHS_TRANS)
@@ -88,7 +88,9 @@ def test_an_unquantised_tensor_serves_every_usage():
     assert all(plain.get_tensor(usage) is plain for usage in TensorUsage)
     assert plain.get_tensor() is plain.data
     assert tex.quantize(plain, None) is plain
-    same_leaves(tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3))
+    assert_same_leaves(
+        tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3)
+    )
     assert te.ScaledTensorFactory.create(plain.data, None).dequantize() is plain.data
 
 
@@ -157,9 +159,9 @@ def test_the_factory_names_what_does_not_fit(change, words):
 def test_tensors_are_pytrees(mode):
     q, x = quantizer(mode), normal(0, (3, 32, 256))
     tensors = [tex.quantize(matrix, q) for matrix in x]
-    same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
+    assert_same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
     stacked = jax.vmap(lambda x: tex.quantize(x, q))(x)
-    same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
+    assert_same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
     values = jnp.stack([t.colwise.dequantize() for t in tensors])
     np.testing.assert_array_equal(jax.vmap(lambda t: t.colwise.dequantize())(stacked), values)
     np.testing.assert_array_equal(stacked.colwise.dequantize(), values)
@@ -167,8 +169,8 @@ def test_tensors_are_pytrees(mode):
     _, scanned = jax.lax.scan(lambda carry, t: (carry, t.colwise.dequantize()), None, stacked)
     np.testing.assert_array_equal(scanned, values)
     chosen = jax.lax.cond(jnp.array(True), lambda: tensors[1], lambda: tensors[2])
-    same_leaves(chosen, tensors[1])
-    same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
+    assert_same_leaves(chosen, tensors[1])
+    assert_same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
 
 
 def test_gradients_pass_beside_a_tensor():
