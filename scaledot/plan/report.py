@@ -126,7 +126,9 @@ def _heading(plan: Plan) -> str:
 
 def _tokens(setup: Setup) -> str:
     """Returns batch and sequence in words; the devices of a tp group have the same sequences."""
-    return f"{setup.batch} × {setup.sequence} tokens per tp group of {setup.mesh.sizes['tp']} devices"
+    tp = setup.mesh.sizes["tp"]
+    group = "device" if tp == 1 else f"tp group of {tp} devices"
+    return f"{setup.batch} × {setup.sequence} tokens per {group}"
 
 
 def _recipe(plan: Plan, name: str, cost: Cost) -> str:
@@ -149,7 +151,7 @@ def _recipe(plan: Plan, name: str, cost: Cost) -> str:
     return "\n".join(
         [
             f"{name}, per device and step",
-            _aligned([("", "axes", "link", "number", "GB sent", "ms"), *rows]),
+            _aligned([("", "axes", "link", "count", "GB sent", "ms"), *rows]),
             f"  compute {_ms(cost.compute)} ms, NVLink {_ms(cost.seconds_on('nvlink'))} ms, "
             f"network {_ms(cost.seconds_on('network'))} ms",
             f"  no overlap {_ms(cost.no_overlap)} ms, full overlap {_ms(seconds)} ms ({DISPLAY_NAMES[bottleneck]})",
