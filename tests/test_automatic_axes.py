@@ -253,7 +253,7 @@ def test_rematerialised_layers_match_those_that_save_residuals(traced):
     np.testing.assert_array_equal(gradient(jax.checkpoint(layer)), gradient(layer))
 
 
-def test_explain_tells_that_kernels_run_on_shards(traced):
+def test_explain_says_that_kernels_run_on_shards(traced):
     _, x, w = fsdp_and_tensor_parallel()
     text = sd.explain(train.dense, x, w, recipe="fp8_current")
     assert "TAKEN: an opaque cast; each of 8 devices runs it on its shards" in text
@@ -262,7 +262,7 @@ def test_explain_tells_that_kernels_run_on_shards(traced):
     )
 
 
-def test_sizes_that_do_not_divide_have_factors_of_their_own():
+def test_sizes_that_do_not_divide_have_separate_factors_in_the_sharding_rule():
     rule = propagation_rule([Leaf((96, 5), ("m", "k"))], [Leaf((96,), ("m",)), Leaf((7,), ("m",)), Leaf((), ())])
     assert rule == ("l0_0 l1_0 -> l0_0, own0, ", (), {})
 

@@ -28,7 +28,7 @@ E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 
 @pytest.fixture
 def listed(monkeypatch, tmp_path):
-    return gpu_compile.listings(monkeypatch, tmp_path)
+    return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
 
 
 def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:

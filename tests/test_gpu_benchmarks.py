@@ -1,4 +1,4 @@
-"""The suites for GPUs, where they need none: their bookkeeping, and the page that is made of their results."""
+"""GPU benchmarks as far as they can be tested on a CPU: bookkeeping, targets, and the page generated from results."""
 
 import json
 
@@ -30,20 +30,20 @@ def counting(name: str, calls: list[str], first_s: float = 0.0) -> implementatio
 
 
 @pytest.fixture
-def short_turns(monkeypatch):
+def short_rounds(monkeypatch):
     monkeypatch.setattr(implementations, "ROUND_S", 1e-4)
 
 
-def test_the_page_says_what_the_results_say():
+def test_the_page_is_generated_from_the_results_file():
     assert page.PAGE.read_text() == page.text(json.loads((record.RESULTS / page.QUOTED).read_text()))
 
 
-def test_the_readme_says_what_the_results_say():
+def test_the_readme_quotes_the_results_file():
     words = page.README.read_text()
     assert words == page.readme(words, quoted())
 
 
-def test_the_page_can_be_made_while_rows_of_models_are_missing():
+def test_the_page_can_be_generated_if_rows_of_models_are_missing():
     results = quoted()
     about = results["model"]["cases"][0]
     results["model"]["cases"] = [case for case in results["model"]["cases"] if case["case"] == "4 blocks/fp8_current"]
@@ -56,16 +56,16 @@ def test_the_page_can_be_made_while_rows_of_models_are_missing():
     assert {axis.get_title("left") for axis in model_page.picture(results).axes} >= {"4 blocks, NNX", "16 blocks"}
 
 
-def test_sides_take_turns_and_absent_ones_are_named(short_turns):
+def test_implementations_are_timed_and_missing_ones_named(short_rounds):
     calls: list[str] = []
     absent = implementations.Implementation("absent", lambda: pytest.fail("was built"), needs=("no_such_module",))
     timed, missing = implementations.measure([counting("a", calls), absent, counting("b", calls)], 3, frozenset())
     assert set(timed) == {"a", "b"}
-    assert all(len(side.seconds) == 3 for side in timed.values())
+    assert all(len(times.seconds) == 3 for times in timed.values())
     assert missing == {"absent": "not installed: no_such_module"}
 
 
-def test_a_peer_may_fail_and_ours_may_not(short_turns):
+def test_a_failing_peer_is_skipped_and_a_failing_scaledot_raises(short_rounds):
     def broken():
         raise ValueError("cannot be built\nfor a long reason")
 
@@ -75,7 +75,7 @@ def test_a_peer_may_fail_and_ours_may_not(short_turns):
         implementations.measure([implementations.Implementation("scaledot", broken, ours=True)], 1, frozenset())
 
 
-def test_cases_that_were_not_run_again_stay_in_the_file(monkeypatch, tmp_path):
+def test_results_of_cases_that_were_not_run_again_are_kept(monkeypatch, tmp_path):
     folder = tmp_path / "benchmarks" / "results"
     folder.parent.mkdir()
     monkeypatch.setattr(record, "RESULTS", folder)
@@ -87,14 +87,14 @@ def test_cases_that_were_not_run_again_stay_in_the_file(monkeypatch, tmp_path):
     assert suites["gemm"]["cases"][0]["environment"]["jax"]
 
 
-def test_rows_of_models_have_targets_and_something_to_compare_with():
+def test_targets_and_baselines_of_models_are_rows():
     assert {*model_targets.SPEEDS, *model_targets.BEYOND, model_targets.SECOND} <= set(model.rows())
     assert {model.base_row(row) for row in model.rows()} <= set(model.rows())
     with pytest.raises(SystemExit, match=r"no row '5 blocks/fp8_current'; rows are: 4 blocks/bfloat16; "):
         model.run(("5 blocks/fp8_current",), 1, frozenset())
 
 
-def test_targets_of_models_are_held_to_what_was_measured():
+def test_targets_of_models_are_compared_with_measurements():
     def found(seconds, first, peak=1e9):
         return {"seconds": seconds, "first": {"compile": first}, "peak_bytes": peak}
 
@@ -108,8 +108,8 @@ def test_targets_of_models_are_held_to_what_was_measured():
     assert [row.met for row in targets.rows(results)] == [met for *_, met in reached]
 
 
-def small(row: str, steps: int = 1) -> list[float]:
-    """Losses of a tiny stack."""
+def tiny_losses(row: str, steps: int = 1) -> list[float]:
+    """Returns the losses of a tiny model."""
     name, program = row.split("/")
     init, step, data = model.training(model.CASES[name], program, True, sizes.TINY_BATCH, sizes.TINY_TOKENS)
     state, step, losses = init(jax.random.key(0)), jax.jit(step), []
@@ -127,19 +127,19 @@ def small(row: str, steps: int = 1) -> list[float]:
         f"4 blocks/{model.FLAX}",
     ],
 )
-def test_a_small_stack_learns(row, standard_promotion):
-    losses = small(row, 4)
+def test_a_tiny_model_learns(row, standard_promotion):
+    losses = tiny_losses(row, 4)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("program", ["bfloat16", "fp8_current"])
-def test_the_stack_in_nnx_has_the_first_loss_of_linen(program, standard_promotion):
-    """To the rounding of bfloat16 logits, whose mean over tokens is the loss."""
-    (linen,), (nnx,) = small(f"4 blocks/{program}"), small(f"4 blocks, NNX/{program}")
+def test_the_first_losses_in_nnx_and_linen_are_equal(program, standard_promotion):
+    """Up to the rounding of bfloat16 logits, over which the loss is a mean."""
+    (linen,), (nnx,) = tiny_losses(f"4 blocks/{program}"), tiny_losses(f"4 blocks, NNX/{program}")
     assert nnx == pytest.approx(linen, rel=2**-8)
 
 
-def test_a_tiny_row_runs_in_a_process_of_its_own_and_is_not_written(monkeypatch, tmp_path, capsys):
+def test_a_tiny_row_runs_in_a_child_process_and_is_not_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(report, "write", lambda *case: pytest.fail("was written"))
     run.main(["--suite", "model", "--tiny", "--repeats", "1", "--cases", "4 blocks/bfloat16"])
     assert "4 blocks/bfloat16" in capsys.readouterr().out.splitlines()[-1]
@@ -147,7 +147,7 @@ def test_a_tiny_row_runs_in_a_process_of_its_own_and_is_not_written(monkeypatch,
         run.main(["--suite", "dense", "--tiny"])
 
 
-def test_rows_of_peers_that_are_absent_or_fail_are_left_out(monkeypatch, capsys):
+def test_rows_of_peers_that_are_missing_or_fail_are_skipped(monkeypatch, capsys):
     def broken(row, *options):
         raise model.RowError("it failed")
 
@@ -166,19 +166,19 @@ def quoted() -> dict:
     return json.loads((record.RESULTS / page.QUOTED).read_text())
 
 
-def test_every_target_of_the_suites_is_a_row_of_the_table():
+def test_every_target_of_the_suites_is_in_the_table_of_targets():
     aims = [aim for aim in model_targets.aims(quoted()) if aim.reached is not None]
     others = list(targets.rows(quoted()))[: -len(aims)]
     found = [(row.over, row.target) for row in others]
     steps = [(dense.BASE, block.STEP_TARGET) for _ in block.STEPS]
-    products = [(product.peer, product.target) for product in block.MATMULS.values() if product.target]
+    matmuls = [(matmul.peer, matmul.target) for matmul in block.MATMULS.values() if matmul.target]
     experts = [(targets.OVER[over], target) for case in grouped.TARGETS.values() for over, target in case.items()]
     decoding = [(decode.BASE, target) for _ in decode.SHAPES for target in decode.TARGETS.values()]
-    assert found == steps + products + experts + decoding
+    assert found == steps + matmuls + experts + decoding
     assert all(row.errors for row in others)
 
 
-def test_rows_of_the_table_say_what_was_reached_and_what_limits_them():
+def test_rows_of_the_table_contain_result_verdict_and_remark():
     results = quoted()
     (case,) = (case for case in results["block"]["cases"] if case["case"] == "1x128 and 128x128")
     case["sides"]["scaledot"]["of_peer"] = 1.05
@@ -197,8 +197,8 @@ def test_rows_of_the_table_say_what_was_reached_and_what_limits_them():
 
 
 @pytest.fixture
-def untimed(monkeypatch, tmp_path):
-    """Suites whose data are shapes and whose sides are not run: ours take 1 ms, others 2 ms."""
+def fake_times(monkeypatch, tmp_path):
+    """Replaces measurements: nothing is run, scaledot takes 1 ms and other implementations 2 ms."""
 
     def measured(implementations_of_case, rounds, skipped):
         names: list[str] = []
@@ -215,7 +215,7 @@ def untimed(monkeypatch, tmp_path):
     record.RESULTS.parent.mkdir()
 
 
-def test_one_run_measures_the_cases_that_have_targets(untimed, capsys):
+def test_the_targets_suite_measures_all_cases_that_have_targets(fake_times, capsys):
     run.main(["--suite", "targets", "--repeats", "1"])
     results = json.loads(report.device_file().read_text())
     assert {name: {case["case"] for case in suite["cases"]} for name, suite in results.items()} == {
@@ -226,7 +226,7 @@ def test_one_run_measures_the_cases_that_have_targets(untimed, capsys):
     assert capsys.readouterr().out.endswith(f"\n\n{targets.text(results)}\n")
 
 
-def test_a_run_of_some_targets_prints_these(untimed, capsys):
+def test_the_targets_suite_can_run_some_cases_only(fake_times, capsys):
     run.main(["--suite", "targets", "--cases", "fp8", "--repeats", "1"])
     assert set(json.loads(report.device_file().read_text())) == {"grouped"}
     table = capsys.readouterr().out.split("\n\n")[-1]

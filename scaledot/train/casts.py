@@ -20,7 +20,7 @@ from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import make_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
-from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
 from scaledot.state import State
 from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
@@ -129,7 +129,7 @@ class OperandCaster:
         """The key of a stochastic cast: independent for each cast of a step, the first matmul's if two share a cast."""
         if cast.rounding != "stochastic":
             return None
-        operands = [(m, t) for m, tensors in PRODUCTS.items() for t in tensors]
+        operands = [(m, t) for m, tensors in GEMM_OPERANDS.items() for t in tensors]
         casts = ((m, cast_of(self.recipe, m, t)) for m, t in operands if t == tensor)
         first = next(m for m, c in casts if c is not None and self.op.resolve_cast(c, m, tensor) == resolved)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
@@ -140,7 +140,7 @@ class OperandCaster:
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:
     """The recipe's cast of a tensor ("x", "w" or "g") for a matmul; None if it is not quantised there."""
     gemm: Gemm | None = getattr(recipe, matmul)
-    return None if gemm is None else (gemm.lhs, gemm.rhs)[PRODUCTS[matmul].index(tensor)]
+    return None if gemm is None else (gemm.lhs, gemm.rhs)[GEMM_OPERANDS[matmul].index(tensor)]
 
 
 def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
@@ -215,7 +215,7 @@ class DotOp(NonRaggedOp):
         return bool(self.contraction.batch)
 
     def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
-        contraction, index = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
+        contraction, index = self.contraction.of(matmul), GEMM_OPERANDS[matmul].index(tensor)
         labels = (contraction.lhs, contraction.rhs)[index]
         return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracted)
 

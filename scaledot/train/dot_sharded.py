@@ -39,7 +39,7 @@ from scaledot.parallel.specs import (
 )
 from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
 from scaledot.programs import run_as_program
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import FlattenedContraction, Flattening
 from scaledot.train.options import Options
@@ -149,7 +149,9 @@ class ShardedOp:
             y = self.local.multiply(local, lhs, rhs, groups, bias)
             return self._flattening(_result(matmul.name)).unflatten(y, sizes)
 
-        lhs, rhs = (self._ring_operand(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
+        lhs, rhs = (
+            self._ring_operand(tensor, q) for tensor, q in zip(GEMM_OPERANDS[matmul.name], (lhs, rhs), strict=True)
+        )
         y = contract_overlapped(plan, self.contraction.of(matmul.name), lhs, rhs, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
 
@@ -159,7 +161,7 @@ class ShardedOp:
 
     def plan(self, matmul: str) -> transfer_plan.TransferPlan:
         """The collectives of a matmul: what is all-gathered before it, and reduced or scattered after it."""
-        tensors = *PRODUCTS[matmul], _result(matmul)
+        tensors = *GEMM_OPERANDS[matmul], _result(matmul)
         return transfer_plan.make_transfer_plan(
             self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
         )
@@ -189,7 +191,7 @@ class ShardedOp:
 
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """For each label of an operand, the mesh axes that shard it when it is multiplied: after its collectives."""
-        plan, index = self.plan(matmul), PRODUCTS[matmul].index(tensor)
+        plan, index = self.plan(matmul), GEMM_OPERANDS[matmul].index(tensor)
         axes = transfer_plan.sharding_after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[index])
         ring = ring_of(plan, self.overlap)
         if ring is not None and ring.operand != index and ring.label in self._flattening(tensor).labels:
@@ -208,9 +210,9 @@ class ShardedOp:
     def _gathered_over(self, tensor: str) -> set[str]:
         """Mesh axes over which a matmul all-gathers a tensor, whose shards must then have one scale."""
         transfers = [
-            (plan.lhs, plan.rhs)[PRODUCTS[matmul].index(tensor)]
-            for matmul in PRODUCTS
-            if tensor in PRODUCTS[matmul] and (plan := self.plan(matmul))
+            (plan.lhs, plan.rhs)[GEMM_OPERANDS[matmul].index(tensor)]
+            for matmul in GEMM_OPERANDS
+            if tensor in GEMM_OPERANDS[matmul] and (plan := self.plan(matmul))
         ]
         return {axis for each in transfers for _, axes in each.gathered for axis in axes}
 
@@ -295,7 +297,7 @@ def _with_rotation(q, rotation: Hadamard | None) -> Any:
 
 def _result(matmul: str) -> str:
     """The tensor that a matmul computes, for dgrad and wgrad the one whose gradient it computes."""
-    (result,) = {"x", "w", "g"} - set(PRODUCTS[matmul])
+    (result,) = {"x", "w", "g"} - set(GEMM_OPERANDS[matmul])
     return result
 
 
