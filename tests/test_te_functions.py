@@ -450,7 +450,7 @@ def test_experts_are_called_as_theirs_are():
 @pytest.mark.parametrize(
     "of", ["", ".flax", ".quantize", ".cpp_extensions", ".recipe", ".sharding", ".quantize.tensor"]
 )
-def test_importing_a_name_that_is_not_offered_says_what_to_write_instead(of):
+def test_importing_an_unsupported_name_says_what_to_write_instead(of):
     with pytest.raises(ImportError, match="pass the recipe as an argument"):
         exec(f"from {te.__name__}{of} import autocast")
 

@@ -126,7 +126,7 @@ def test_a_recipe_is_a_value_and_not_a_class():
 
 
 @pytest.mark.parametrize("module", [te, te.quantize, tex, te_flax], ids=lambda m: m.__name__)
-def test_names_that_are_not_offered_say_what_to_write_instead(module):
+def test_unsupported_names_say_what_to_write_instead(module):
     for name, words in {
         "autocast": "argument",
         "DenseGeneral": "make_dot_general_cls",
