@@ -22,7 +22,7 @@ EPSILON = 1e-6  # the default of linen's RMSNorm
 def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, rounds: int, steps: int) -> dict[str, Any]:
     """Measures one row in this process. The first step is timed as a whole."""
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    import torch  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+    import torch  # pyright: ignore[reportMissingImports]  (an optional library)
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
