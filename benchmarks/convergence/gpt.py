@@ -148,7 +148,7 @@ class Data:
 def train(row: Row, data: Data, progress) -> tuple[list[float], list[float]]:
     """Returns the excess loss of each seed on held-out sequences, and the curve of the mean training excess."""
     model, steps = row.model(), data.train.shape[1]
-    states = jax.vmap(lambda key: gpt_linen.start(model, key, steps))(data.init_keys)
+    states = jax.vmap(lambda key: gpt_linen.init_train_state(model, key, steps))(data.init_keys)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def advance(states, tokens, first):
