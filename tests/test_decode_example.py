@@ -18,7 +18,7 @@ KERNEL_ELEMENTS = LAYERS * (192 * 128 + 128 * 128 + 512 * 128 + 128 * 256)
 
 @pytest.fixture(scope="module")
 def weights():
-    return decode.start(jax.random.key(0), WIDTH, HIDDEN, LAYERS)
+    return decode.init_weights(jax.random.key(0), WIDTH, HIDDEN, LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_decoding_with_a_cache_equals_a_full_forward_pass(weights, tokens, promp
 
 
 def test_logits_do_not_depend_on_later_tokens(weights, tokens):
-    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % decode.SOURCE.symbols)
+    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % decode.SOURCE.vocab)
     before, after = (logits_of(weights, t) for t in (tokens, changed))
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert np.all(np.any(before[:, 7:] != after[:, 7:], axis=-1))

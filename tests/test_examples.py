@@ -40,7 +40,7 @@ def test_the_source_has_the_stated_entropy():
 @pytest.fixture(scope="module")
 def state():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return gpt_linen.start(gpt_linen.Gpt(), jax.random.key(0), steps=1)
+        return gpt_linen.init_train_state(gpt_linen.Gpt(), jax.random.key(0), steps=1)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ TOKENS, WIDTH, HIDDEN, EXPERTS = 160, 128, 64, 3
 
 def layer_and_tokens():
     x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH), jnp.bfloat16)
-    return moe.start(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
+    return moe.init_model(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
 
 
 ROWS = np.arange(TOKENS * moe.TOP_K).reshape(TOKENS, moe.TOP_K)

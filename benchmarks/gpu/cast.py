@@ -58,7 +58,7 @@ class MatrixCast:
 class Case:
     """Casts of one matrix, in one kernel launch if not grouped.
 
-    target: the least bandwidth relative to a copy.
+    target: the minimum bandwidth relative to a copy.
     multiplier: whether the quantisation multiplier is an argument, as in delayed scaling; the kernel then returns amax.
     """
 
@@ -285,7 +285,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             jax_implementation("scaledot", case.by_kernel, x, key, ours=True),
             jax_implementation("XLA", case.by_xla, x, key),
         ]
-        timed, missing = measure(implementations, rounds, skipped)
+        timed, not_run = measure(implementations, rounds, skipped)
         copy_rate = 2 * copied.nbytes / timed[COPY].median
         row = {
             "case": case.name,
@@ -295,11 +295,11 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
         }
         print(f"{case.name}, {row['dtype']}; bandwidth of a copy {copy_rate / 1e9:.0f} GB/s")
         accessed = bytes_accessed(case.by_kernel, x, key)
-        row["sides"] = {}
+        row["implementations"] = {}
         for name in (name for name in ("scaledot", "XLA") if name in timed):
             rate = accessed / timed[name].median
-            row["sides"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
+            row["implementations"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
             target = case.target if name == "scaledot" else None
             print(report.result_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
-        rows.append({**row, "missing": missing})
+        rows.append({**row, "not_run": not_run})
         print(f"wrote {report.write('cast', rows, shape=SHAPE)}", flush=True)

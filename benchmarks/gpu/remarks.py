@@ -55,8 +55,8 @@ REMARKS = {
 }
 
 
-def remark(suite: str, case: str, implementation: str, target: float | None, reached: float | None) -> str:
+def remark(suite: str, case: str, implementation: str, target: float | None, measured: float | None) -> str:
     """Returns the remark on an implementation that missed its target, otherwise ""."""
-    if target is None or reached is None or reached >= target:
+    if target is None or measured is None or measured >= target:
         return ""
     return " ".join(REMARKS.get((suite, case, implementation), "").split())
