@@ -270,7 +270,7 @@ def _zero_where_clipped(gradient: jax.Array, x: jax.Array, format: Format, globa
 
 def _quantized_dot(contraction: Contraction, operands, formats, global_scales, **options) -> jax.Array:
     """Quantises both operands along their contracting dims and contracts them."""
-    contracting = contraction.contracted
+    contracting = contraction.contracting
     if not contracting:
         return contract(contraction, *operands, **options)
     merged = contracting if len(contracting) == 1 else labels(1, contraction.lhs + contraction.rhs)

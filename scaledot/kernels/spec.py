@@ -185,7 +185,7 @@ class Problem:
     @property
     def summed(self) -> str:
         """Labels that are summed over and may be cut into tiles."""
-        return "".join(c for c in self.contraction.contracted if c != self.ragged)
+        return "".join(c for c in self.contraction.contracting if c != self.ragged)
 
     def __str__(self) -> str:
         c = self.contraction

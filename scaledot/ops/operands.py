@@ -108,7 +108,7 @@ def _check_blocks(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
     """Raises unless blocks along a contracting dim nest: blocks of one operand are unions of blocks of the other."""
     if lhs.format is None or rhs.format is None:
         return
-    for label in contraction.contracted:
+    for label in contraction.contracting:
         a, b = sorted((lhs.block_of(label), rhs.block_of(label)))
         if a and b % a and b != lhs.size(label):
             raise ValueError(
@@ -122,8 +122,8 @@ def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> No
 
     A rotation along a free dim is undone by the kernel.
     """
-    left = lhs.rotation if lhs.rotated in contraction.contracted else None
-    right = rhs.rotation if rhs.rotated in contraction.contracted else None
+    left = lhs.rotation if lhs.rotated in contraction.contracting else None
+    right = rhs.rotation if rhs.rotated in contraction.contracting else None
     if left is None and right is None:
         return
     if left is None or right is None:

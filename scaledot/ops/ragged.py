@@ -101,7 +101,7 @@ def contract_groups(
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
     is_flat = np.ndim(group_sizes) == 1
-    if not is_flat and ragged in contraction.contracted:
+    if not is_flat and ragged in contraction.contracting:
         raise ValueError(
             "`group_sizes` must be 1-d, one size per group, if the ragged dim is contracted; it has shape "
             f"{np.shape(group_sizes)}"
@@ -127,7 +127,7 @@ def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumber
     """The contraction with a label for the group dim, the ragged label, and the group label."""
     (ragged_axis,) = _one_axis("lhs_ragged_dimensions", numbers.lhs_ragged_dimensions)
     ragged = contraction.lhs[ragged_axis]
-    if ragged in contraction.contracted:
+    if ragged in contraction.contracting:
         group = labels(1, contraction.lhs + contraction.rhs)
         return Contraction(contraction.lhs, contraction.rhs, group + contraction.out), ragged, group
     if ragged in contraction.rhs:

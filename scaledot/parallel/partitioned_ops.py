@@ -110,7 +110,7 @@ class Cast:
     argument_shapes: tuple[Sizes, ...]
     argument_tree: Any
 
-    contracted = ""
+    contracting = ""
 
     @functools.cached_property
     def dims(self) -> tuple[CollapsedDim, ...]:
@@ -291,8 +291,8 @@ class Matmul:
         return Contraction(*("".join(self.dims[label].labels for label in of) for of in (c.lhs, c.rhs, c.out)))
 
     @property
-    def contracted(self) -> str:
-        return self.expanded.contracted
+    def contracting(self) -> str:
+        return self.expanded.contracting
 
     @functools.cached_property
     def flats(self) -> list[Flat]:

@@ -320,9 +320,9 @@ class ConvOp(NonRaggedOp):
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         dims, contracting = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[matmul]
         [free] = [c for c in _NON_SPATIAL[tensor] if c not in contracting]
-        [contracted] = [c for c in _NON_SPATIAL[tensor] if c in contracting]
+        [contracting_dim] = [c for c in _NON_SPATIAL[tensor] if c in contracting]
         spatial = "".join(c for c in dims if c not in _NON_SPATIAL[tensor])
-        return ResolvedCast.on(cast, OperandDims(dims, free, contracted + spatial))
+        return ResolvedCast.on(cast, OperandDims(dims, free, contracting_dim + spatial))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         assert bias is None, "conv_general_dilated has no bias"

@@ -215,9 +215,9 @@ class DotOp(NonRaggedOp):
         return bool(self.contraction.batch)
 
     def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
-        contraction, index = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
+        contraction, index = self.contraction.for_gemm(matmul), PRODUCTS[matmul].index(tensor)
         labels = (contraction.lhs, contraction.rhs)[index]
-        return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracted)
+        return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracting)
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         return ResolvedCast.on(cast, self.operand_dims(matmul, tensor))
@@ -232,7 +232,7 @@ class DotOp(NonRaggedOp):
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        logical_dims = self.contraction.of(matmul.name)
+        logical_dims = self.contraction.for_gemm(matmul.name)
         (lhs, lhs_labels), (rhs, rhs_labels) = stored(lhs, logical_dims.lhs), stored(rhs, logical_dims.rhs)
         return contract(
             Contraction(lhs_labels, rhs_labels, logical_dims.out),

@@ -136,7 +136,7 @@ class ShardedOp:
         """The matmul of shards with its collectives, plus a bias, rounded once."""
         plan = self.plan(matmul.name)
         ring = ring_of(plan, self.overlap)
-        is_partial = accumulates_partials(plan, self.contraction.of(matmul.name), self.overlap)
+        is_partial = accumulates_partials(plan, self.contraction.for_gemm(matmul.name), self.overlap)
         # Partial results are reduced first, and a ring along columns computes parts of them: the bias is added last.
         is_bias_last = is_partial or (ring is not None and ring.label in self.contraction.rhs_free)
         if bias is not None and is_bias_last:
@@ -150,7 +150,7 @@ class ShardedOp:
             return self._flattening(_result(matmul.name)).unflatten(y, sizes)
 
         lhs, rhs = (self._ring_operand(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
-        y = contract_overlapped(plan, self.contraction.of(matmul.name), lhs, rhs, multiply_shards, self.overlap)
+        y = contract_overlapped(plan, self.contraction.for_gemm(matmul.name), lhs, rhs, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
 
     def _add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -161,7 +161,7 @@ class ShardedOp:
         """The collectives of a matmul: what is all-gathered before it, and reduced or scattered after it."""
         tensors = *PRODUCTS[matmul], _result(matmul)
         return transfer_plan.make_transfer_plan(
-            self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
+            self.contraction.for_gemm(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
         )
 
     def _flattening(self, tensor: str) -> Flattening:

@@ -188,10 +188,10 @@ class RaggedDotOp:
             return ResolvedCast.on(
                 cast, OperandDims("kn", "n", "k") if matmul == "fwd" else OperandDims("kn", "k", "n")
             )
-        free, contracted = cast.tile
+        free, contracting = cast.tile
         # Per-tensor scales without a rotation give equal codes for both matmuls: equal ResolvedRowCasts are cast once.
         along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
-        tile, axis = ((free, contracted), 1) if along_features else ((contracted, free), 0)
+        tile, axis = ((free, contracting), 1) if along_features else ((contracting, free), 0)
         resolved = ResolvedRowCast(cast, tile, axis, self.row_alignment if matmul == "wgrad" else 1)
         reason = resolved.rows_reason
         if reason is not None:
@@ -245,8 +245,8 @@ class RaggedDotOp:
         if matmul.name == "wgrad":
             return self._multiply_within_groups(matmul, lhs, rhs, groups)
         lhs = _by_row(lhs, groups) if isinstance(lhs, PerGroup) else lhs
-        contracted = 1 if matmul.name == "fwd" else 2
-        numbers = lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
+        w_contracting = 1 if matmul.name == "fwd" else 2
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (w_contracting,)), ((), ())), [0], [0])
         return ragged_dot_general(lhs, rhs, groups, numbers, **matmul.keywords)
 
     def _multiply_within_groups(self, matmul: Matmul, lhs, rhs, groups) -> jax.Array:

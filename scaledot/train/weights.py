@@ -184,12 +184,12 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
             "on one device or automatic mesh axes: leave it out with `select`"
         )
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
-    contracted = _checked_axes(name, contracting, w.shape, stacked)
+    contracting_axes = _checked_axes(name, contracting, w.shape, stacked)
     to_matrices = table.casts_matrices(partitioning) or recipe.cuts
     to = np.dtype(w.dtype if dtype is None else dtype)
     if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
         raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
-    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
+    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracting_axes, to_matrices)
     return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
 
 

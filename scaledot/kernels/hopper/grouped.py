@@ -51,7 +51,7 @@ def _row_groups_reason(problem: Problem) -> str | None:
 
 def _k_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if contraction.contracted != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
+    if contraction.contracting != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
         return "groups along the contracting dim need two matrices, with that dim as the only contracting one"
     if matmul_operands.is_blockwise(problem) and problem.group_multiple % LINE:
         multiple = problem.group_multiple
@@ -102,7 +102,7 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     from scaledot.kernels.hopper.tiles import groups_of_rows
 
     contraction, group, row = problem.contraction, problem.group, problem.ragged
-    contracted = contraction.contracted
+    contracted = contraction.contracting
     (column,) = (c for c in contraction.rhs_free if c != group)
     blockwise = matmul_operands.is_blockwise(problem)
     promote = blockwise or _promotes(problem)
