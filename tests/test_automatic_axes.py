@@ -23,7 +23,7 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import Transposed
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.kernels.table import Kernel
-from scaledot.ops.casts import make_casts
+from scaledot.ops.casts import run_casts
 from scaledot.parallel.custom_partition import Leaf, propagation_rule
 from scaledot.parallel.types import partition_reason
 from scaledot.recipes import RECIPES
@@ -125,8 +125,7 @@ def test_codes_and_scales_are_bit_identical_to_single_device(traced, name, spec)
     def run(x, key):
         with_key = CastArguments(keys=(key,))
         return [
-            make_casts(x, views, with_key if is_stochastic else CastArguments()).arrays
-            for views, is_stochastic in casts
+            run_casts(x, views, with_key if is_stochastic else CastArguments()).arrays for views, is_stochastic in casts
         ]
 
     expected = jax.jit(run)(x, key)

@@ -133,8 +133,8 @@ class Problem:
 
     op: "dot", "ragged_dot" or "conv". preferred: the caller's preferred_element_type.
     ragged, group: the label whose axis is cut into groups and the label that counts them.
-    gathers: whether a scale per group can be turned into one per row. group_multiple: what sizes of groups are
-    multiples of.
+    group_scales_to_rows: whether a scale per group can be expanded to one per row. group_multiple: what sizes of
+    groups are multiples of.
     window: the remaining arguments of a convolution, as pairs.
     """
 
@@ -147,7 +147,7 @@ class Problem:
     out_sharding: Any = None
     ragged: str = ""
     group: str = ""
-    gathers: bool = False
+    group_scales_to_rows: bool = False
     group_multiple: int = 1
     window: tuple[tuple[str, Any], ...] = ()
 
@@ -180,7 +180,7 @@ class Problem:
     @property
     def reaches_out(self) -> str:
         """Labels along which a scale may vary and still be applied to the result."""
-        return self.contraction.out + (self.group if self.gathers else "")
+        return self.contraction.out + (self.group if self.group_scales_to_rows else "")
 
     @property
     def summed(self) -> str:

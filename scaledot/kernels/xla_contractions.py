@@ -139,7 +139,7 @@ def _ragged_steps(problem: Problem, group_sizes) -> ContractionOps:
         return lay_by_group(_sum_codes(problem, side, codes))
 
     def clear(x: jax.Array) -> jax.Array:
-        if not problem.gathers:
+        if not problem.group_scales_to_rows:
             return x
         axis = contraction.out.index(problem.ragged)
         inside = lax.broadcasted_iota(jnp.int32, x.shape, axis) < jnp.sum(group_sizes, dtype=jnp.int32)

@@ -17,7 +17,7 @@ from scaledot.kernels.spec import View, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_program
 from scaledot.numerics.rounding import Key, Stream, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
-from scaledot.ops.casts import make_casts
+from scaledot.ops.casts import run_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
@@ -181,7 +181,7 @@ class NonRaggedOp:
         multiplier = request.multiplier
         if multiplier is not None:
             multiplier = checked_multiplier(views[0].spec, x, None, multiplier)
-        result = make_casts(
+        result = run_casts(
             x,
             views,
             request.arguments(multiplier),

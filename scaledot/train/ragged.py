@@ -25,8 +25,8 @@ from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.grouped import group_of, members, padded_capacity, spaced, whole_groups
 from scaledot.numerics.rounding import numbered
 from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice, float_operand
+from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import KernelChoice, float_operand
 from scaledot.ops.quantize import amax, grouped_cast_spec
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
@@ -98,7 +98,7 @@ def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
 
 
 def _group_alignment(
-    wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], partitioning: Partitioning
+    wgrad: Gemm | None, groups: int, kernel: KernelChoice, rows: tuple[Any, Any], partitioning: Partitioning
 ) -> int:
     """The number of rows that group sizes are rounded up to in wgrad.
 
@@ -216,7 +216,7 @@ class RaggedDotOp:
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
         view = View(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
         multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
-        return make_casts(
+        return run_casts(
             x,
             (view,),
             request.arguments(multiplier, groups),

@@ -23,9 +23,9 @@ from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.scale import scale_values
 from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagating
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice
-from scaledot.ops.quantize import arguments, view_of
+from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import KernelChoice
+from scaledot.ops.quantize import make_cast_arguments, view_of
 from scaledot.recipes import Cast
 
 
@@ -91,13 +91,14 @@ class ResolvedCast:
         tensor_scale=None,
         uniform: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
-        kernel: Choice = None,
+        kernel: KernelChoice = None,
     ) -> ScaledArray:
         """x quantised in a pass of its own, in logical layout. tensor_scale: that of a two-level format, if known."""
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
         key = key if rounding == "stochastic" else None
-        cast_arguments = arguments(spec, x, rounding, key, uniform, tensor_scale=tensor_scale, multiplier=multiplier)
-        return make_casts(x, (view_of(spec, rounding),), cast_arguments, kernel).arrays[0]
+        options = {"tensor_scale": tensor_scale, "multiplier": multiplier}
+        arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)
+        return run_casts(x, (view_of(spec, rounding),), arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""

@@ -20,7 +20,7 @@ import numpy as np
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import CastArguments, accumulation_dtype
 from scaledot.numerics.rounding import Key
-from scaledot.ops.operands import Choice
+from scaledot.ops.operands import KernelChoice
 from scaledot.parallel.types import Partitioning
 from scaledot.recipes import Cast
 from scaledot.train.options import Options
@@ -43,7 +43,7 @@ class Matmul:
     dtype: np.dtype
     precision: Any = None
     out_sharding: Any = None
-    kernel: Choice = None
+    kernel: KernelChoice = None
 
     @classmethod
     def of(cls, name: str, dtype, options: Options, out_sharding=None) -> "Matmul":
@@ -93,7 +93,7 @@ class CastRequest:
     multiplier: jax.Array | None = None
     amax: bool = False
     column_sums: bool = False
-    kernel: Choice = None
+    kernel: KernelChoice = None
     uniforms: dict[Any, jax.Array | None] = dataclasses.field(default_factory=dict)
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     offset: jax.Array | None = None

@@ -42,7 +42,7 @@ def _element(problem: Problem) -> str:
 
 def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if not problem.gathers or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
+    if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
         return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
     if len(contraction.rhs) != 3:
         return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
