@@ -252,16 +252,24 @@ class RaggedDotOp:
     def _multiply_within_groups(self, matmul: Matmul, lhs, rhs, groups) -> jax.Array:
         """wgrad, which contracts the rows of each group: (groups, k, n)."""
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        keywords: dict[str, Any] = {"precision": matmul.precision, "preferred": matmul.dtype}
+        result_scales = None
         if isinstance(lhs, PerGroup) or isinstance(rhs, PerGroup):
             ones = jnp.ones((groups.shape[0], 1), jnp.float32)
             (lhs, lhs_scale), (rhs, rhs_scale) = (
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, ones) for x in (lhs, rhs)
             )
-            keywords["factors"] = lhs_scale, rhs_scale
-        lhs, rhs = logical(lhs), logical(rhs)
-        sizes = whole_groups(groups, self.row_alignment)
-        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **keywords)
+            result_scales = lhs_scale, rhs_scale
+        return contract_groups(
+            logical(lhs),
+            logical(rhs),
+            whole_groups(groups, self.row_alignment),
+            numbers,
+            matmul.kernel,
+            result_scales=result_scales,
+            group_multiple=self.row_alignment,
+            precision=matmul.precision,
+            preferred=matmul.dtype,
+        )
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = group_of(groups, y.shape[0])
