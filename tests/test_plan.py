@@ -25,7 +25,7 @@ from scaledot.plan.models import MODELS, Model, find_model
 from scaledot.plan.programs import Compiled, Job
 from scaledot.plan.rates import RATES, find_rates
 from scaledot.plan.setup import Setup
-from scaledot.recipes import PRODUCTS
+from scaledot.recipes import GEMM_OPERANDS
 
 pytestmark = pytest.mark.optimized  # collectives of compiled programs are what is tested here
 
@@ -341,7 +341,9 @@ def test_products_have_rates_on_every_device():
     assert (kinds["int8"], kinds["int8_block"]) == ("int8", "int8_block")
     assert kind_of(find_recipe("int8_qat"), "wgrad") == kinds["w4a16_qat"] == "bf16"
     for rates in RATES.values():
-        assert {kind_of(recipe, product) for recipe in KNOWN.values() for product in PRODUCTS} <= set(rates.products)
+        assert {kind_of(recipe, product) for recipe in KNOWN.values() for product in GEMM_OPERANDS} <= set(
+            rates.products
+        )
         rows = [*rates.products.values(), rates.memory, rates.nvlink, rates.network]
         assert all(row.source and 0 < row.reached <= 1 for row in rows)
 

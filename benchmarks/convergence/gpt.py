@@ -21,7 +21,7 @@ import numpy as np
 import scaledot as sd
 from examples import gpt_linen
 from examples.gpt_training import batches, loss_and_excess
-from scaledot.recipes import MXFP8, NVFP4, PRODUCTS, RECIPES, Cast, Gemm, Recipe
+from scaledot.recipes import GEMM_OPERANDS, MXFP8, NVFP4, RECIPES, Cast, Gemm, Recipe
 
 CHUNK = 50  # steps per scan
 POINT = 10  # steps averaged per point of a curve
@@ -50,7 +50,7 @@ def changed(recipe: Recipe, name: str, change: Callable[[Cast], Cast]) -> Recipe
     def changed_gemm(gemm: Gemm | None) -> Any:
         return None if gemm is None else Gemm(*(None if c is None else change(c) for c in (gemm.lhs, gemm.rhs)))
 
-    return Recipe(name, *(changed_gemm(getattr(recipe, gemm)) for gemm in PRODUCTS))
+    return Recipe(name, *(changed_gemm(getattr(recipe, gemm)) for gemm in GEMM_OPERANDS))
 
 
 def _in_blocks(recipe: str | Recipe) -> dict[str, Any]:

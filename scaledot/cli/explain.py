@@ -46,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from scaledot.kernels import table
-    from scaledot.recipes import PRODUCTS
+    from scaledot.recipes import GEMM_OPERANDS
 
     found = _step(options) if options.recipe else _matmul(options)
     rows = [(role, str(problem), table.verdicts(problem)) for role, problem in found]
     parts = (
-        f"{role}: {table.explain(problem)}" if role in PRODUCTS else table.explain(problem) for role, problem in found
+        f"{role}: {table.explain(problem)}" if role in GEMM_OPERANDS else table.explain(problem)
+        for role, problem in found
     )
     show(options, "\n\n".join([_heading(options), *parts]), _record(options, rows))
     return 0

@@ -28,7 +28,7 @@ from scaledot.kernels.spec import promoted
 from scaledot.numerics import blocks
 from scaledot.ops.operands import contract, float_operand
 from scaledot.ops.quantize import quantize
-from scaledot.parallel.types import Like
+from scaledot.parallel.types import PrimalType
 
 __all__ = ["BlockScaleConfig", "get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"]
 
@@ -239,8 +239,8 @@ def _backward(spec: _DotSpec, residuals, g: jax.Array):
             for d, x, format, s in zip((dlhs, drhs), (lhs, rhs), spec.formats, global_scales, strict=False)
         )
     return (
-        Like.of(lhs).reduced(dlhs),
-        Like.of(rhs).reduced(drhs),
+        PrimalType.of(lhs).reduced(dlhs),
+        PrimalType.of(rhs).reduced(drhs),
         jax.tree.map(jnp.zeros_like, global_scales),
     )
 

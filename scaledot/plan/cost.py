@@ -14,7 +14,7 @@ from scaledot.plan.models import Linear
 from scaledot.plan.programs import Compiled
 from scaledot.plan.rates import Rates
 from scaledot.plan.setup import Setup
-from scaledot.recipes import PRODUCTS, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Recipe
 
 UPDATE_BYTES = 28  # of a parameter: four float32 numbers are read, three written
 BACKWARD_ATTENTION = 2.5  # of forward's work: five products for two
@@ -104,7 +104,7 @@ def _work(setup: Setup, rates: Rates, recipe: Recipe) -> dict[str, float]:
 
 
 def _product_seconds(setup: Setup, rates: Rates, recipe: Recipe, linear: Linear) -> float:
-    return sum(setup.flops(linear) / rates.products[kind_of(recipe, product)].flops for product in PRODUCTS)
+    return sum(setup.flops(linear) / rates.products[kind_of(recipe, product)].flops for product in GEMM_OPERANDS)
 
 
 def _attention_flops(setup: Setup) -> float:

@@ -34,7 +34,7 @@ from scaledot.train.flatten import FlattenedContraction
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
 
 Pairs = tuple[tuple[int, int], ...]
@@ -98,7 +98,7 @@ def conv_general_dilated(
     )
     splits = shardings_of(op.contraction, jax.typeof(x), jax.typeof(w), opts.specs, opts.out_sharding)
     if splits is None:
-        return opts.returned(*multiply(StaticArgs(op, opts), operands, state, key))
+        return opts.returned(*quantised_matmul(StaticArgs(op, opts), operands, state, key))
     _check_splits(splits, has_feature_groups=feature_group_count > 1)
     flattened = FlattenedContraction.unchanged(op.contraction, op.features)
     sharded_op = ShardedOp.of(op, flattened, operands, splits, opts)

@@ -13,7 +13,7 @@ from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
@@ -21,7 +21,7 @@ from scaledot.train.flatten import FlattenedContraction, flatten
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import WeightCodes, weight_operand
 
 
@@ -140,7 +140,10 @@ def _dense_contraction(x_ndim: int, w_ndim: int) -> Contraction:
 def contract_under(
     options: Options, contraction: Contraction, x, w, b, state: State | None, key, codes: WeightCodes | None = None
 ):
-    """y, or (y, state) with delayed scaling, of checked operands. codes: those of a w that `cast_weights` has cast."""
+    """y, or (y, state) with delayed scaling, of checked operands.
+
+    codes: the codes of w if it was cast by `cast_weights`, else None.
+    """
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
@@ -167,7 +170,7 @@ def _contract_unsharded(options: Options, contraction: Contraction, operands: Op
     x, w, b, _ = operands
     operands = Operands(flat.x.flatten(x), flat.w.flatten(w), None if b is None else flat.bias.flatten(b), None)
     sizes = dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True))
-    y, state = multiply(StaticArgs(DotOp.of(flat, partitioning, sizes), options), operands, state, key, codes)
+    y, state = quantised_matmul(StaticArgs(DotOp.of(flat, partitioning, sizes), options), operands, state, key, codes)
     y = flat.g.unflatten(y, sizes)
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
 
@@ -215,20 +218,20 @@ class DotOp(NonRaggedOp):
         return bool(self.contraction.batch)
 
     def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
-        contraction, index = self.contraction.for_gemm(matmul), PRODUCTS[matmul].index(tensor)
+        contraction, index = self.contraction.for_gemm(matmul), GEMM_OPERANDS[matmul].index(tensor)
         labels = (contraction.lhs, contraction.rhs)[index]
         return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracting)
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         return ResolvedCast.on(cast, self.operand_dims(matmul, tensor))
 
-    def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
+    def contracting_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         return self.operand_dims(matmul, tensor).axis if ndim == 2 else None
 
     def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
         return super().unclipped_mask(resolved, x, logical(q))
 
-    def logical(self, q) -> Any:
+    def to_logical_layout(self, q) -> Any:
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
@@ -244,5 +247,5 @@ class DotOp(NonRaggedOp):
             **matmul.keywords,
         )
 
-    def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+    def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
         return tuple(dict(self.members)[c] for c in self.operand_dims(matmul, tensor).labels) if self.members else None

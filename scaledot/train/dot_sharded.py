@@ -39,13 +39,13 @@ from scaledot.parallel.specs import (
 )
 from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
 from scaledot.programs import run_as_program
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import FlattenedContraction, Flattening
 from scaledot.train.options import Options
 from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, LocalOp, Matmul, Operands, ShardCast, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 
 
 class Cut(NamedTuple):
@@ -115,7 +115,7 @@ class ShardedOp:
             return operands
         return operands._replace(column_sums=self._unflattened_bias(operands.column_sums, x))
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self._flattening(tensor).flatten(x)
 
     def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
@@ -149,7 +149,9 @@ class ShardedOp:
             y = self.local.multiply(local, lhs, rhs, groups, bias)
             return self._flattening(_result(matmul.name)).unflatten(y, sizes)
 
-        lhs, rhs = (self._ring_operand(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
+        lhs, rhs = (
+            self._ring_operand(tensor, q) for tensor, q in zip(GEMM_OPERANDS[matmul.name], (lhs, rhs), strict=True)
+        )
         y = contract_overlapped(plan, self.contraction.for_gemm(matmul.name), lhs, rhs, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
 
@@ -159,7 +161,7 @@ class ShardedOp:
 
     def plan(self, matmul: str) -> transfer_plan.TransferPlan:
         """The collectives of a matmul: what is all-gathered before it, and reduced or scattered after it."""
-        tensors = *PRODUCTS[matmul], _result(matmul)
+        tensors = *GEMM_OPERANDS[matmul], _result(matmul)
         return transfer_plan.make_transfer_plan(
             self.contraction.for_gemm(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
         )
@@ -169,7 +171,7 @@ class ShardedOp:
 
     def _ring_operand(self, tensor: str, q) -> RingOperand:
         """An operand that the collectives unflatten before they gather or slice it, and flatten again after."""
-        flattening, q = self._flattening(tensor), self.local.logical(q)
+        flattening, q = self._flattening(tensor), self.local.to_logical_layout(q)
         rotation = q.rotation if isinstance(q, ScaledArray) else None
         return RingOperand(
             flattening.labels,
@@ -189,7 +191,7 @@ class ShardedOp:
 
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """For each label of an operand, the mesh axes that shard it when it is multiplied: after its collectives."""
-        plan, index = self.plan(matmul), PRODUCTS[matmul].index(tensor)
+        plan, index = self.plan(matmul), GEMM_OPERANDS[matmul].index(tensor)
         axes = transfer_plan.sharding_after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[index])
         ring = ring_of(plan, self.overlap)
         if ring is not None and ring.operand != index and ring.label in self._flattening(tensor).labels:
@@ -208,9 +210,9 @@ class ShardedOp:
     def _gathered_over(self, tensor: str) -> set[str]:
         """Mesh axes over which a matmul all-gathers a tensor, whose shards must then have one scale."""
         transfers = [
-            (plan.lhs, plan.rhs)[PRODUCTS[matmul].index(tensor)]
-            for matmul in PRODUCTS
-            if tensor in PRODUCTS[matmul] and (plan := self.plan(matmul))
+            (plan.lhs, plan.rhs)[GEMM_OPERANDS[matmul].index(tensor)]
+            for matmul in GEMM_OPERANDS
+            if tensor in GEMM_OPERANDS[matmul] and (plan := self.plan(matmul))
         ]
         return {axis for each in transfers for _, axes in each.gathered for axis in axes}
 
@@ -295,7 +297,7 @@ def _with_rotation(q, rotation: Hadamard | None) -> Any:
 
 def _result(matmul: str) -> str:
     """The tensor that a matmul computes, for dgrad and wgrad the one whose gradient it computes."""
-    (result,) = {"x", "w", "g"} - set(PRODUCTS[matmul])
+    (result,) = {"x", "w", "g"} - set(GEMM_OPERANDS[matmul])
     return result
 
 
@@ -304,7 +306,7 @@ def multiply_sharded(op: ShardedOp, options: Options, operands: Operands, state:
     options = dataclasses.replace(options, out_sharding=None)
     _check_bias(op, operands.bias)
     if are_manual(op.mesh, op.splits.axes):
-        return multiply(StaticArgs(op, options), operands, state, key)
+        return quantised_matmul(StaticArgs(op, options), operands, state, key)
     if callable(options.kernel):
         return _multiply_global(table.tables(), op, options, operands, state, key)
     return run_as_program(_multiply_global, table.tables(), op, options, arrays=(operands, state, key))
@@ -341,7 +343,7 @@ def _shard_mapped(op: ShardedOp, options: Options, operands: Operands, state: St
     )
 
     def run(x, w, bias, state, key):
-        return multiply(static, Operands(x, w, bias, None), state, key)
+        return quantised_matmul(static, Operands(x, w, bias, None), state, key)
 
     mapped = jax.shard_map(
         run,

@@ -36,7 +36,7 @@ from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
 
 
@@ -88,7 +88,7 @@ def ragged_dot(
         return opts.returned(*multiply_experts(local_op, opts, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # kernels need a row; this one belongs to no group
     static = StaticArgs(local_op(count, rows, *w.shape[1:]), opts)
-    y, state = multiply(static, operands._replace(x=x), state, key)
+    y, state = quantised_matmul(static, operands._replace(x=x), state, key)
     return opts.returned(y[:rows], state)
 
 
@@ -226,7 +226,7 @@ class RaggedDotOp:
             group_multiple=resolved.row_alignment,
         )
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
     def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:

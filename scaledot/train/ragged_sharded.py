@@ -51,7 +51,7 @@ from scaledot.recipes import Cast
 from scaledot.state import State
 from scaledot.train.options import Options
 from scaledot.train.train_op import CastOperands, CastRequest, LocalRaggedOp, Matmul, Operands, ShardCast, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 
 LABELS = Contraction("tk", "gkn", "tn")
 _ONE_GROUP = Contraction("tk", "kn", "tn")
@@ -193,7 +193,7 @@ def _multiply_shards(
     weights = dispatch(route_of_weights(LABELS.rhs, splits.w, work), w, start)
     if bias is not None:
         bias = dispatch(route_of_weights(_BIAS, _bias_split(splits), work), bias, start)
-    y, state = multiply(static, Operands(rows, weights, bias, groups), state, key)
+    y, state = quantised_matmul(static, Operands(rows, weights, bias, groups), state, key)
     return combine(route_of_rows(LABELS.out, splits.g, work), y, start), state
 
 
@@ -237,8 +237,8 @@ class ShardedRaggedDotOp:
         request = request.on_shards(lambda cast, key: self._uniform(cast, key, x.shape, groups))
         return self.local.cast(request, x, self._own(groups))
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return self.local.plain(matmul, tensor, x, self._own(groups))
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return self.local.unquantised_operand(matmul, tensor, x, self._own(groups))
 
     def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
         return self.local.unclipped_mask(resolved.resolved, x, q)

@@ -78,7 +78,7 @@ class CastRequest:
       resolved: for each matmul, its cast resolved for the dims of the tensor (a ResolvedCast, ResolvedRowCast or
         ShardCast); equal ones give equal codes.
       keys: for each resolved cast, the key of its stochastic rounding, or None.
-      residual: the matmul whose operand is saved as a residual.
+      residual_gemm: the matmul whose operand is saved as a residual.
       multiplier: the quantisation multiplier of delayed scaling.
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
@@ -89,7 +89,7 @@ class CastRequest:
     tensor: str
     resolved: dict[str, Any]
     keys: dict[Any, Key | None]
-    residual: str | None = None
+    residual_gemm: str | None = None
     multiplier: jax.Array | None = None
     amax: bool = False
     column_sums: bool = False
@@ -174,7 +174,7 @@ class TrainOp(Protocol):
         """x quantised for each matmul of the request, in the layouts that `multiply` takes."""
         ...
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups: jax.Array | None) -> Any:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups: jax.Array | None) -> Any:
         """x unquantised, in the layout that `multiply` takes."""
         ...
 
@@ -198,7 +198,7 @@ class TrainOp(Protocol):
 class LocalOp(TrainOp, Protocol):
     """The operation on one device's shards that a ShardedOp runs between its collectives."""
 
-    def logical(self, q: Any) -> Any:
+    def to_logical_layout(self, q: Any) -> Any:
         """An operand as an array or ScaledArray with its dims in logical order, whatever layout its kernel wrote."""
         ...
 
