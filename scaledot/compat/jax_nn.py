@@ -106,7 +106,7 @@ def _scaled(name: str, data: jax.Array, scales: jax.Array) -> ScaledArray | jax.
     block = (data.shape[-1] // num_blocks,)
     is_code = data.dtype.name.startswith(("float8", "float4", "int4", "int8")) and data.dtype.name != "float8_e8m0fnu"
     if not is_code or jnp.issubdtype(scales.dtype, jnp.integer):
-        return data.astype(jnp.float32) * blocks.spread(scales.astype(jnp.float32), data.shape, block)
+        return data.astype(jnp.float32) * blocks.repeat_scale(scales.astype(jnp.float32), data.shape, block)
     format = Format(f"{data.dtype.name} x {scales.dtype.name}", data.dtype.name, scales.dtype.name, block)
     return ScaledArray(data, scales, format=format, block=blocks.trim(block), dtype=np.dtype(np.float32))
 

@@ -116,7 +116,7 @@ def _as_matrices(q: ScaledArray, labels: str, batch: str, free: str, along: str)
     block = blocks.expand(q.block, q.ndim)
     per_row = tuple(1 if c == along else b for c, b in zip(labels, block, strict=True))
     shape = tuple(q.scale.shape[a] if c == along else q.shape[a] for a, c in enumerate(labels))
-    scale = jnp.broadcast_to(blocks.spread(q.scale, shape, per_row), shape)
+    scale = jnp.broadcast_to(blocks.repeat_scale(q.scale, shape, per_row), shape)
     return _flattened(q.data, labels, batch, free, along), _flattened(scale, labels, batch, free, along)
 
 

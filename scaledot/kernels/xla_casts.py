@@ -20,11 +20,11 @@ from scaledot.numerics.cast import CastSpec, Parts, quantize_parts
 from scaledot.numerics.grouped import (
     first_rows,
     group_of,
-    members,
     quantize_grouped_parts,
     quantize_tiles_parts,
     spaced,
     whole_groups,
+    zero_ungrouped_rows,
 )
 from scaledot.numerics.rounding import uniform_of
 
@@ -82,7 +82,7 @@ def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArgu
     x, sizes = spaced(x, given.group_sizes, multiple), whole_groups(given.group_sizes, multiple)
     key, uniform = given.key(view), given.uniform(view)
     if given.multiplier is not None:
-        parts = _quantize(spec, members(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)
+        parts = _quantize(spec, zero_ungrouped_rows(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)
         return scaled_array(spec, parts)
     row_block, features = blocks.expand(spec.block, 2)
     is_along_features = view.contracted != 0 or (row_block == features == 0 and spec.rotation is None)

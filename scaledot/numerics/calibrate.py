@@ -155,7 +155,7 @@ def _rms(x: jax.Array, block: blocks.Block) -> jax.Array:
     finite = jnp.isfinite(x)
     # Relative to the block amax, so that squares neither overflow nor underflow.
     largest = jnp.maximum(block_amax(x, block), np.finfo(np.float32).tiny)
-    ratio = jnp.where(finite, x, 0) / blocks.spread(largest, x.shape, block)
+    ratio = jnp.where(finite, x, 0) / blocks.repeat_scale(largest, x.shape, block)
     count = jnp.maximum(block_sum(finite.astype(jnp.float32), block), 1)
     return jnp.sqrt(block_sum(ratio * ratio, block) / count) * largest
 

@@ -73,7 +73,7 @@ def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)
 
 
-def members(x: jax.Array, sizes: jax.Array) -> jax.Array:
+def zero_ungrouped_rows(x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Replaces the rows of x that belong to no group by zeros."""
     in_group = jnp.arange(x.shape[0]) < jnp.sum(sizes)
     return jnp.where(in_group[:, None], x, jnp.zeros_like(x))

@@ -88,7 +88,7 @@ def scales_from_stored(scale: jax.Array, format: Format, tensor_scale=None) -> S
         return _e8m0_scales(code, two_multipliers=True)
     value = scale.astype(jnp.float32)
     if tensor_scale is not None:
-        value = value * beside(tensor_scale, value.ndim)
+        value = value * with_trailing_axes(tensor_scale, value.ndim)
     if format.quirks.divide:
         return Scales(scale, tensor_scale, (), value)
     is_zero = value == 0
@@ -109,7 +109,7 @@ def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Forma
     value = scale.astype(jnp.float32)
     if tensor_scale is None:
         return (value,)
-    second = beside(tensor_scale, scale.ndim)
+    second = with_trailing_axes(tensor_scale, scale.ndim)
     return (value * second,) if format.quirks.scales_first else (value, second)
 
 
@@ -207,7 +207,7 @@ def _e8m0_scales(code: jax.Array, two_multipliers: bool) -> Scales:
 def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
     largest = np.float32(format.max)
     tensor_multiplier, tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
-    up, down = beside(tensor_multiplier, amax.ndim), beside(tensor_scale, amax.ndim)
+    up, down = with_trailing_axes(tensor_multiplier, amax.ndim), with_trailing_axes(tensor_scale, amax.ndim)
     if format.rule == "multiply":
         relative = amax * (up * np.float32(1 / format.max))
     elif format.rule == "divide_multiply":
@@ -266,6 +266,6 @@ def _e4m3_cast(scale, up, down, format: Format) -> tuple[tuple[jax.Array, ...], 
     return (jnp.where(scale == 0, np.float32(0), jnp.minimum(multiplier, bits.FLOAT32_MAX)),), None
 
 
-def beside(per_leading: jax.Array, ndim: int) -> jax.Array:
+def with_trailing_axes(per_leading: jax.Array, ndim: int) -> jax.Array:
     """Appends axes of size 1 up to `ndim`, so that one entry per leading index broadcasts over the trailing axes."""
     return per_leading.reshape(per_leading.shape + (1,) * (ndim - per_leading.ndim))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from scaledot import state as states
 from scaledot.kernels.spec import View, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_program
-from scaledot.numerics.rounding import Key, Stream, raw_key
+from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import run_casts
 from scaledot.ops.quantize import amax
@@ -141,7 +141,7 @@ class OperandCaster:
         first = next(m for m, c in casts if c is not None and self.op.resolve_cast(c, m, tensor) == resolved)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
-        return Stream(raw_key(self.key), operands.index((first, tensor)))
+        return FoldedKey(raw_key(self.key), operands.index((first, tensor)))
 
 
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:

@@ -22,8 +22,8 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.spec import CastProblem, CastResult, View, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
-from scaledot.numerics.grouped import group_of, members, padded_capacity, spaced, whole_groups
-from scaledot.numerics.rounding import numbered
+from scaledot.numerics.grouped import group_of, padded_capacity, spaced, whole_groups, zero_ungrouped_rows
+from scaledot.numerics.rounding import fold_in_traced
 from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice, float_operand
@@ -236,7 +236,7 @@ class RaggedDotOp:
         return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x if tensor == "w" else members(x, groups))
+        return amax(x if tensor == "w" else zero_ungrouped_rows(x, groups))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         if bias is not None:
@@ -285,7 +285,7 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
     key, uniform, axes = request.keys[resolved], request.uniforms.get(resolved), request.amax_axes.get(resolved, ())
     keys = None
     if key is not None and uniform is None:
-        keys = numbered(key, jnp.arange(w.shape[0]))
+        keys = fold_in_traced(key, jnp.arange(w.shape[0]))
     quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
     codes = jax.vmap(lambda w, key, uniform: quantize(w, request.multiplier, key, None, uniform))(w, keys, uniform)
     return CastResult((codes,))

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.numerics.grouped import padded_capacity, whole_groups
-from scaledot.numerics.rounding import Key, Positions, flat_index, numbered, seeds_of, uniform_at
+from scaledot.numerics.rounding import Key, Positions, flat_index, fold_in_traced, seeds_of, uniform_at
 from scaledot.parallel import transfer_plan
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.expert_dispatch import combine, dispatch, route_of_rows, route_of_weights
@@ -301,7 +301,7 @@ class ShardedRaggedDotOp:
             return uniform_at(flat_index([row, feature]), *seeds_of(key))
         index = flat_index([self._positions(cast, "k", shape[1]), feature])
         group = jnp.arange(shape[0]) + _first_group(groups, self._axes("g"))
-        return jax.vmap(lambda group_key: uniform_at(index, *seeds_of(group_key)))(numbered(key, group))
+        return jax.vmap(lambda group_key: uniform_at(index, *seeds_of(group_key)))(fold_in_traced(key, group))
 
     def _positions(self, cast: ShardCast, label: str, shard_size: int) -> Positions:
         """The global positions of a device's elements along features, including zero padding for a rotation."""

@@ -25,7 +25,7 @@ from jax.tree_util import GetAttrKey
 from scaledot.kernels import table
 from scaledot.ops.operands import float_operand
 from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
-from scaledot.path_patterns import Given, PathPatterns, RecipesByPath
+from scaledot.path_patterns import PathPatterns, RecipesByPath, Rules
 from scaledot.programs import run_as_program
 from scaledot.recipes import Recipe
 from scaledot.train.casts import OperandCaster, cast_of
@@ -75,7 +75,7 @@ class CastWeights:
 
 def cast_weights(
     params: Any,
-    recipe: Given,
+    recipe: Rules,
     *,
     dtype: Any = None,
     contracting: int | Sequence[int] | Mapping[str, int | Sequence[int]] = 1,
@@ -133,7 +133,7 @@ def cast_weights(
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
-        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
     for patterns in (*by_layer, selected):
         patterns.check_all_matched()
     return CastWeights({path: weight_codes for path, weight_codes in codes.items() if weight_codes is not None})

@@ -15,7 +15,7 @@ from scaledot.kernels.hopper.sizes import LINE
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import Stream, mixed, raw_key, seeds_from
+from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key
 from scaledot.parallel.types import vary_as
 
 INPUTS = ("bfloat16", "float16", "float32")
@@ -100,8 +100,8 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
     from scaledot.kernels.hopper import scalars
 
     keys = [given.key(view) for view in views]
-    numbers = tuple(key.number if isinstance(key, Stream) else None for key in keys)
-    arrays = [raw_key(key.key if isinstance(key, Stream) else key) for key in keys if key is not None]
+    numbers = tuple(key.index if isinstance(key, FoldedKey) else None for key in keys)
+    arrays = [raw_key(key.key if isinstance(key, FoldedKey) else key) for key in keys if key is not None]
     drawn = tuple(key is not None for key in keys)
     offset = [] if given.offset is None else [given.offset.reshape(1)]
 
@@ -110,7 +110,7 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
         made = []
         for is_drawn, number in zip(drawn, numbers, strict=True):
             key = [*next(given), *([] if number is None else [np.uint32(number)])] if is_drawn else None
-            made.append([np.uint32(0)] * 2 if key is None else seeds_from(first, *mixed(key)))
+            made.append([np.uint32(0)] * 2 if key is None else offset_seeds(first, *hash_words(key)))
         return (made,)
 
     result = [jax.ShapeDtypeStruct((len(views), 2), jnp.uint32)]
