@@ -24,7 +24,7 @@ from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.cast import CastSpec
-from scaledot.ops.cast_spec import propagating
+from scaledot.ops.cast_spec import propagate_nonfinite
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
@@ -50,7 +50,7 @@ class MatrixCast:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
         dtype = np.dtype(dtype)
         spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
-        spec = spec if self.contracted is None else propagating(spec, 2)
+        spec = spec if self.contracted is None else propagate_nonfinite(spec, 2)
         return View(spec, key if self.stochastic else None, self.contracted, self.is_residual)
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import Parts, dequantize_values
+from scaledot.numerics.cast import QuantizedLeaves, dequantize_values
 from scaledot.numerics.encode import decode
 from scaledot.numerics.scale import scale_values, with_trailing_axes
 
@@ -61,7 +61,7 @@ def _codes(q: ScaledArray) -> jax.Array:
 
 def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
     """Codes times all their scales."""
-    parts = Parts(unpacked(q).data, q.scale, q.tensor_scale, q.zero)
+    parts = QuantizedLeaves(unpacked(q).data, q.scale, q.tensor_scale, q.zero)
     return dequantize_values(parts, q.format, q.block, q.rotation if unrotate else None).astype(dtype)
 
 

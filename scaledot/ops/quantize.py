@@ -19,7 +19,7 @@ from scaledot.formats import Format, find_format
 from scaledot.kernels.spec import CastArguments, View, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import CastSpec, Parts, dequantize_values
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, dequantize_values
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.ops.cast_spec import (
     Axis,
@@ -307,8 +307,8 @@ def _amax(block: blocks.Block, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _dequantize(q: ScaledArray, dtype: np.dtype) -> jax.Array:
-    parts = Parts(q.data, q.scale, q.tensor_scale, q.zero)
-    return dequantize_values(parts, q.format, q.block, q.rotation).astype(dtype)
+    leaves = QuantizedLeaves(q.data, q.scale, q.tensor_scale, q.zero)
+    return dequantize_values(leaves, q.format, q.block, q.rotation).astype(dtype)
 
 
 @jax.jit

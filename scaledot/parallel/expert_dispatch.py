@@ -144,8 +144,8 @@ def _run_route_fwd(route: Route, transposed: bool, x: jax.Array, start: jax.Arra
 def _run_route_bwd(
     route: Route, transposed: bool, residuals: tuple[jax.Array, PrimalType], g: jax.Array
 ) -> tuple[jax.Array, Any]:
-    start, like = residuals
-    return like.reduced(cast(jax.Array, _run_route(route, not transposed, g, start))), np.zeros((), jax.dtypes.float0)
+    start, primal = residuals
+    return primal.reduced(cast(jax.Array, _run_route(route, not transposed, g, start))), np.zeros((), jax.dtypes.float0)
 
 
 _run_route.defvjp(_run_route_fwd, _run_route_bwd)

@@ -61,7 +61,7 @@ def dot_general(
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
     opts = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    return contract_under(opts, contraction, x, w, None, state, key, codes)
+    return contract_with_recipe(opts, contraction, x, w, None, state, key, codes)
 
 
 def einsum(
@@ -92,7 +92,7 @@ def einsum(
             f"{subscripts!r} reduces or broadcasts axes of {codes.spec} before the contraction, but its codes have the "
             "full shape; leave the weight out of cast_weights with `select`"
         )
-    return contract_under(opts, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
+    return contract_with_recipe(opts, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
 
 
 def dense(
@@ -128,7 +128,7 @@ def dense(
     contraction = _dense_contraction(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
     opts = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
-    return contract_under(opts, contraction, x, w, b, state, key, codes)
+    return contract_with_recipe(opts, contraction, x, w, b, state, key, codes)
 
 
 @functools.cache
@@ -137,7 +137,7 @@ def _dense_contraction(x_ndim: int, w_ndim: int) -> Contraction:
     return from_dimension_numbers((((x_ndim - 1,), (0,)), ((), ())), x_ndim, w_ndim)
 
 
-def contract_under(
+def contract_with_recipe(
     options: Options, contraction: Contraction, x, w, b, state: State | None, key, codes: WeightCodes | None = None
 ):
     """y, or (y, state) with delayed scaling, of checked operands.
@@ -147,15 +147,15 @@ def contract_under(
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
-    splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
-    if splits is None:
+    shardings = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    if shardings is None:
         return options.returned(*_contract_unsharded(options, contraction, operands, state, key, codes))
     if codes is not None:
         raise ValueError(
             f"{codes.spec} was cast as a global array, but matmuls with `specs`, or of arrays that are sharded over "
             "explicit mesh axes, cast shards: leave the weight out of cast_weights with `select`"
         )
-    return options.returned(*_contract_sharded(options, contraction, splits, operands, state, key))
+    return options.returned(*_contract_sharded(options, contraction, shardings, operands, state, key))
 
 
 def _contract_unsharded(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):
@@ -182,10 +182,10 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
 
 
-def _contract_sharded(options: Options, contraction: Contraction, splits: Shardings, operands: Operands, state, key):
-    """The contraction of operands that are sharded as in `splits`, inside a shard_map."""
+def _contract_sharded(options: Options, contraction: Contraction, shardings: Shardings, operands: Operands, state, key):
+    """The contraction of operands that are sharded as in `shardings`, inside a shard_map."""
     flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
-    op = ShardedOp.of(DotOp(flat.flat), flat, operands, splits, options)
+    op = ShardedOp.of(DotOp(flat.flat), flat, operands, shardings, options)
     return multiply_sharded(op, options, operands, state, key)
 
 

@@ -22,9 +22,9 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.spec import CastProblem, CastResult, View, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
-from scaledot.numerics.grouped import group_of, padded_capacity, spaced, whole_groups, zero_ungrouped_rows
+from scaledot.numerics.grouped import align_groups, aligned_group_sizes, group_of, padded_capacity, zero_ungrouped_rows
 from scaledot.numerics.rounding import fold_in_traced
-from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
+from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice, float_operand
 from scaledot.ops.quantize import amax, grouped_cast_spec
@@ -102,8 +102,8 @@ def _group_alignment(
 ) -> int:
     """The number of rows that group sizes are rounded up to in wgrad.
 
-    It is the least that blocks and rotations need, or a larger multiple if kernels cast both operands and want it. A
-    stochastic cast keeps the least: its codes depend on row indices, and must be equal on every backend.
+    It is the least that blocks and rotations need, or a larger multiple if kernels that cast both operands require it.
+    A stochastic cast keeps the least: its codes depend on row indices, and must be equal on every backend.
     """
     needed = _row_alignment(wgrad)
     if wgrad is None or isinstance(kernel, str):
@@ -147,9 +147,9 @@ class ResolvedRowCast(NamedTuple):
             return (
                 f"has `calibration` {self.cast.calibration!r}, which is not supported for rows in groups; use 'absmax'"
             )
-        (down, across), along_features = self.tile, self.axis == 1
-        is_tensor_or_channel = across == 0 or (across == 1 and not along_features)
-        if down or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
+        (row_block, feature_block), along_features = self.tile, self.axis == 1
+        is_tensor_or_channel = feature_block == 0 or (feature_block == 1 and not along_features)
+        if row_block or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
             return None
         return (
             "has one scale for all rows of a group, which is supported only per tensor or per channel, without a "
@@ -162,14 +162,18 @@ class ResolvedRowCast(NamedTuple):
             shape[0] if self.row_alignment == 1 else padded_capacity(shape[0], groups, self.row_alignment),
             shape[1],
         )
-        format, rotation, (down, across) = self.cast.format, self.cast.rotation, self.tile
-        if self.axis == 0 and down:
+        format, rotation, (row_block, feature_block) = self.cast.format, self.cast.rotation, self.tile
+        if self.axis == 0 and row_block:
             x = jax.ShapeDtypeStruct((rows, features), dtype)
-            spec = make_cast_spec(x, format, (1, 0), (across, down), "absmax", None, rotation, None, pad=True)
-            return dataclasses.replace(propagating(spec, 2), amax_axes=amax_axes)
+            spec = make_cast_spec(
+                x, format, (1, 0), (feature_block, row_block), "absmax", None, rotation, None, pad=True
+            )
+            return dataclasses.replace(propagate_nonfinite(spec, 2), amax_axes=amax_axes)
         features += 0 if rotation is None else -features % rotation.size
         x = jax.ShapeDtypeStruct((rows, features), dtype)
-        return propagating(grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2)
+        return propagate_nonfinite(
+            grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +231,7 @@ class RaggedDotOp:
         )
 
     def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
+        return align_groups(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
     def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
         if isinstance(resolved, ResolvedCast):
@@ -262,7 +266,7 @@ class RaggedDotOp:
         return contract_groups(
             logical(lhs),
             logical(rhs),
-            whole_groups(groups, self.row_alignment),
+            aligned_group_sizes(groups, self.row_alignment),
             numbers,
             matmul.kernel,
             result_scales=result_scales,
@@ -292,6 +296,6 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
 
 
 def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:
-    """A ScaledArray with the scale of its group for each row."""
+    """A ScaledArray with one scale per row, that of the row's group."""
     group = jnp.minimum(group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
     return dataclasses.replace(x.codes, scale=x.scale[group], block=(0,))

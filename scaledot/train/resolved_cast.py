@@ -2,9 +2,9 @@
 
 A recipe's Cast has two block sizes, for the free and the contracting dim; which dims these are depends on the tensor
 and the matmul. `OperandDims` labels the dims of a tensor as free or contracting; a `ResolvedCast` has a block size for
-every dim, and yields the CastSpec that `quantize` would use, with one difference: `quantize` saturates ±inf and drops
-NaN, whereas casts in training propagate both to the result of the matmul (`ops.cast_spec.propagating`), because loss
-scaling and other overflow guards test results for them.
+every dim, and yields the CastSpec that `quantize` would use, with one difference: `quantize` saturates ±inf, and NaN
+becomes 0 in most formats, whereas casts in training propagate both to the result of the matmul
+(`ops.cast_spec.propagate_nonfinite`), because loss scaling and other overflow guards test results for them.
 
 1×128 blocks of x (256, 512) with labels "mk": for fwd, `OperandDims("mk", "m", "k")`, the block is (1, 128) and scales
 have shape (256, 4); for wgrad, which contracts m, `OperandDims("mk", "k", "m")` gives (128, 1) and (2, 512).
@@ -22,7 +22,7 @@ from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.scale import scale_values
-from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagating
+from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice
 from scaledot.ops.quantize import make_cast_arguments, view_of
@@ -81,7 +81,7 @@ class ResolvedCast:
         spec = make_cast_spec(
             x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, None, pad=True
         )
-        return dataclasses.replace(propagating(spec, x.ndim), amax_axes=checked_amax_axes(spec, amax_axes))
+        return dataclasses.replace(propagate_nonfinite(spec, x.ndim), amax_axes=checked_amax_axes(spec, amax_axes))
 
     def quantize(
         self,

@@ -126,10 +126,10 @@ def cast_weights(
     codes: dict[str, WeightCodes | None] = {}
     for path, leaf in leaves:
         w, layer = _unboxed(leaf), _layer(path)
-        layer_recipe, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
+        layer_recipe, cast_dtype, axes, count = (patterns.value_for(layer) for patterns in by_layer)
         axes, count = 1 if axes is None else axes, count or 0
         if selected.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
-            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, to, axes, count)
+            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, cast_dtype, axes, count)
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
@@ -186,10 +186,10 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
     contracting_axes = _checked_axes(name, contracting, w.shape, stacked)
     to_matrices = table.casts_matrices(partitioning) or recipe.cuts
-    to = np.dtype(w.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
-        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
-    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracting_axes, to_matrices)
+    cast_dtype = np.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(cast_dtype, jnp.floating) or jnp.finfo(cast_dtype).bits < 16:
+        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {cast_dtype}")
+    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), cast_dtype, contracting_axes, to_matrices)
     return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
 
 

@@ -21,7 +21,7 @@ from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.grouped import aligned_row_tiles, group_of, padded_capacity, row_tiles, whole_groups
+from scaledot.numerics.grouped import aligned_group_sizes, aligned_row_tiles, group_of, padded_capacity, row_tiles
 from scaledot.numerics.scale import Scales, scales_or_nan
 from scaledot.parallel.types import vary_as
 
@@ -191,7 +191,7 @@ def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArgu
     levels = _levels_of_groups(x, sizes, view)
     (multiplier,) = levels.multipliers
     rows = x.shape[0] if _axis(view) else padded_capacity(x.shape[0], sizes.shape[0], GROUP_MULTIPLE)
-    group = group_of(whole_groups(sizes, problem.group_multiple), rows)
+    group = group_of(aligned_group_sizes(sizes, problem.group_multiple), rows)
     codes, seen = _cast_rows(view, x, given, multiplier[group], amax)
     if view.contracted is not None:
         return PerGroup(codes, levels.scale[:-1, None]), seen
@@ -215,8 +215,8 @@ def _cast_rows(
     """The cast of rows in groups for one matmul, with zeros in rows of no group; and the largest magnitude.
 
     One that contracts features has them as they lie. One that contracts rows has them transposed, every group beginning
-    at a multiple of 128 with zeros between, as `spaced` has it. factor: a number, or one for each row as it lies there,
-    whose codes are then under a scale of 1; None for those of lines.
+    at a multiple of 128 with zeros between, as `align_groups` has it. factor: a number, or one for each row as it lies
+    there, whose codes are then under a scale of 1; None for those of lines.
     """
     from scaledot.kernels.hopper import cast_8bit_kernel
 

@@ -18,7 +18,7 @@ from scaledot.kernels.hopper import matmul_operands, support, tile_configs
 from scaledot.kernels.hopper.sizes import LINE
 from scaledot.kernels.operands import LabeledScale, filled_up
 from scaledot.kernels.spec import Problem, is_default_precision
-from scaledot.numerics.grouped import spaced
+from scaledot.numerics.grouped import align_groups
 from scaledot.parallel.types import vary_as
 
 
@@ -151,7 +151,7 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
     matrices, scales = [], []
     for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, group_scales or (1, 1), strict=True):
         codes = _codes(q, labels, contracted + free)
-        matrices.append((codes if _is_aligned(problem) else spaced(codes, sizes, LINE)).T)
+        matrices.append((codes if _is_aligned(problem) else align_groups(codes, sizes, LINE)).T)
         if blockwise:
             scales.append(matmul_operands.k_block_scales(q, labels, free, contracted, allow_square=False))
         else:
