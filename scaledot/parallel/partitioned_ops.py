@@ -58,7 +58,7 @@ class CollapsedShape:
 
 
 def with_collapsed_shapes(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
-    """A quantised matrix in any layout of `kernels.layouts`, or an array, with a CollapsedShape in place of each leaf."""
+    """A quantised matrix in any layout of `kernels.layouts`, or an array, with a CollapsedShape per leaf."""
     if isinstance(tree, Transposed):
         return dataclasses.replace(tree, stored=with_collapsed_shapes(tree.stored, dims[::-1]))
     if isinstance(tree, RowPairs):
