@@ -208,8 +208,8 @@ def _promotable(dtype: np.dtype) -> np.dtype:
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class View:
-    """One cast of an array, as its consumer takes it. Views with equal plans and keys have equal codes.
+class CastOutput:
+    """One cast of an array, as its consumer takes it. Equal specs and keys give equal codes.
 
     key: for stochastic rounding, the index of its key (or uniform numbers) among the CastArguments; None rounds to
     nearest. contracted: the axis that the consuming matmul sums over; the result may then have any layout of
@@ -248,7 +248,7 @@ class CastProblem:
 
     op: ClassVar[str] = "cast"
     shape: tuple[int, ...]
-    views: tuple[View, ...]
+    views: tuple[CastOutput, ...]
     given: frozenset[str] = frozenset()
     amax: bool = False
     column_sums: bool = False
@@ -291,10 +291,10 @@ class CastArguments(NamedTuple):
         found = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
         return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
-    def key(self, view: View) -> Key | None:
+    def key(self, view: CastOutput) -> Key | None:
         return None if view.key is None or self.uniform(view) is not None else self.keys[view.key]
 
-    def uniform(self, view: View) -> jax.Array | None:
+    def uniform(self, view: CastOutput) -> jax.Array | None:
         return None if view.key is None or not self.uniforms else self.uniforms[view.key]
 
 

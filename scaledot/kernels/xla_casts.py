@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.layouts import PerGroup
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.cast import CastSpec, QuantizedLeaves, quantize_leaves
 from scaledot.numerics.grouped import (
@@ -51,7 +51,7 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
     return CastResult(tuple(made[view.spec, view.key] for view in problem.views))
 
 
-def _cast(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> Any:
+def _cast(problem: CastProblem, view: CastOutput, x: jax.Array, given: CastArguments) -> Any:
     if problem.groups is not None:
         return _cast_groups(problem, view, x, given)
     x, spec = padded(x, view.spec), view.spec
@@ -76,7 +76,7 @@ def padded(x: jax.Array, spec: CastSpec) -> jax.Array:
     return jnp.pad(x, missing)
 
 
-def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
+def _cast_groups(problem: CastProblem, view: CastOutput, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
     spec, multiple = view.spec, problem.group_multiple
     assert given.group_sizes is not None
     x, sizes = align_groups(x, given.group_sizes, multiple), aligned_group_sizes(given.group_sizes, multiple)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from scaledot.kernels import table
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.kernels.table import Kernel
 from scaledot.ops.operands import KernelChoice
 from scaledot.parallel import partitioned_ops
@@ -16,14 +16,14 @@ from scaledot.programs import program
 
 def run_casts(
     x: jax.Array,
-    views: tuple[View, ...],
+    views: tuple[CastOutput, ...],
     arguments: CastArguments,
     kernel: KernelChoice = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: tuple[tuple[int, ...], ...] | None = None,
     **fields,
 ) -> CastResult:
-    """Casts x to all views, by one kernel that reads x once if the table has one, else by a kernel for each view.
+    """Computes the outputs `views` of casts of x: by one kernel that reads x once, or else by a kernel for each.
 
     partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
     the axes that were flattened to it. `fields` are further fields of the CastProblem.

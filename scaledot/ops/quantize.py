@@ -16,7 +16,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.deprecated import accepts_renamed_arguments
 from scaledot.formats import Format, find_format
-from scaledot.kernels.spec import CastArguments, View, accumulation_dtype
+from scaledot.kernels.spec import CastArguments, CastOutput, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec, QuantizedLeaves, dequantize_values
@@ -110,7 +110,7 @@ def quantize(
     spec = _cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
     checked = make_cast_arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
-    return run_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    return run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
 
 
 def make_cast_arguments(
@@ -138,9 +138,9 @@ _NO_ARGUMENTS = CastArguments((None,), (None,))
 
 
 @functools.lru_cache(maxsize=4096)
-def view_of(spec: CastSpec, rounding: str) -> View:
-    """The View of a single cast, whose key is the first of the CastArguments."""
-    return View(spec, key=0 if rounding == "stochastic" else None)
+def single_output(spec: CastSpec, rounding: str) -> CastOutput:
+    """The CastOutput of a single cast, whose key is the first of the CastArguments."""
+    return CastOutput(spec, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -214,7 +214,7 @@ def _cast_both(x, format, orientations, kernel: KernelChoice, rounding="nearest"
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = checked_key(rounding, keys[0]) is not None
-    views = tuple(View(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
+    views = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
     return run_casts(x, views, CastArguments(keys), kernel).arrays
 
 
@@ -266,7 +266,7 @@ def quantize_grouped(
     group_sizes = checked_groups(group_sizes, x.shape[0])
     spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
     checked = make_cast_arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return run_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    return run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
 
 
 def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:

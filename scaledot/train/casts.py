@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot import state as states
-from scaledot.kernels.spec import View, accumulation_dtype
+from scaledot.kernels.spec import CastOutput, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_program
 from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
@@ -177,7 +177,7 @@ class NonRaggedOp:
             for resolved in request.distinct
         }
         views = tuple(
-            View(
+            CastOutput(
                 specs[resolved],
                 request.key_index(resolved),
                 self.contracting_axis(matmul, request.tensor, x.ndim),

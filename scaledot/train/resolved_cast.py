@@ -25,7 +25,7 @@ from scaledot.numerics.scale import scale_values
 from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice
-from scaledot.ops.quantize import make_cast_arguments, view_of
+from scaledot.ops.quantize import make_cast_arguments, single_output
 from scaledot.recipes import Cast
 
 
@@ -98,7 +98,7 @@ class ResolvedCast:
         key = key if rounding == "stochastic" else None
         options = {"tensor_scale": tensor_scale, "multiplier": multiplier}
         arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)
-        return run_casts(x, (view_of(spec, rounding),), arguments, kernel).arrays[0]
+        return run_casts(x, (single_output(spec, rounding),), arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""
