@@ -41,7 +41,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
 from scaledot.contraction import parse_einsum
-from scaledot.path_patterns import Given, PathPatterns, RecipesByPath, table, warn_of_overlooked
+from scaledot.path_patterns import PathPatterns, RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import UNQUANTISED, Recipe, find_recipe
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
@@ -245,7 +245,7 @@ def _with_default(base, recipe: str | Recipe, **fields):
 
 @contextlib.contextmanager
 def recipes_by_path(
-    rules: Given | RecipesByPath,
+    rules: Rules | RecipesByPath,
     *,
     specs: train.SpecsByPath | PathPatterns = None,
     overlap: str | tuple[str, ...] = (),
@@ -398,7 +398,7 @@ class WithRecipe:
     def __init__(
         self,
         model: nn.Module,
-        rules: Given,
+        rules: Rules,
         specs: train.SpecsByPath = None,
         overlap: str | tuple[str, ...] = (),
         on_indivisible: str = "raise",
@@ -473,7 +473,7 @@ def _frozen(value: Any) -> Any:
 
 def with_recipe(
     model: nn.Module,
-    rules: Given,
+    rules: Rules,
     *,
     specs: train.SpecsByPath = None,
     overlap: str | tuple[str, ...] = (),

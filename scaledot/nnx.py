@@ -41,7 +41,7 @@ from flax.errors import TraceContextError
 from flax.nnx.nn import dtypes
 
 from scaledot import train
-from scaledot.path_patterns import Given, Layer, PathPatterns, RecipesByPath, table, warn_of_overlooked
+from scaledot.path_patterns import Layer, PathPatterns, RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
@@ -264,7 +264,7 @@ _WITHOUT_SEAM, _NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for i
 
 def with_recipe(
     model: nnx.Module,
-    rules: Given,
+    rules: Rules,
     *,
     rngs: nnx.Rngs | None = None,
     specs: train.SpecsByPath = None,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from scaledot.recipes import Recipe, find_recipe
 
-Given = str | Recipe | Mapping[str, str | Recipe | None]
+Rules = str | Recipe | Mapping[str, str | Recipe | None]
 
 
 class PathPatterns:
@@ -25,18 +25,18 @@ class PathPatterns:
     def __init__(self, value: Any, name: str):
         self.by_path = value if isinstance(value, Mapping) else {} if value is None else {"*": value}
         self.name = name
-        self.asked: set[str] = set()
+        self.looked_up: set[str] = set()
 
     def value_for(self, path: str) -> Any:
         """The value of the first pattern that matches `path`; None without a match."""
-        self.asked.add(path)
+        self.looked_up.add(path)
         return next((value for pattern, value in self.by_path.items() if fnmatch.fnmatchcase(path, pattern)), None)
 
     def check_all_matched(self) -> None:
         """Raises ValueError for a pattern that none of the paths looked up so far matches."""
         for pattern in self.by_path:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.asked):
-                paths = sorted(self.asked)
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.looked_up):
+                paths = sorted(self.looked_up)
                 nearest = ", ".join(difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or paths[:8])
                 raise ValueError(
                     f"{pattern!r} of `{self.name}` matches no layer that takes a recipe; "
@@ -77,7 +77,7 @@ def warn_of_overlooked(layers: Mapping[str, Layer], stacklevel: int) -> None:
 class RecipesByPath(PathPatterns):
     """A mapping of patterns to recipes; `layers` records the decision for each layer."""
 
-    def __init__(self, rules: Given):
+    def __init__(self, rules: Rules):
         super().__init__(rules, "rules")
         if not self.by_path:
             raise ValueError("`rules` must be a recipe, or a mapping of path patterns to recipes, not empty")

@@ -38,7 +38,7 @@ class Delayed:
 
     length: steps in the history.
     algorithm: "max" over the history, or "most_recent".
-    margin: headroom in powers of two: the quantisation multiplier is F / amax / 2^margin.
+    margin: headroom in powers of two: the quantisation multiplier is format.max / amax / 2^margin.
     """
 
     length: int = 1024

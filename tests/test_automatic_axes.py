@@ -21,9 +21,9 @@ import scaledot as sd
 from scaledot import train
 from scaledot.kernels import table
 from scaledot.kernels.layouts import Transposed
-from scaledot.kernels.spec import CastArguments, CastProblem, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.kernels.table import Kernel
-from scaledot.ops.casts import make_casts
+from scaledot.ops.casts import run_casts
 from scaledot.parallel.custom_partition import Leaf, propagation_rule
 from scaledot.parallel.types import partition_reason
 from scaledot.recipes import RECIPES
@@ -101,7 +101,7 @@ def test_a_step_matches_one_device(traced, name, layout_name):
     assert smallest < tokens * 512 * 512 * 256 // devices
 
 
-def views_of(recipe, x) -> list[tuple[tuple[View, ...], bool]]:
+def views_of(recipe, x) -> list[tuple[tuple[CastOutput, ...], bool]]:
     """The views of a matrix for the casts of a recipe, and whether they use stochastic rounding."""
     found = []
     for matmul, tensor, cast in recipe.casts():
@@ -110,7 +110,7 @@ def views_of(recipe, x) -> list[tuple[tuple[View, ...], bool]]:
             dims = OperandDims("ab", "ab"[1 - axis], "ab"[axis])
             spec = ResolvedCast.on(cast, dims).spec(x.shape, x.dtype)
             is_stochastic = cast.rounding == "stochastic"
-            found.append(((View(spec, 0 if is_stochastic else None, axis),), is_stochastic))
+            found.append(((CastOutput(spec, 0 if is_stochastic else None, axis),), is_stochastic))
     return found
 
 
@@ -125,8 +125,7 @@ def test_codes_and_scales_are_bit_identical_to_single_device(traced, name, spec)
     def run(x, key):
         with_key = CastArguments(keys=(key,))
         return [
-            make_casts(x, views, with_key if is_stochastic else CastArguments()).arrays
-            for views, is_stochastic in casts
+            run_casts(x, views, with_key if is_stochastic else CastArguments()).arrays for views, is_stochastic in casts
         ]
 
     expected = jax.jit(run)(x, key)

@@ -16,7 +16,7 @@ import scaledot as sd
 from scaledot import train
 from scaledot.cli import main
 from scaledot.kernels.hopper import autotune, cast_8bit, cast_microscaled, support, tile_configs
-from scaledot.kernels.spec import CastProblem, View
+from scaledot.kernels.spec import CastOutput, CastProblem
 from scaledot.kernels.table import CASTS
 from scaledot.parallel import types
 
@@ -376,7 +376,7 @@ def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted,
         sd.matmul(x, w, kernel="hopper_fp8", **wanted)
 
 
-def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
+def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> CastOutput:
     from benchmarks.gpu.cast import MatrixCast
 
     return MatrixCast(format, tile, contracted, rotation=rotation).view(dtype, 0)

@@ -18,7 +18,7 @@ from scaledot.kernels import formulations, table
 from scaledot.kernels.formulations import codes_form
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.spec import Problem, operand_of
-from scaledot.ops.operands import contract, make_problem, solve
+from scaledot.ops.operands import contract, make_problem, run_problem
 
 HARDWARE = "xla_block_scaled"
 
@@ -34,11 +34,11 @@ def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, si
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])
     contraction = from_dimension_numbers(numbers_of(text)[0], lhs.ndim, rhs.ndim)
     problem = make_problem("dot", contraction, lhs, rhs)
-    reference = solve(problem, "xla_dequantize", lhs, rhs)
+    reference = run_problem(problem, "xla_dequantize", lhs, rhs)
     scale = float(jnp.max(jnp.abs(reference)))
     able = [row.name for row in rows() if row.supports(problem) is None]
     for name in able:
-        np.testing.assert_allclose(solve(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
+        np.testing.assert_allclose(run_problem(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
     assert table.choose(problem).name == able[0]
 
 

@@ -20,11 +20,11 @@ from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
 from scaledot.kernels.hopper.sizes import LINE
 from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.cast import CastSpec
-from scaledot.ops.cast_spec import propagating
+from scaledot.ops.cast_spec import propagate_nonfinite
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
@@ -44,14 +44,14 @@ class MatrixCast:
     stochastic: bool = False
     rotation: sd.Hadamard | None = None
 
-    def view(self, dtype, key: int) -> View:
+    def view(self, dtype, key: int) -> CastOutput:
         rotation = self.rotation
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
         dtype = np.dtype(dtype)
         spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
-        spec = spec if self.contracted is None else propagating(spec, 2)
-        return View(spec, key if self.stochastic else None, self.contracted, self.is_residual)
+        spec = spec if self.contracted is None else propagate_nonfinite(spec, 2)
+        return CastOutput(spec, key if self.stochastic else None, self.contracted, self.is_residual)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ def mesh_reason() -> str | None:
 
 
 def _operand_reason(problem: Problem, name: str, operand: Operand, expected: int) -> str | None:
-    along = problem.contraction.contracted
+    along = problem.contraction.contracting
     if problem.op != "dot" or len(along) != 1:
         return "the hardware call sums over one axis of a dot"
     size, block = operand.size(along), operand.block_of(along)
@@ -80,14 +80,14 @@ def device_reason() -> str | None:
 
 def run(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes=None) -> jax.Array:
     contraction = problem.contraction
-    batch, along = contraction.batch, contraction.contracted
+    batch, along = contraction.batch, contraction.contracting
     a, a_scale = _as_matrices(lhs, contraction.lhs, batch, contraction.lhs_free, along)
     b, b_scale = _as_matrices(rhs, contraction.rhs, batch, contraction.rhs_free, along)
     total = _scaled_matmul(a, b, a_scale, b_scale)
     total = vary_as(total, a, b, a_scale, b_scale)
     sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
-    total = total.reshape([sizes[c] for c in contraction.natural])
-    total = total.transpose([contraction.natural.index(c) for c in contraction.out])
+    total = total.reshape([sizes[c] for c in contraction.dot_general_out])
+    total = total.transpose([contraction.dot_general_out.index(c) for c in contraction.out])
     left, right = (
         [lay(f, contraction.out) for f in operands.tensor_scales(q, of)]
         for q, of in ((lhs, contraction.lhs), (rhs, contraction.rhs))
@@ -116,7 +116,7 @@ def _as_matrices(q: ScaledArray, labels: str, batch: str, free: str, along: str)
     block = blocks.expand(q.block, q.ndim)
     per_row = tuple(1 if c == along else b for c, b in zip(labels, block, strict=True))
     shape = tuple(q.scale.shape[a] if c == along else q.shape[a] for a, c in enumerate(labels))
-    scale = jnp.broadcast_to(blocks.spread(q.scale, shape, per_row), shape)
+    scale = jnp.broadcast_to(blocks.repeat_scale(q.scale, shape, per_row), shape)
     return _flattened(q.data, labels, batch, free, along), _flattened(scale, labels, batch, free, along)
 
 

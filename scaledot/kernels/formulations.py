@@ -154,7 +154,7 @@ def tiles_of(problem: Problem, folded: tuple[bool, ...]) -> tuple[tuple[str, int
 
 def tile_products(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> int:
     """How many products one tile sums."""
-    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracted)
+    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracting)
 
 
 def _needs_fold(problem: Problem, operand: Operand) -> bool:
@@ -199,7 +199,7 @@ def _zero_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> str | 
         return None
     if problem.op == "conv" and (problem.rhs.zero or dict(problem.window)["batch_group_count"] > 1):
         return "zero points of a convolution are corrected on the left, without batch groups"
-    if problem.ragged in problem.contraction.contracted and problem.ragged:
+    if problem.ragged in problem.contraction.contracting and problem.ragged:
         return "zero points cannot be corrected where groups are summed"
     short = [c for c, size in tiles if problem.lhs.size(c) % size]
     return f"zero points need whole tiles along {short[0]!r}" if short else None

@@ -53,7 +53,7 @@ class RowPairs:
         scales = (scale[::2], scale[1::2]) if down == 1 else (scale, scale)
 
         def values(bits: jax.Array, scale: jax.Array) -> jax.Array:
-            spread = blocks.spread(scale, q.shape, (max(down // 2, 1), across))
+            spread = blocks.repeat_scale(scale, q.shape, (max(down // 2, 1), across))
             return flush(decode_float(bits.astype(jnp.uint32), format) * spread).astype(jnp.bfloat16)
 
         nibbles = q.data & np.uint8(15), q.data >> 4

@@ -11,9 +11,9 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import Parts, dequantize_values
+from scaledot.numerics.cast import QuantizedLeaves, dequantize_values
 from scaledot.numerics.encode import decode
-from scaledot.numerics.scale import beside, scale_values
+from scaledot.numerics.scale import scale_values, with_trailing_axes
 
 Tiles = dict[str, int]  # label -> elements of one tile along it
 
@@ -48,7 +48,7 @@ def block_values(q: ScaledArray, dtype) -> jax.Array:
     """Codes times their block scales; the tensor scale is left for the result."""
     values = _codes(q)
     for factor in scale_values(q.scale, None, q.format):
-        values = values * blocks.spread(factor, values.shape, q.block)
+        values = values * blocks.repeat_scale(factor, values.shape, q.block)
     return flush(values).astype(dtype)
 
 
@@ -56,12 +56,12 @@ def _codes(q: ScaledArray) -> jax.Array:
     values = decode(unpacked(q).data, q.format)
     if q.zero is None:
         return values
-    return values - blocks.spread(q.zero.astype(jnp.float32), values.shape, q.block)
+    return values - blocks.repeat_scale(q.zero.astype(jnp.float32), values.shape, q.block)
 
 
 def all_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
     """Codes times all their scales."""
-    parts = Parts(unpacked(q).data, q.scale, q.tensor_scale, q.zero)
+    parts = QuantizedLeaves(unpacked(q).data, q.scale, q.tensor_scale, q.zero)
     return dequantize_values(parts, q.format, q.block, q.rotation if unrotate else None).astype(dtype)
 
 
@@ -72,7 +72,7 @@ def block_scales(q: ScaledArray, labels: str, tiles: Tiles) -> list[LabeledScale
 
 def tensor_scales(q: ScaledArray, labels: str) -> list[LabeledScale]:
     """The tensor scale."""
-    return [] if q.tensor_scale is None else [LabeledScale(beside(q.tensor_scale, q.ndim), labels)]
+    return [] if q.tensor_scale is None else [LabeledScale(with_trailing_axes(q.tensor_scale, q.ndim), labels)]
 
 
 def zero_points(q: ScaledArray, labels: str, tiles: Tiles) -> LabeledScale | None:
@@ -87,7 +87,7 @@ def _spread(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.A
         tile = tiles.get(label, 1)
         shape.append(-(-size // tile))
         block.append(b // tile)
-    return blocks.spread(grid, tuple(shape), tuple(block))
+    return blocks.repeat_scale(grid, tuple(shape), tuple(block))
 
 
 def scaled(total: jax.Array, lhs: list[jax.Array], rhs: list[jax.Array]) -> jax.Array:

@@ -133,8 +133,8 @@ class Problem:
 
     op: "dot", "ragged_dot" or "conv". preferred: the caller's preferred_element_type.
     ragged, group: the label whose axis is cut into groups and the label that counts them.
-    gathers: whether a scale per group can be turned into one per row. group_multiple: what sizes of groups are
-    multiples of.
+    group_scales_to_rows: whether a scale per group can be expanded to one per row. group_multiple: what sizes of
+    groups are multiples of.
     window: the remaining arguments of a convolution, as pairs.
     """
 
@@ -147,7 +147,7 @@ class Problem:
     out_sharding: Any = None
     ragged: str = ""
     group: str = ""
-    gathers: bool = False
+    group_scales_to_rows: bool = False
     group_multiple: int = 1
     window: tuple[tuple[str, Any], ...] = ()
 
@@ -180,12 +180,12 @@ class Problem:
     @property
     def reaches_out(self) -> str:
         """Labels along which a scale may vary and still be applied to the result."""
-        return self.contraction.out + (self.group if self.gathers else "")
+        return self.contraction.out + (self.group if self.group_scales_to_rows else "")
 
     @property
     def summed(self) -> str:
         """Labels that are summed over and may be cut into tiles."""
-        return "".join(c for c in self.contraction.contracted if c != self.ragged)
+        return "".join(c for c in self.contraction.contracting if c != self.ragged)
 
     def __str__(self) -> str:
         c = self.contraction
@@ -208,8 +208,8 @@ def _promotable(dtype: np.dtype) -> np.dtype:
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class View:
-    """One cast of an array, as its consumer takes it. Views with equal plans and keys have equal codes.
+class CastOutput:
+    """One cast of an array, as its consumer takes it. Equal specs and keys give equal codes.
 
     key: for stochastic rounding, the index of its key (or uniform numbers) among the CastArguments; None rounds to
     nearest. contracted: the axis that the consuming matmul sums over; the result may then have any layout of
@@ -248,7 +248,7 @@ class CastProblem:
 
     op: ClassVar[str] = "cast"
     shape: tuple[int, ...]
-    views: tuple[View, ...]
+    views: tuple[CastOutput, ...]
     given: frozenset[str] = frozenset()
     amax: bool = False
     column_sums: bool = False
@@ -291,10 +291,10 @@ class CastArguments(NamedTuple):
         found = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
         return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
-    def key(self, view: View) -> Key | None:
+    def key(self, view: CastOutput) -> Key | None:
         return None if view.key is None or self.uniform(view) is not None else self.keys[view.key]
 
-    def uniform(self, view: View) -> jax.Array | None:
+    def uniform(self, view: CastOutput) -> jax.Array | None:
         return None if view.key is None or not self.uniforms else self.uniforms[view.key]
 
 

@@ -40,7 +40,7 @@ class Kernel:
     how: one sentence on what it does with a problem that it supports.
     run: (problem, lhs, rhs, group_sizes) -> result; of a cast (problem, x, CastArguments) -> CastResult.
     Of matmuls: adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
-    scales_groups: whether it takes `multipliers` of results per group, applied before it. keeps_codes: whether its
+    scales_groups: whether it takes `result_scales` per group, applied before it. keeps_codes: whether its
     derivative keeps codes for the backward pass and not values made of them.
     Of casts: group_multiple: of rows, at which it places groups whose rows are contracted.
     """
@@ -314,29 +314,29 @@ def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
     return (total + bias).astype(problem.out_dtype)
 
 
-def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, multipliers) -> jax.Array:
+def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, result_scales) -> jax.Array:
     """A result (groups, m, n) times factors (groups, 1 or m) and (groups, 1 or n), with one rounding."""
     if kernel.scales_groups:
-        return kernel.run(problem, lhs, rhs, group_sizes, multipliers=multipliers)
+        return kernel.run(problem, lhs, rhs, group_sizes, result_scales=result_scales)
     wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs, group_sizes)
-    left, right = multipliers
+    left, right = result_scales
     return scaled(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
 
 
-def _run_grouped(problem: Problem, lhs, rhs, group_sizes, multipliers=None) -> jax.Array:
+def _run_grouped(problem: Problem, lhs, rhs, group_sizes, result_scales=None) -> jax.Array:
     """A kernel for CUDA; where a program runs on something else, the next of the table that can takes its place."""
     kernel = functools.partial(hopper_grouped.run, problem)
     if jax.default_backend() != "gpu":
-        return kernel(lhs, rhs, group_sizes, multipliers)
+        return kernel(lhs, rhs, group_sizes, result_scales)
     elsewhere = _without_hopper(problem)
 
-    def reference(lhs, rhs, group_sizes, multipliers):
-        if multipliers is None:
+    def reference(lhs, rhs, group_sizes, result_scales):
+        if result_scales is None:
             return elsewhere.run(problem, lhs, rhs, group_sizes)
-        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, multipliers)
+        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, result_scales)
 
-    return lax.platform_dependent(lhs, rhs, group_sizes, multipliers, cuda=kernel, default=reference)
+    return lax.platform_dependent(lhs, rhs, group_sizes, result_scales, cuda=kernel, default=reference)
 
 
 def _hopper_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:

@@ -138,7 +138,7 @@ def _less_zeros(
     if b.zero is not None:
         total = total - steps.lay(b.zero) * steps.code_sums(0, a.values)
     if a.zero is not None and b.zero is not None:
-        summed = (axis for axis, c in enumerate(problem.lhs.labels) if c in problem.contraction.contracted)
+        summed = (axis for axis, c in enumerate(problem.lhs.labels) if c in problem.contraction.contracting)
         products = math.prod(a.values.shape[axis] for axis in summed)
         total = total + steps.lay(a.zero) * steps.lay(b.zero) * np.int32(products)
     return total

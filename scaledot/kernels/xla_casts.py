@@ -14,24 +14,24 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.kernels.layouts import PerGroup
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
-from scaledot.numerics.cast import CastSpec, Parts, quantize_parts
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, quantize_leaves
 from scaledot.numerics.grouped import (
+    align_groups,
+    aligned_group_sizes,
     first_rows,
     group_of,
-    members,
-    quantize_grouped_parts,
-    quantize_tiles_parts,
-    spaced,
-    whole_groups,
+    quantize_grouped_leaves,
+    quantize_tiles_leaves,
+    zero_ungrouped_rows,
 )
 from scaledot.numerics.rounding import uniform_of
 
 # Traced once per Plan and shape, however many problems have that cast.
-_quantize = jax.jit(quantize_parts, static_argnums=0)
-_quantize_grouped = jax.jit(quantize_grouped_parts, static_argnums=(0, 3))
-_quantize_tiles = jax.jit(quantize_tiles_parts, static_argnums=(0, 3))
+_quantize = jax.jit(quantize_leaves, static_argnums=0)
+_quantize_grouped = jax.jit(quantize_grouped_leaves, static_argnums=(0, 3))
+_quantize_tiles = jax.jit(quantize_tiles_leaves, static_argnums=(0, 3))
 
 
 def problem_reason(problem: CastProblem) -> str | None:
@@ -51,7 +51,7 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
     return CastResult(tuple(made[view.spec, view.key] for view in problem.views))
 
 
-def _cast(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> Any:
+def _cast(problem: CastProblem, view: CastOutput, x: jax.Array, given: CastArguments) -> Any:
     if problem.groups is not None:
         return _cast_groups(problem, view, x, given)
     x, spec = padded(x, view.spec), view.spec
@@ -62,7 +62,7 @@ def _cast(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) 
     return scaled_array(spec, parts)
 
 
-def scaled_array(spec: CastSpec, parts: Parts) -> ScaledArray:
+def scaled_array(spec: CastSpec, parts: QuantizedLeaves) -> ScaledArray:
     return ScaledArray(*parts, format=spec.format, block=spec.block, dtype=spec.dtype, rotation=spec.rotation)
 
 
@@ -76,13 +76,13 @@ def padded(x: jax.Array, spec: CastSpec) -> jax.Array:
     return jnp.pad(x, missing)
 
 
-def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
+def _cast_groups(problem: CastProblem, view: CastOutput, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
     spec, multiple = view.spec, problem.group_multiple
     assert given.group_sizes is not None
-    x, sizes = spaced(x, given.group_sizes, multiple), whole_groups(given.group_sizes, multiple)
+    x, sizes = align_groups(x, given.group_sizes, multiple), aligned_group_sizes(given.group_sizes, multiple)
     key, uniform = given.key(view), given.uniform(view)
     if given.multiplier is not None:
-        parts = _quantize(spec, members(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)
+        parts = _quantize(spec, zero_ungrouped_rows(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)
         return scaled_array(spec, parts)
     row_block, features = blocks.expand(spec.block, 2)
     is_along_features = view.contracted != 0 or (row_block == features == 0 and spec.rotation is None)

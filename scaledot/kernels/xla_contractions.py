@@ -60,7 +60,7 @@ def _integer_product(contraction: Contraction, out: str, product: Callable[..., 
     """
     sizes = dict(zip(contraction.lhs + contraction.rhs, a.shape + b.shape, strict=True))
     padded = dict(sizes)
-    for group in (contraction.lhs_free, contraction.contracted, contraction.rhs_free):
+    for group in (contraction.lhs_free, contraction.contracting, contraction.rhs_free):
         if group and math.prod(sizes[c] for c in group) % 4:
             padded[group[-1]] += -sizes[group[-1]] % 4
 
@@ -75,7 +75,7 @@ def _integer_product(contraction: Contraction, out: str, product: Callable[..., 
 
 def _dot_steps(problem: Problem) -> ContractionOps:
     contraction = problem.contraction
-    order = tuple(contraction.natural.index(c) for c in contraction.out)
+    order = tuple(contraction.dot_general_out.index(c) for c in contraction.out)
 
     def product(a: jax.Array, b: jax.Array, accumulator) -> jax.Array:
         dot = functools.partial(
@@ -83,9 +83,9 @@ def _dot_steps(problem: Problem) -> ContractionOps:
             dimension_numbers=contraction.dimension_numbers,
             precision=precision_of(problem, a.dtype),
             preferred_element_type=accumulator,
-            out_sharding=reordered(problem.out_sharding, contraction.out, contraction.natural),
+            out_sharding=reordered(problem.out_sharding, contraction.out, contraction.dot_general_out),
         )
-        y = _integer_product(contraction, contraction.natural, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
+        y = _integer_product(contraction, contraction.dot_general_out, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
         if a.dtype == jnp.bfloat16 != y.dtype:
             # XLA's CPU folds a later transpose into the product and then has no code for bfloat16 summed in float32.
             y = lax.platform_dependent(y, cpu=lax.optimization_barrier, default=lambda y: y)
@@ -99,7 +99,7 @@ def _dot_steps(problem: Problem) -> ContractionOps:
 
 def _sum_codes(problem: Problem, side: int, codes: jax.Array) -> LabeledScale:
     labels = problem.operands[side].labels
-    summed = tuple(a for a, c in enumerate(labels) if c in problem.contraction.contracted)
+    summed = tuple(a for a, c in enumerate(labels) if c in problem.contraction.contracting)
     return LabeledScale(jnp.sum(codes.astype(jnp.int32), axis=summed, keepdims=True), labels)
 
 
@@ -139,7 +139,7 @@ def _ragged_steps(problem: Problem, group_sizes) -> ContractionOps:
         return lay_by_group(_sum_codes(problem, side, codes))
 
     def clear(x: jax.Array) -> jax.Array:
-        if not problem.gathers:
+        if not problem.group_scales_to_rows:
             return x
         axis = contraction.out.index(problem.ragged)
         inside = lax.broadcasted_iota(jnp.int32, x.shape, axis) < jnp.sum(group_sizes, dtype=jnp.int32)

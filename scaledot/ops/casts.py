@@ -6,24 +6,24 @@ from typing import Any
 import jax
 
 from scaledot.kernels import table
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.kernels.table import Kernel
-from scaledot.ops.operands import Choice
+from scaledot.ops.operands import KernelChoice
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.programs import program
 
 
-def make_casts(
+def run_casts(
     x: jax.Array,
-    views: tuple[View, ...],
+    views: tuple[CastOutput, ...],
     arguments: CastArguments,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: tuple[tuple[int, ...], ...] | None = None,
     **fields,
 ) -> CastResult:
-    """Casts x to all views, by one kernel that reads x once if the table has one, else by a kernel for each view.
+    """Computes the outputs `views` of casts of x: by one kernel that reads x once, or else by a kernel for each.
 
     partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
     the axes that were flattened to it. `fields` are further fields of the CastProblem.
@@ -34,8 +34,8 @@ def make_casts(
         partitioning = partitioning._replace(is_automatic=False)  # partitioned_ops cannot partition these
     problem = _problem(x.shape, views, arguments.names, groups=groups, partitioning=partitioning, **fields)
     if len(views) == 1 or isinstance(kernel, str):
-        return _solve(problem, kernel, x, arguments, members)
-    first, *others = [_solve(each, kernel, x, arguments, members) for each in table.passes(problem)]
+        return _run_problem(problem, kernel, x, arguments, members)
+    first, *others = [_run_problem(each, kernel, x, arguments, members) for each in table.passes(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
@@ -45,7 +45,9 @@ def _problem(*fields, **named_fields) -> CastProblem:
     return CastProblem(*fields, **named_fields)
 
 
-def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, arguments: CastArguments, members) -> CastResult:
+def _run_problem(
+    problem: CastProblem, kernel: KernelChoice, x: jax.Array, arguments: CastArguments, members
+) -> CastResult:
     chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
     if chosen.is_opaque and problem.partitioning.devices > 1:
         result = partitioned_ops.cast(problem, chosen, x, arguments, members or tuple((size,) for size in x.shape))

@@ -25,7 +25,7 @@ from jax.tree_util import GetAttrKey
 from scaledot.kernels import table
 from scaledot.ops.operands import float_operand
 from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
-from scaledot.path_patterns import Given, PathPatterns, RecipesByPath
+from scaledot.path_patterns import PathPatterns, RecipesByPath, Rules
 from scaledot.programs import run_as_program
 from scaledot.recipes import Recipe
 from scaledot.train.casts import OperandCaster, cast_of
@@ -75,7 +75,7 @@ class CastWeights:
 
 def cast_weights(
     params: Any,
-    recipe: Given,
+    recipe: Rules,
     *,
     dtype: Any = None,
     contracting: int | Sequence[int] | Mapping[str, int | Sequence[int]] = 1,
@@ -126,14 +126,14 @@ def cast_weights(
     codes: dict[str, WeightCodes | None] = {}
     for path, leaf in leaves:
         w, layer = _unboxed(leaf), _layer(path)
-        layer_recipe, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
+        layer_recipe, cast_dtype, axes, count = (patterns.value_for(layer) for patterns in by_layer)
         axes, count = 1 if axes is None else axes, count or 0
         if selected.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
-            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, to, axes, count)
+            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, cast_dtype, axes, count)
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
-        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
     for patterns in (*by_layer, selected):
         patterns.check_all_matched()
     return CastWeights({path: weight_codes for path, weight_codes in codes.items() if weight_codes is not None})
@@ -184,12 +184,12 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
             "on one device or automatic mesh axes: leave it out with `select`"
         )
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
-    contracted = _checked_axes(name, contracting, w.shape, stacked)
+    contracting_axes = _checked_axes(name, contracting, w.shape, stacked)
     to_matrices = table.casts_matrices(partitioning) or recipe.cuts
-    to = np.dtype(w.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
-        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
-    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
+    cast_dtype = np.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(cast_dtype, jnp.floating) or jnp.finfo(cast_dtype).bits < 16:
+        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {cast_dtype}")
+    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), cast_dtype, contracting_axes, to_matrices)
     return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
 
 

@@ -235,7 +235,7 @@ def run(shape: Shape, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array
 def _group_fields(shape: Shape) -> dict[str, Any]:
     """The fields of a Problem that describe groups."""
     if shape.row_groups:
-        return {"ragged": "m", "group": "g", "gathers": True}
+        return {"ragged": "m", "group": "g", "group_scales_to_rows": True}
     return {"ragged": "k", "group": "g", "group_multiple": LINE} if shape.k_groups else {}
 
 

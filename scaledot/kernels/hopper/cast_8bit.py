@@ -18,10 +18,10 @@ from scaledot.kernels.hopper.cast_support import in_shape, tile_of
 from scaledot.kernels.hopper.sizes import FLOAT8_ELEMENTS, LINE
 from scaledot.kernels.layouts import PerGroup, Transposed
 from scaledot.kernels.operands import filled_up
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.grouped import aligned_row_tiles, group_of, padded_capacity, row_tiles, whole_groups
+from scaledot.numerics.grouped import aligned_group_sizes, aligned_row_tiles, group_of, padded_capacity, row_tiles
 from scaledot.numerics.scale import Scales, scales_or_nan
 from scaledot.parallel.types import vary_as
 
@@ -68,7 +68,7 @@ def _groups_reason(problem: CastProblem) -> str | None:
     return next(filter(None, (_rotation_reason(problem, view) for view in problem.views)), None)
 
 
-def scaling_of(view: View, ndim: int) -> str:
+def scaling_of(view: CastOutput, ndim: int) -> str:
     """How codes have their scales, if in a way that the kernel knows: tensor, lines or squares; "" otherwise."""
     format = view.spec.format
     if ndim < 2 or format.element not in ELEMENTS or format.scale != "float32":
@@ -78,12 +78,12 @@ def scaling_of(view: View, ndim: int) -> str:
     return {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}.get(tile, "")
 
 
-def _axis(view: View) -> int:
+def _axis(view: CastOutput) -> int:
     """The axis that lines run along: the contracted one. Codes of an ordinary view are written as they lie."""
     return 1 if view.contracted is None else view.contracted
 
 
-def _rotation_reason(problem: CastProblem, view: View) -> str | None:
+def _rotation_reason(problem: CastProblem, view: CastOutput) -> str | None:
     rotation, ndim = view.spec.rotation, len(problem.shape)
     if rotation is None:
         return None
@@ -139,7 +139,7 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     )
     largest = made.amax if seen is None else seen
 
-    def array(view: View) -> ScaledArray | Transposed:
+    def array(view: CastOutput) -> ScaledArray | Transposed:
         codes = (made.rows, (m, k)) if _axis(view) else (made.transposed, (k, m))
         source = given.multiplier if given.multiplier is not None else x if seen is None else seen
         scale = _stored_scale(made, view, scaling_kind, source)
@@ -153,7 +153,7 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     )
 
 
-def _stored_scale(made, view: View, scaling_kind: str, source: jax.Array) -> jax.Array:
+def _stored_scale(made, view: CastOutput, scaling_kind: str, source: jax.Array) -> jax.Array:
     """The scales of a view, as its codes are stored. They vary as the source that they were made from."""
     if scaling_kind == "tensor":
         scale = made.row_scale.reshape(1, 1)
@@ -165,7 +165,7 @@ def _stored_scale(made, view: View, scaling_kind: str, source: jax.Array) -> jax
 
 
 def _stored(
-    view: View, tile: tuple[int, int], data: jax.Array, shape: tuple[int, int], scale: jax.Array, x: jax.Array
+    view: CastOutput, tile: tuple[int, int], data: jax.Array, shape: tuple[int, int], scale: jax.Array, x: jax.Array
 ) -> ScaledArray | Transposed:
     """A matrix of that shape from padded codes and scales, all of them transposed where rows are contracted."""
     spec, tile = view.spec, tile if _axis(view) else (tile[1], tile[0])
@@ -182,7 +182,9 @@ def _run_groups(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
     return CastResult(tuple(array for array, _ in made), made[0][1])
 
 
-def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArguments, amax: bool) -> tuple[Any, Any]:
+def _cast_groups(
+    problem: CastProblem, view: CastOutput, x: jax.Array, given: CastArguments, amax: bool
+) -> tuple[Any, Any]:
     if given.multiplier is not None or scaling_of(view, 2) == "lines":
         multiplier = None if given.multiplier is None else given.multiplier.reshape(())
         return _cast_rows(view, x, given, multiplier, amax)
@@ -191,14 +193,14 @@ def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArgu
     levels = _levels_of_groups(x, sizes, view)
     (multiplier,) = levels.multipliers
     rows = x.shape[0] if _axis(view) else padded_capacity(x.shape[0], sizes.shape[0], GROUP_MULTIPLE)
-    group = group_of(whole_groups(sizes, problem.group_multiple), rows)
+    group = group_of(aligned_group_sizes(sizes, problem.group_multiple), rows)
     codes, seen = _cast_rows(view, x, given, multiplier[group], amax)
     if view.contracted is not None:
         return PerGroup(codes, levels.scale[:-1, None]), seen
     return dataclasses.replace(codes, scale=levels.scale[group][:, None], block=blocks.trim((1, 0))), seen
 
 
-def _levels_of_groups(x: jax.Array, sizes: jax.Array, view: View) -> Scales:
+def _levels_of_groups(x: jax.Array, sizes: jax.Array, view: CastOutput) -> Scales:
     """Scales of whole groups, and one more for rows of none, which count as zeros."""
     spec, count = view.spec, sizes.shape[0]
     is_finite = spec.nonfinite == "saturate" or spec.format.is_float  # codes of floats can be NaN
@@ -210,13 +212,13 @@ def _levels_of_groups(x: jax.Array, sizes: jax.Array, view: View) -> Scales:
 
 
 def _cast_rows(
-    view: View, x: jax.Array, given: CastArguments, multiplier: jax.Array | None, amax: bool
+    view: CastOutput, x: jax.Array, given: CastArguments, multiplier: jax.Array | None, amax: bool
 ) -> tuple[ScaledArray | Transposed, jax.Array | None]:
     """The cast of rows in groups for one matmul, with zeros in rows of no group; and the largest magnitude.
 
     One that contracts features has them as they lie. One that contracts rows has them transposed, every group beginning
-    at a multiple of 128 with zeros between, as `spaced` has it. factor: a number, or one for each row as it lies there,
-    whose codes are then under a scale of 1; None for those of lines.
+    at a multiple of 128 with zeros between, as `align_groups` has it. factor: a number, or one for each row as it lies
+    there, whose codes are then under a scale of 1; None for those of lines.
     """
     from scaledot.kernels.hopper import cast_8bit_kernel
 

@@ -25,7 +25,7 @@ from scaledot.kernels.hopper.memory import (
 )
 from scaledot.kernels.hopper.sizes import LINE
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
-from scaledot.numerics.encode import rounded
+from scaledot.numerics.encode import round_to_element
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
@@ -299,7 +299,7 @@ def _turned_values(turned_smem, part: int, side: int) -> list[jax.Array]:
 def _code(up: jax.Array, format: Format, uniform: jax.Array | None, saturates: bool) -> jax.Array:
     if format.is_integer:
         return to_int8(up, format, uniform)
-    return to_float8(up if uniform is None else rounded(up, format, uniform), format.code_dtype, saturates)
+    return to_float8(up if uniform is None else round_to_element(up, format, uniform), format.code_dtype, saturates)
 
 
 def _spread(line_smem, first: int, axis: int) -> jax.Array:

@@ -13,7 +13,7 @@ from scaledot.kernels.hopper.cast_support import in_shape, tile_of
 from scaledot.kernels.hopper.sizes import BLOCKS, FLOAT8_ELEMENTS
 from scaledot.kernels.layouts import RowPairs, as_values
 from scaledot.kernels.operands import filled_up
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import ONE, divide
 from scaledot.numerics.scale import tensor_level
@@ -42,7 +42,7 @@ def problem_reason(problem: CastProblem) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def shape_of(view: View, ndim: int) -> str:
+def shape_of(view: CastOutput, ndim: int) -> str:
     """Of blocks: along rows, down columns or square, if they are as long as is computed; "" otherwise."""
     size, tile = block_of(view.spec.format), tile_of(view, ndim) if ndim > 1 else (0, 0)
     lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
@@ -66,7 +66,7 @@ def _packing_reason(problem: CastProblem) -> str | None:
     return None
 
 
-def _rotation_reason(problem: CastProblem, view: View) -> str | None:
+def _rotation_reason(problem: CastProblem, view: CastOutput) -> str | None:
     rotation, size = view.spec.rotation, block_of(view.spec.format)
     if rotation is None:
         return None
@@ -89,7 +89,7 @@ def how(problem: CastProblem) -> str:
 _WORDS = {"along": "along rows", "down": "down columns", "square": "of squares"}
 
 
-def _is_values(view: View) -> bool:
+def _is_values(view: CastOutput) -> bool:
     return view.contracted is not None and not view.is_residual
 
 
@@ -113,7 +113,7 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
     )
 
 
-def _wanted(view: View, shape: str) -> Any:
+def _wanted(view: CastOutput, shape: str) -> Any:
     from scaledot.kernels.hopper import cast_microscaled_kernel
 
     spec, packing = view.spec, ""
@@ -125,7 +125,7 @@ def _wanted(view: View, shape: str) -> Any:
     )
 
 
-def _levels(x: jax.Array, views: tuple[View, ...]) -> tuple[jax.Array | None, list[jax.Array | None]]:
+def _levels(x: jax.Array, views: tuple[CastOutput, ...]) -> tuple[jax.Array | None, list[jax.Array | None]]:
     """Of a two-level format: what brings the largest block maximum of each view to the largest scale, and the
     reciprocal, float32 (V, 2); and what block scales are multiplied by to return, V numbers. None for other formats."""
     from scaledot.kernels.hopper import cast_microscaled_kernel, scalars
@@ -147,7 +147,7 @@ def _levels(x: jax.Array, views: tuple[View, ...]) -> tuple[jax.Array | None, li
     return up, [vary_as(each, amax) for each in down]
 
 
-def _stored(view: View, tile: tuple[int, int], made, down: jax.Array | None, x: jax.Array) -> Any:
+def _stored(view: CastOutput, tile: tuple[int, int], made, down: jax.Array | None, x: jax.Array) -> Any:
     """A matrix of the shape of x, from padded codes or values and bytes of scales."""
     spec, (m, k), format, data = view.spec, x.shape, view.spec.format, vary_as(made.data, x)
     if _is_values(view):

@@ -32,7 +32,7 @@ from scaledot.kernels.hopper.memory import THREADS, flushed, load, magnitudes, r
 from scaledot.kernels.hopper.sizes import BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
-from scaledot.numerics.encode import float_code, rounded
+from scaledot.numerics.encode import float_code, round_to_element
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import E4M3_MAX, e8m0_code
@@ -467,7 +467,7 @@ def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array |
             return codes
         values = codes.astype(jnp.float32)
     else:
-        values = rounded(up, format, uniform)
+        values = round_to_element(up, format, uniform)
         if not view.values:
             return to_float8(values, format.element_dtype, view.saturates)
     for multiplier in scale.back:

@@ -12,10 +12,10 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
 from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.spec import CastArguments, CastProblem, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import Stream, mixed, raw_key, seeds_from
+from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key
 from scaledot.parallel.types import vary_as
 
 INPUTS = ("bfloat16", "float16", "float32")
@@ -32,12 +32,12 @@ def matrix_shape(problem: CastProblem) -> tuple[int, int] | None:
     return math.prod(problem.shape[:-1]), problem.shape[-1]
 
 
-def _merges(view: View, ndim: int) -> bool:
+def _merges(view: CastOutput, ndim: int) -> bool:
     *lead, _ = tile = blocks.expand(view.spec.block, ndim)
     return not any(tile) or set(lead) == {1}
 
 
-def tile_of(view: View, ndim: int) -> tuple[int, int]:
+def tile_of(view: CastOutput, ndim: int) -> tuple[int, int]:
     """(rows, columns) of the matrix that share a scale; 0 for all."""
     *_, rows, columns = blocks.expand(view.spec.block, ndim)
     return rows, columns
@@ -93,15 +93,15 @@ def largest_of_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> 
     return lax.pmax(amax, axes) if axes else amax
 
 
-def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Array | None:
+def seeds(views: tuple[CastOutput, ...] | list[CastOutput], given: CastArguments) -> jax.Array | None:
     """Two words of each view's key, uint32 (V, 2); None where all round to nearest."""
     if not any(view.is_stochastic for view in views):
         return None
     from scaledot.kernels.hopper import scalars
 
     keys = [given.key(view) for view in views]
-    numbers = tuple(key.number if isinstance(key, Stream) else None for key in keys)
-    arrays = [raw_key(key.key if isinstance(key, Stream) else key) for key in keys if key is not None]
+    numbers = tuple(key.index if isinstance(key, FoldedKey) else None for key in keys)
+    arrays = [raw_key(key.key if isinstance(key, FoldedKey) else key) for key in keys if key is not None]
     drawn = tuple(key is not None for key in keys)
     offset = [] if given.offset is None else [given.offset.reshape(1)]
 
@@ -110,7 +110,7 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
         made = []
         for is_drawn, number in zip(drawn, numbers, strict=True):
             key = [*next(given), *([] if number is None else [np.uint32(number)])] if is_drawn else None
-            made.append([np.uint32(0)] * 2 if key is None else seeds_from(first, *mixed(key)))
+            made.append([np.uint32(0)] * 2 if key is None else offset_seeds(first, *hash_words(key)))
         return (made,)
 
     result = [jax.ShapeDtypeStruct((len(views), 2), jnp.uint32)]
@@ -118,7 +118,7 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
     return found
 
 
-def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:
+def in_shape(problem: CastProblem, view: CastOutput, q: ScaledArray) -> ScaledArray:
     """A cast matrix as the ScaledArray that an ordinary view asks for, whose leading axes had been merged."""
     spec = view.spec
     return ScaledArray(

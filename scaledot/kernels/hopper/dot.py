@@ -61,13 +61,13 @@ class DotKernel:
         blockwise = not self.dequantizes and matmul_operands.is_blockwise(problem)
         promote = blockwise or self.promotes(problem)
         a = self._operand(
-            lhs, contraction.lhs, contraction.lhs_free, contraction.contracted, matmul_operands.M_MULTIPLE
+            lhs, contraction.lhs, contraction.lhs_free, contraction.contracting, matmul_operands.M_MULTIPLE
         )
         b = self._operand(
-            rhs, contraction.rhs, contraction.rhs_free, contraction.contracted, matmul_operands.N_MULTIPLE
+            rhs, contraction.rhs, contraction.rhs_free, contraction.contracting, matmul_operands.N_MULTIPLE
         )
         if blockwise:
-            scales_of = functools.partial(matmul_operands.k_block_scales, contracted=contraction.contracted)
+            scales_of = functools.partial(matmul_operands.k_block_scales, contracted=contraction.contracting)
             row_scales = scales_of(lhs, contraction.lhs, contraction.lhs_free, allow_square=False)
             column_scales = scales_of(rhs, contraction.rhs, contraction.rhs_free, allow_square=True)
         else:
@@ -93,8 +93,8 @@ class DotKernel:
         # Without the barrier XLA runs the kernel twice under lax.scan: for its consumers, and for the stacked output.
         result = lax.optimization_barrier(vary_as(result, a.matrix, b.matrix))[: a.rows, : b.rows]
         sizes = dict(zip(contraction.lhs + contraction.rhs, lhs.shape + rhs.shape, strict=True))
-        result = result.reshape([sizes[c] for c in contraction.natural])
-        return result.transpose([contraction.natural.index(c) for c in contraction.out])
+        result = result.reshape([sizes[c] for c in contraction.dot_general_out])
+        return result.transpose([contraction.dot_general_out.index(c) for c in contraction.out])
 
     def _operand(self, q: ScaledArray, labels: str, free: str, contracted: str, multiple: int) -> "KernelOperand":
         folds = self.dequantizes and not _is_bfloat16(q.format)
@@ -134,7 +134,7 @@ BFLOAT16 = DotKernel("bfloat16")
 
 
 def _bfloat16_reason(problem: Problem) -> str | None:
-    reasons = (_operand_reason(name, operand, problem.contraction.contracted) for name, operand in problem.named)
+    reasons = (_operand_reason(name, operand, problem.contraction.contracting) for name, operand in problem.named)
     return next(filter(None, reasons), None)
 
 

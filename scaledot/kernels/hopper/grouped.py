@@ -18,7 +18,7 @@ from scaledot.kernels.hopper import matmul_operands, support, tile_configs
 from scaledot.kernels.hopper.sizes import LINE
 from scaledot.kernels.operands import LabeledScale, filled_up
 from scaledot.kernels.spec import Problem, is_default_precision
-from scaledot.numerics.grouped import spaced
+from scaledot.numerics.grouped import align_groups
 from scaledot.parallel.types import vary_as
 
 
@@ -42,7 +42,7 @@ def _element(problem: Problem) -> str:
 
 def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if not problem.gathers or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
+    if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
         return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
     if len(contraction.rhs) != 3:
         return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
@@ -51,7 +51,7 @@ def _row_groups_reason(problem: Problem) -> str | None:
 
 def _k_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if contraction.contracted != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
+    if contraction.contracting != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
         return "groups along the contracting dim need two matrices, with that dim as the only contracting one"
     if matmul_operands.is_blockwise(problem) and problem.group_multiple % LINE:
         multiple = problem.group_multiple
@@ -102,7 +102,7 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     from scaledot.kernels.hopper.tiles import groups_of_rows
 
     contraction, group, row = problem.contraction, problem.group, problem.ragged
-    contracted = contraction.contracted
+    contracted = contraction.contracting
     (column,) = (c for c in contraction.rhs_free if c != group)
     blockwise = matmul_operands.is_blockwise(problem)
     promote = blockwise or _promotes(problem)
@@ -151,7 +151,7 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
     matrices, scales = [], []
     for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, group_scales or (1, 1), strict=True):
         codes = _codes(q, labels, contracted + free)
-        matrices.append((codes if _is_aligned(problem) else spaced(codes, sizes, LINE)).T)
+        matrices.append((codes if _is_aligned(problem) else align_groups(codes, sizes, LINE)).T)
         if blockwise:
             scales.append(matmul_operands.k_block_scales(q, labels, free, contracted, allow_square=False))
         else:

@@ -41,7 +41,7 @@ def result_reason(problem: Problem) -> str | None:
 
 def codes_reason(problem: Problem, kind: str) -> str | None:
     """Returns why the operands are not codes of a kind, "float8" or "int8", that the kernel multiplies, or None."""
-    contracted = problem.contraction.contracted
+    contracted = problem.contraction.contracting
     for name, operand in problem.named:
         if operand.format is None or operand.format.element not in KINDS[kind] or operand.format.scale != "float32":
             return f"{name} is {operand}; both sides must be {NAMES[kind]} with float32 scales"
@@ -58,7 +58,7 @@ def codes_reason(problem: Problem, kind: str) -> str | None:
 
 def is_blockwise(problem: Problem) -> bool:
     """Whether a scale changes along the contracting dim."""
-    return any(c in problem.contraction.contracted for operand in problem.operands for c in operand.varies)
+    return any(c in problem.contraction.contracting for operand in problem.operands for c in operand.varies)
 
 
 def accumulation(problem: Problem, promotes: bool) -> str:

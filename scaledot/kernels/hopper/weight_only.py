@@ -36,7 +36,7 @@ FP4_BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # elements along K of 
 def problem_reason(problem: Problem) -> str | None:
     """Returns why the kernel cannot compute a problem on any device, or None if it can."""
     contraction, x, w = problem.contraction, problem.lhs, problem.rhs
-    if problem.op != "dot" or contraction.batch or len(contraction.contracted) != 1:
+    if problem.op != "dot" or contraction.batch or len(contraction.contracting) != 1:
         return "it multiplies two matrices with one contracting dim, without batch dims"
     if x.format is not None or x.dtype != jnp.bfloat16:
         return f"lhs is {x}; it multiplies plain bfloat16 values with weights"
@@ -45,11 +45,11 @@ def problem_reason(problem: Problem) -> str | None:
     rows = math.prod(x.size(c) for c in contraction.lhs_free)
     if rows > MAX_ROWS:
         return f"lhs has {rows} rows; at most {MAX_ROWS} are supported"
-    if w.labels != contraction.contracted + contraction.rhs_free:
+    if w.labels != contraction.contracting + contraction.rhs_free:
         return (
-            f"rhs must have its contracting dim {contraction.contracted!r} first; quantize weights (K, N) with axis=0"
+            f"rhs must have its contracting dim {contraction.contracting!r} first; quantize weights (K, N) with axis=0"
         )
-    return result_reason(problem) or _weights_reason(w, contraction.contracted)
+    return result_reason(problem) or _weights_reason(w, contraction.contracting)
 
 
 def _weights_reason(w: Operand, contracted: str) -> str | None:
@@ -88,7 +88,7 @@ def _fp4_reason(w: Operand, contracted: str) -> str | None:
 
 def how(problem: Problem) -> str:
     """The line of `explain` for a problem that the kernel computes."""
-    w, contracted = problem.rhs, problem.contraction.contracted
+    w, contracted = problem.rhs, problem.contraction.contracting
     if w.format is not None and w.format.element == FP4:
         scales = "block scales folded in exactly"
     elif contracted in w.varies:
@@ -111,7 +111,7 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
     from scaledot.kernels.hopper import codebook, unpack, weight_only_matmul
 
     contraction = problem.contraction
-    contracted, free = contraction.contracted, contraction.rhs_free
+    contracted, free = contraction.contracting, contraction.rhs_free
     k, columns = rhs.shape[0], math.prod(rhs.shape[1:])
     x = lhs.transpose([contraction.lhs.index(c) for c in contraction.lhs_free + contracted]).reshape(-1, k)
     rows, entries = x.shape[0], rhs.format.codebook
