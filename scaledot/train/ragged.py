@@ -258,7 +258,7 @@ class RaggedDotOp:
             (lhs, lhs_scale), (rhs, rhs_scale) = (
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, ones) for x in (lhs, rhs)
             )
-            keywords["factors"] = lhs_scale, rhs_scale
+            keywords["multipliers"] = lhs_scale, rhs_scale
         lhs, rhs = logical(lhs), logical(rhs)
         sizes = whole_groups(groups, self.row_alignment)
         return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **keywords)
