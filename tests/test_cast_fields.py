@@ -128,10 +128,10 @@ def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
         _, block = KERNELS[kernel]
         for field, value in {"block": block, **fields}.items():
             proven.setdefault(field, set()).add(value)
-    for view in (view for case in cast.CASES for view in case.casts):
+    for output in (output for case in cast.CASES for output in case.casts):
         for field in ("element", "rule", "pow2", "bound"):
-            proven.setdefault(field, set()).add(getattr(view.format, field))
-        proven["block"] |= {None if view.tile == (0, 0) else tuple(b for b in view.tile if b > 1)}
+            proven.setdefault(field, set()).add(getattr(output.format, field))
+        proven["block"] |= {None if output.tile == (0, 0) else tuple(b for b in output.tile if b > 1)}
     for fields in COMPUTED.values():
         computed = {(field, value) for field, values in fields.items() for value in values}
         assert not {(field, value) for field, value in computed if value not in proven[field]}

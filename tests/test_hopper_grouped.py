@@ -170,8 +170,8 @@ def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
     monkeypatch.setattr(support, "device_reason", lambda: None)
 
     def reason(format: str, tile, rotation=None, rows: int = 300) -> str | None:
-        view = MatrixCast(sd.FORMATS[format], tile, 1, rotation=rotation).view(jnp.bfloat16, 0)
-        return cast_8bit.problem_reason(CastProblem((rows, 72), (view,), groups=4))
+        output = MatrixCast(sd.FORMATS[format], tile, 1, rotation=rotation).output(jnp.bfloat16, 0)
+        return cast_8bit.problem_reason(CastProblem((rows, 72), (output,), groups=4))
 
     assert reason("fp8_e4m3", (1, 128)) is None
     assert "is not an 8-bit float or integer with float32 scales" in str(reason("mxfp8", (1, 32)))

@@ -16,7 +16,7 @@ import scaledot as sd
 from scaledot import train
 from scaledot.cli import main
 from scaledot.kernels.hopper import autotune, cast_8bit, cast_microscaled, support, tile_configs
-from scaledot.kernels.spec import CastProblem, View
+from scaledot.kernels.spec import CastOutput, CastProblem
 from scaledot.kernels.table import CASTS
 from scaledot.parallel import types
 
@@ -376,14 +376,14 @@ def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted,
         sd.matmul(x, w, kernel="hopper_fp8", **wanted)
 
 
-def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
+def output_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> CastOutput:
     from benchmarks.gpu.cast import MatrixCast
 
-    return MatrixCast(format, tile, contracted, rotation=rotation).view(dtype, 0)
+    return MatrixCast(format, tile, contracted, rotation=rotation).output(dtype, 0)
 
 
 @pytest.mark.parametrize(
-    ("view", "reason"),
+    ("output", "reason"),
     [
         ((sd.FORMATS["int4"], (1, 128), 1, None), "is not an 8-bit float or integer"),
         ((sd.FORMATS["mxfp8"], (1, 16), 1, None), "is not an 8-bit float or integer"),
@@ -393,9 +393,9 @@ def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
         ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not whole groups"),
     ],
 )
-def test_casts_that_no_kernel_makes_have_reasons(view, reason):
+def test_casts_that_no_kernel_makes_have_reasons(output, reason):
     def reasons(shape, dtype) -> str:
-        problem = CastProblem(shape, (view_of(*view, dtype),))
+        problem = CastProblem(shape, (output_of(*output, dtype),))
         return f"{cast_8bit.problem_reason(problem)} {cast_microscaled.problem_reason(problem)}"
 
     assert reason in reasons((72, 64), jnp.bfloat16)
@@ -588,8 +588,8 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
         def f(x, w):
             q = [quantize(a, "fp8_e4m3") for a in (x, w)]
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
-            view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
-            problems = (CastProblem(a.shape, (view,), partitioning=types.partitioning_of(a)) for a in (x, w))
+            output = output_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
+            problems = (CastProblem(a.shape, (output,), partitioning=types.partitioning_of(a)) for a in (x, w))
             found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
             return x
 

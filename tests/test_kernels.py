@@ -15,7 +15,7 @@ from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 import scaledot as sd
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import formulations, table
-from scaledot.kernels.formulations import codes_form
+from scaledot.kernels.formulations import codes_formulation
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.ops.operands import contract, make_problem, solve
@@ -196,7 +196,7 @@ def test_all_kernels_read_a_precision_as_jax_does(precision):
     is_default = dot.params["precision"] in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
     q = operand_of(sd.quantize(x, "fp8_e4m3"), "mk"), operand_of(sd.quantize(x, "fp8_e4m3"), "kn")
     problem = Problem("dot", Contraction("mk", "kn", "mn"), *q, precision=precision)
-    form = codes_form(problem)
+    form = codes_formulation(problem)
     assert not isinstance(form, str)
     assert form.float8_on_cuda == is_default
     assert hopper_dot.FLOAT8.promotes(problem) != is_default

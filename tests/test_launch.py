@@ -87,7 +87,7 @@ def test_factors_of_histories_are_those_of_the_reference(monkeypatch, amax):
     for seen in (amax, 2.0):
         expected = states.advance(cast, state, jnp.float32(seen))
         with interpreted(monkeypatch):
-            found = states.advance(cast, state, jnp.float32(seen), table.scalar_program(ONE_DEVICE))
+            found = states.advance(cast, state, jnp.float32(seen), table.scalar_runner(ONE_DEVICE))
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
         state = expected

@@ -100,7 +100,8 @@ def test_codebook_entries_have_more_slices_for_wider_results():
         *(({"preferred": np.dtype(out)}, count) for out, count in SLICES.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **options))
+        description = weight_only.describe(dataclasses.replace(problem, **options))
+        assert f"sums of at most {count} bfloat16 slices" in description
         assert len(slices_of(NF4.codebook, count)) == count
 
 

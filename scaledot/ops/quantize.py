@@ -16,7 +16,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.deprecated import accepts_renamed_arguments
 from scaledot.formats import Format, find_format
-from scaledot.kernels.spec import CastArguments, View, accumulation_dtype
+from scaledot.kernels.spec import CastArguments, CastOutput, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec, Parts, dequantize_values
@@ -108,7 +108,7 @@ def quantize(
     spec = _cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
     checked = arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
-    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    return make_casts(x, (output_of(spec, rounding),), checked, kernel).arrays[0]
 
 
 def arguments(
@@ -136,9 +136,9 @@ _NO_ARGUMENTS = CastArguments((None,), (None,))
 
 
 @functools.lru_cache(maxsize=4096)
-def view_of(spec: CastSpec, rounding: str) -> View:
-    """The View of a single cast, whose key is the first of the CastArguments."""
-    return View(spec, key=0 if rounding == "stochastic" else None)
+def output_of(spec: CastSpec, rounding: str) -> CastOutput:
+    """The CastOutput of a single cast, whose key is the first of the CastArguments."""
+    return CastOutput(spec, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -206,8 +206,8 @@ def _cast_both(x, format, orientations, kernel: Choice, rounding="nearest", nan=
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = checked_key(rounding, keys[0]) is not None
-    views = tuple(View(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
-    return make_casts(x, views, CastArguments(keys), kernel).arrays
+    outputs = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
+    return make_casts(x, outputs, CastArguments(keys), kernel).arrays
 
 
 def quantize_dbias(x, format: str | Format, *, kernel: Choice = None, **options) -> tuple[ScaledArray, jax.Array]:
@@ -258,7 +258,7 @@ def quantize_grouped(
     group_sizes = checked_groups(group_sizes, x.shape[0])
     spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
     checked = arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    return make_casts(x, (output_of(spec, rounding),), checked, kernel).arrays[0]
 
 
 def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:

@@ -115,9 +115,9 @@ def contract_groups(
         contraction,
         lhs,
         rhs,
-        ragged=ragged,
-        group=group,
-        gathers=is_flat and group in contraction.rhs,
+        ragged_label=ragged,
+        group_label=group,
+        gathers_group_scales=is_flat and group in contraction.rhs,
         **fields,
     )
     return solve(problem, kernel, lhs, rhs, group_sizes, multipliers=multipliers)

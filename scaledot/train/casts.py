@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from scaledot import state as states
-from scaledot.kernels.spec import View, accumulation_dtype
-from scaledot.kernels.table import XLA_CAST, scalar_program
+from scaledot.kernels.spec import CastOutput, accumulation_dtype
+from scaledot.kernels.table import XLA_CAST, scalar_runner
 from scaledot.numerics.rounding import Key, Stream, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import make_casts
@@ -123,7 +123,7 @@ class OperandCaster:
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.op.partitioning))
+        return states.multiplier_of(cast, self.state[tensor], scalar_runner(self.op.partitioning))
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
         """The key of a stochastic cast: independent for each cast of a step, the first matmul's if two share a cast."""
@@ -169,8 +169,8 @@ class NonRaggedOp:
             resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
             for resolved in request.distinct
         }
-        views = tuple(
-            View(
+        outputs = tuple(
+            CastOutput(
                 specs[resolved],
                 request.key_index(resolved),
                 self.contracted_axis(matmul, request.tensor, x.ndim),
@@ -180,10 +180,10 @@ class NonRaggedOp:
         )
         multiplier = request.multiplier
         if multiplier is not None:
-            multiplier = checked_multiplier(views[0].spec, x, None, multiplier)
+            multiplier = checked_multiplier(outputs[0].spec, x, None, multiplier)
         result = make_casts(
             x,
-            views,
+            outputs,
             request.arguments(multiplier),
             request.kernel,
             self.partitioning,

@@ -25,7 +25,7 @@ from scaledot.numerics.scale import scale_values
 from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagating
 from scaledot.ops.casts import make_casts
 from scaledot.ops.operands import Choice
-from scaledot.ops.quantize import arguments, view_of
+from scaledot.ops.quantize import arguments, output_of
 from scaledot.recipes import Cast
 
 
@@ -97,7 +97,7 @@ class ResolvedCast:
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
         key = key if rounding == "stochastic" else None
         cast_arguments = arguments(spec, x, rounding, key, uniform, tensor_scale=tensor_scale, multiplier=multiplier)
-        return make_casts(x, (view_of(spec, rounding),), cast_arguments, kernel).arrays[0]
+        return make_casts(x, (output_of(spec, rounding),), cast_arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""

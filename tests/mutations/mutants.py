@@ -23,7 +23,7 @@ NOT_ON_A_CPU = {
     "scaledot/kernels/table.py:_differentiated": "differentiates a Mosaic kernel",
     "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or on a GPU its XLA replacement",
     "scaledot/kernels/table.py:_reference_cast": "runs on a GPU machine in the place of a Mosaic cast",
-    "scaledot/kernels/table.py:spacing": "asks whether Mosaic kernels cast rows in groups",
+    "scaledot/kernels/table.py:group_row_multiple": "asks whether Mosaic kernels cast rows in groups",
 }
 # Changes that no test can see, by name and change, and why.
 EQUIVALENT = {

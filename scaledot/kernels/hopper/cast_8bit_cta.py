@@ -23,16 +23,16 @@ from scaledot.kernels.hopper.memory import (
     to_float8,
     to_int8,
 )
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
 from scaledot.numerics.encode import rounded
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
 WGMMA = plgpu.Layout.WGMMA
-EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
-COLUMN = plgpu.Layout.TILED(  # one column of (rows, LINE) for each thread
-    plgpu.Tiling(((1, LINE), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+EACH = plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)  # one line for each thread
+COLUMN = plgpu.Layout.TILED(  # one column of (rows, BLOCK) for each thread
+    plgpu.Tiling(((1, BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 _FLOAT32 = np.dtype(np.float32)
 
@@ -174,7 +174,7 @@ class CtaCast(NamedTuple):
         for parity, value in enumerate(values):
             by = self._multiplier(part, parity, transposed, multiplier)
             up = flushed(value) * by if call.of_blocks or call.saturates else scaled_or_nan(value, by)
-            place = self.row * LINE + parity, (self.column * call.parts + part) * PART
+            place = self.row * BLOCK + parity, (self.column * call.parts + part) * PART
             uniform = _uniform(self.seeds.at[transposed], place, call.width) if call.stochastic else None
             made.append(_code(up, call.format, uniform, call.saturates))
         return made
@@ -274,15 +274,15 @@ def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any, finit
     deep = size // len(row_tiles)
 
     def group(i, most):
-        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, LINE)] for strip in row_tiles]
+        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, BLOCK)] for strip in row_tiles]
         loaded = [load(ref, COLUMN, optimized=False).astype(jnp.float32) for ref in refs]
         values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
         for strip, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
         return functools.reduce(jnp.maximum, map(ordered, values), most)
 
-    nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
-    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, LINE // size, group, nothing))
+    nothing = plgpu.layout_cast(jnp.zeros((1, BLOCK), jnp.uint32), COLUMN)
+    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, BLOCK // size, group, nothing))
 
 
 def _block(turned_smem, part: int, parity: int, side: int) -> Any:

@@ -43,7 +43,7 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
 )
 from scaledot.kernels.hopper.launch import launch
 from scaledot.kernels.hopper.memory import LANES, THREADS, load, magnitudes, side_by_side
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
 __all__ = ["FromAmax", "GivenMultiplier", "Outputs", "PerBlock", "PerRow", "Result", "amax", "cast"]
@@ -106,7 +106,7 @@ def cast(
     width: the length of rows by which elements are counted for stochastic rounding. rotations: along the lines of codes
     as they lie and of transposed ones, before the cast. saturates: what becomes of NaN and infinities.
     """
-    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * LINE
+    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * BLOCK
     call = CastLaunch(
         (rows, x.shape[1]),
         x.dtype,

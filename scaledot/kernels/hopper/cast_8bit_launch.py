@@ -10,12 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper.memory import SWIZZLE, tiled
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.numerics.hadamard import Hadamard
 
-PAIRS = LINE // 2  # pairs of rows in a tile
+PAIRS = BLOCK // 2  # pairs of rows in a tile
 PART = 64  # columns that are in registers at a time
-PITCH = LINE + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
+PITCH = BLOCK + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
 Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
@@ -102,11 +102,11 @@ class CastLaunch:
     @property
     def parts(self) -> int:
         """Parts of PART columns that a tile has."""
-        return LINE // PART if self.of_blocks else 1
+        return BLOCK // PART if self.of_blocks else 1
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.shape[0] // LINE, self.shape[1] // (self.parts * PART)
+        return self.shape[0] // BLOCK, self.shape[1] // (self.parts * PART)
 
     @property
     def pieces(self) -> int:
@@ -130,7 +130,7 @@ class CastLaunch:
         scales = (
             (1,)
             if self.scaling in (GivenMultiplier, FromAmax)
-            else (wide, deep, LINE)
+            else (wide, deep, BLOCK)
             if self.of_lines
             else (deep, wide)
         )
@@ -140,7 +140,7 @@ class CastLaunch:
             jax.ShapeDtypeStruct((deep, wide), jnp.float32),
             jax.ShapeDtypeStruct((deep, k), jnp.float32),
             jax.ShapeDtypeStruct(scales, jnp.float32),
-            jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+            jax.ShapeDtypeStruct((deep, wide, BLOCK), jnp.float32),
         )
 
     @property
@@ -155,8 +155,8 @@ class CastLaunch:
             plgpu.SMEM((parts, 2, pieces, PAIRS, PART // pieces), self.input_dtype, transforms=transforms),
             rows if self.wanted.rows else None,
             words if self.wanted.transposed else None,
-            plgpu.SMEM((2, LINE), jnp.float32) if has_lines else None,
-            plgpu.SMEM((len(self.turns), LINE, PITCH), jnp.bfloat16) if self.turns else None,
+            plgpu.SMEM((2, BLOCK), jnp.float32) if has_lines else None,
+            plgpu.SMEM((len(self.turns), BLOCK, PITCH), jnp.bfloat16) if self.turns else None,
             plgpu.Barrier(num_arrivals=2 * parts * pieces),
         ]
 
@@ -167,7 +167,7 @@ class CastLaunch:
         if not isinstance(scaling, PerRow):
             return [scaling[0]]
         deep = self.grid[0]
-        return [scaling.multipliers.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
+        return [scaling.multipliers.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, BLOCK)]
 
     def result(self, rows, words, largest, sums, scale, column_scale) -> Result:
         """The outputs of the launch, reshaped to the fields of Result."""

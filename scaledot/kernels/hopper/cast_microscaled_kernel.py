@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from scaledot.formats import Format
 from scaledot.kernels.hopper.launch import launch
 from scaledot.kernels.hopper.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
-from scaledot.kernels.hopper.sizes import BLOCKS
+from scaledot.kernels.hopper.sizes import MICROSCALED_BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
@@ -129,7 +129,7 @@ class CastLaunch(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, views: tuple[View, ...], has_levels: bool, has_seeds: bool, width: int) -> "CastLaunch":
         format = views[0].format
-        size, paired = BLOCKS[format.element, format.scale], views[0].packing == "columns"
+        size, paired = MICROSCALED_BLOCKS[format.element, format.scale], views[0].packing == "columns"
         assert all((view.packing == "columns") == paired for view in views)
         vector = _vector(size, x.dtype)
         if paired and any(view.rotation is not None for view in views):

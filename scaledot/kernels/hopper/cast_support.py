@@ -11,8 +11,8 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.spec import CastArguments, CastProblem, View
+from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.rounding import Stream, mixed, raw_key, seeds_from
@@ -26,20 +26,20 @@ def matrix_shape(problem: CastProblem) -> tuple[int, int] | None:
     """The shape of the array as a matrix: leading axes merge where blocks do not run along them."""
     if len(problem.shape) == 2:
         return problem.shape[0], problem.shape[1]
-    merges = (view.contracted is None and _merges(view, len(problem.shape)) for view in problem.views)
+    merges = (output.contracted is None and _merges(output, len(problem.shape)) for output in problem.outputs)
     if len(problem.shape) < 2 or not all(merges):
         return None
     return math.prod(problem.shape[:-1]), problem.shape[-1]
 
 
-def _merges(view: View, ndim: int) -> bool:
-    *lead, _ = tile = blocks.expand(view.spec.block, ndim)
+def _merges(output: CastOutput, ndim: int) -> bool:
+    *lead, _ = tile = blocks.expand(output.spec.block, ndim)
     return not any(tile) or set(lead) == {1}
 
 
-def tile_of(view: View, ndim: int) -> tuple[int, int]:
+def tile_of(output: CastOutput, ndim: int) -> tuple[int, int]:
     """(rows, columns) of the matrix that share a scale; 0 for all."""
-    *_, rows, columns = blocks.expand(view.spec.block, ndim)
+    *_, rows, columns = blocks.expand(output.spec.block, ndim)
     return rows, columns
 
 
@@ -52,12 +52,12 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it reads {', '.join(INPUTS)}, not {problem.dtype}"
     if shape[0] > MOST_ROWS:
         return f"it casts at most {MOST_ROWS} rows, not {shape[0]}"
-    if problem.views[0].contracted is None and shape[0] < LINE:
-        return f"it works on {LINE} rows at a time, of which {shape[0]} would leave most idle"
-    others = sorted(problem.given - {"multiplier"})
+    if problem.outputs[0].contracted is None and shape[0] < BLOCK:
+        return f"it works on {BLOCK} rows at a time, of which {shape[0]} would leave most idle"
+    others = sorted(problem.passed_arguments - {"multiplier"})
     if others:
         return f"`{others[0]}` is given; it makes scales and random bits itself"
-    specs = [view.spec for view in problem.views]
+    specs = [output.spec for output in problem.outputs]
     if any(spec.calibration != Calibration("absmax") for spec in specs):
         return f"it scales by the largest magnitude, not by calibration {specs[0].calibration.method!r}"
     if len({spec.format for spec in specs}) > 1:
@@ -87,19 +87,19 @@ def _fields(format: Format) -> dict[str, Any]:
     return {name: own[name] for name in own if name not in ("name", "block", "quirks")} | quirks
 
 
-def largest_of_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def amax_over_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The amax of a device's x, reduced over the devices along some mesh axes; along others it varies as x does."""
     amax = vary_as(amax, x)
     return lax.pmax(amax, axes) if axes else amax
 
 
-def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Array | None:
-    """Two words of each view's key, uint32 (V, 2); None where all round to nearest."""
-    if not any(view.is_stochastic for view in views):
+def seeds(outputs: tuple[CastOutput, ...] | list[CastOutput], given: CastArguments) -> jax.Array | None:
+    """Two words of each output's key, uint32 (V, 2); None where all round to nearest."""
+    if not any(output.is_stochastic for output in outputs):
         return None
     from scaledot.kernels.hopper import scalars
 
-    keys = [given.key(view) for view in views]
+    keys = [given.key(output) for output in outputs]
     numbers = tuple(key.number if isinstance(key, Stream) else None for key in keys)
     arrays = [raw_key(key.key if isinstance(key, Stream) else key) for key in keys if key is not None]
     drawn = tuple(key is not None for key in keys)
@@ -113,14 +113,14 @@ def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Arr
             made.append([np.uint32(0)] * 2 if key is None else seeds_from(first, *mixed(key)))
         return (made,)
 
-    result = [jax.ShapeDtypeStruct((len(views), 2), jnp.uint32)]
+    result = [jax.ShapeDtypeStruct((len(outputs), 2), jnp.uint32)]
     (found,) = scalars.compute(("seeds", drawn, numbers, bool(offset)), seeds, result, *arrays, *offset)
     return found
 
 
-def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:
-    """A cast matrix as the ScaledArray that an ordinary view asks for, whose leading axes had been merged."""
-    spec = view.spec
+def in_shape(problem: CastProblem, output: CastOutput, q: ScaledArray) -> ScaledArray:
+    """A cast matrix as the ScaledArray that an ordinary output asks for, whose leading axes had been merged."""
+    spec = output.spec
     return ScaledArray(
         q.data.reshape(problem.shape),
         q.scale.reshape(blocks.grid(problem.shape, spec.block)),
