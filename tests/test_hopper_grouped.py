@@ -175,8 +175,8 @@ def test_casts_of_rows_that_no_kernel_makes_have_reasons(monkeypatch):
 
     assert reason("fp8_e4m3", (1, 128)) is None
     assert "is not an 8-bit float or integer with float32 scales" in str(reason("mxfp8", (1, 32)))
-    assert "one float32 scale, or one for 128" in str(reason("fp8_e4m3", (128, 128)))
-    assert "72 is not whole groups" in str(reason("int8", (1, 128), sd.Hadamard()))
+    assert "one float32 scale, or one per 1x128 block" in str(reason("fp8_e4m3", (128, 128)))
+    assert "72 is not a multiple of the rotation size 16" in str(reason("int8", (1, 128), sd.Hadamard()))
     assert "at most" in str(reason("fp8_e4m3", (1, 128), rows=2**20))
 
 

@@ -203,7 +203,7 @@ def test_quantize_takes_kernels_for_more_axes_and_under_transformations(hopper, 
     """Leading axes merge into rows; codes have no gradient, with a kernel as without one."""
     from scaledot.kernels.hopper import cast_8bit_kernel
 
-    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
     assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
     require_equal(sd.quantize(x, format), quantize(x, format))
@@ -224,7 +224,7 @@ def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, mon
     from benchmarks.gpu import cast
     from scaledot.kernels.hopper import cast_8bit_kernel
 
-    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.MatrixCast(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
 
 
@@ -388,9 +388,9 @@ def output_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> Cast
         ((sd.FORMATS["int4"], (1, 128), 1, None), "is not an 8-bit float or integer"),
         ((sd.FORMATS["mxfp8"], (1, 16), 1, None), "is not an 8-bit float or integer"),
         ((sd.FORMATS["nvfp4"], (1, 16), 1, sd.Hadamard()), "down columns"),
-        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along lines of 128"),
-        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "32 is longer than 16"),
-        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not whole groups"),
+        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along 1x128 blocks"),
+        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "at most 16 elements, not 32"),
+        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not a multiple of the rotation size 16"),
     ],
 )
 def test_casts_that_no_kernel_makes_have_reasons(output, reason):

@@ -9,7 +9,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.formats import E8M0_RULES, FORMATS, Format
 from scaledot.kernels.hopper import cast_support
-from scaledot.kernels.hopper.cast_support import in_shape, tile_of
+from scaledot.kernels.hopper.cast_support import matrix_block, with_leading_dims
 from scaledot.kernels.hopper.sizes import FLOAT8_ELEMENTS, MICROSCALED_BLOCKS
 from scaledot.kernels.layouts import RowPairs, bfloat16_operand
 from scaledot.kernels.operands import pad_to_multiples
@@ -44,7 +44,7 @@ def problem_reason(problem: CastProblem) -> str | None:
 
 def shape_of(output: CastOutput, ndim: int) -> str:
     """Of blocks: along rows, down columns or square, if they are as long as is computed; "" otherwise."""
-    size, tile = block_of(output.spec.format), tile_of(output, ndim) if ndim > 1 else (0, 0)
+    size, tile = block_of(output.spec.format), matrix_block(output, ndim) if ndim > 1 else (0, 0)
     lines: dict[blocks.Block, str] = {(1, size): "along", (size, 1): "down", (size, size): "square"}
     contracted = size if output.contracted is None else tile[output.contracted]
     return lines.get(tile, "") if size and contracted > 1 else ""
@@ -106,11 +106,14 @@ def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
         filled, wanted, up, cast_support.seeds(outputs, given), problem.row_length or shape[1]
     )
     arrays = (
-        _stored(output, tile_of(output, ndim), one, level, x)
+        _stored(output, matrix_block(output, ndim), one, level, x)
         for output, one, level in zip(outputs, made, down, strict=True)
     )
     return CastResult(
-        tuple(in_shape(problem, v, q) if v.contracted is None else q for v, q in zip(outputs, arrays, strict=True))
+        tuple(
+            with_leading_dims(problem, v, q) if v.contracted is None else q
+            for v, q in zip(outputs, arrays, strict=True)
+        )
     )
 
 
