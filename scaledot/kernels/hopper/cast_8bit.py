@@ -111,9 +111,9 @@ def describe(problem: CastProblem) -> str:
         "square": f"a scale per {BLOCK}x{BLOCK} block",
     }
     codes = " and ".join("row-wise" if _contracted(output) else "column-wise" for output in problem.outputs)
-    is_split = problem.groups is not None and len(problem.outputs) > 1
-    passes = "one pass per output" if is_split else "one pass"
-    return f"{codes} codes with {scales[block_kind(problem.outputs[0], len(problem.shape))]}, {passes} on Hopper"
+    kind = block_kind(problem.outputs[0], len(problem.shape))
+    passes = "one pass per output" if problem.groups is not None and len(problem.outputs) > 1 else "one pass"
+    return f"{codes} codes with {scales[kind]}, {passes} on Hopper"
 
 
 def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
@@ -159,8 +159,9 @@ def _run_matrix(problem: CastProblem, x: jax.Array, arguments: CastArguments) ->
         source = arguments.multiplier if arguments.multiplier is not None else computed_from
         scale = _stored_scale(result, output, kind, source)
         q = _stored(output, matrix_block(output, len(problem.shape)), *codes, scale, x)
-        is_logical = isinstance(q, ScaledArray) and output.contracted is None
-        return with_leading_dims(problem, output, q) if is_logical else q
+        if isinstance(q, ScaledArray) and output.contracted is None:
+            return with_leading_dims(problem, output, q)
+        return q
 
     return CastResult(
         tuple(map(array, outputs)),
