@@ -57,7 +57,7 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorMultiplier,
 )
 from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import LANES, THREADS, load, magnitudes, side_by_side
+from scaledot.kernels.hopper.memory import LANES, THREADS, block_layout, load, magnitudes
 from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
@@ -75,7 +75,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
     """
     encode, decode = magnitudes(finite)
     vector = 16 // x.dtype.itemsize
-    layout = side_by_side(LANES, vector)
+    layout = block_layout(LANES, vector)
     load_shape = THREADS * vector // LANES, LANES
     steps = x.size // (LOADS_IN_FLIGHT * math.prod(load_shape))
 

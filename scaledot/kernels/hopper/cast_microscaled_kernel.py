@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
+from scaledot.kernels.hopper.memory import THREADS, block_layout, flushed, load, magnitudes, rotated, to_float8
 from scaledot.kernels.hopper.sizes import MICROSCALED_BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
@@ -230,7 +230,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], block: int) -> 
                 result.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(result)
 
-        zeros = plgpu.layout_cast(jnp.zeros((columns // block, block), jnp.uint32), side_by_side(block, vector))
+        zeros = plgpu.layout_cast(jnp.zeros((columns // block, block), jnp.uint32), block_layout(block, vector))
         count = lax.div(down - row_tile + row_tiles - 1, row_tiles)
         for i, largest in enumerate(lax.fori_loop(0, count, accumulate, (zeros,) * len(rotations))):
             out_gmem[i, row_tile, column] = jnp.max(jnp.max(amax_of_rank(largest), axis=1), axis=0)
@@ -259,12 +259,12 @@ def _vector(block: int, dtype) -> int:
 
 def _load_row(ref, vector: int) -> jax.Array:
     """Loads blocks of a row as float32 (blocks, elements of a block)."""
-    return load(ref, side_by_side(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
+    return load(ref, block_layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
 
 def _load_paired_row(ref, vector: int) -> tuple[jax.Array, jax.Array]:
     """Loads even and odd columns of a row of bfloat16 pairs as float32, whose upper halves are the bits of bfloat16."""
-    words = load(ref, side_by_side(ref.shape[-1], vector), optimized=False)
+    words = load(ref, block_layout(ref.shape[-1], vector), optimized=False)
     return float_of(words << 16), float_of(words & np.uint32(0xFFFF0000))
 
 
@@ -296,7 +296,7 @@ class Tile(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        return side_by_side(self.words, self.vector)
+        return block_layout(self.words, self.vector)
 
     @property
     def row_shape(self) -> tuple[int, int]:
