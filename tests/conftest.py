@@ -15,9 +15,9 @@ def standard_promotion():
 
 @pytest.fixture
 def hopper(request, monkeypatch, capfd):
-    """Kernels for Hopper are taken, for as many MULTIPROCESSORS as a module says, and no race may be found."""
+    """Enables interpreted Hopper kernels on `SM_COUNT` SMs, a constant of the test module, and fails on races."""
     from hopper import interpreted
 
-    with interpreted(monkeypatch, getattr(request.module, "MULTIPROCESSORS", 2)):
+    with interpreted(monkeypatch, getattr(request.module, "SM_COUNT", 2)):
         yield
     assert "RACE DETECTED" not in capfd.readouterr().out

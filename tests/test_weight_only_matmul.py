@@ -17,7 +17,7 @@ from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "hopper_weight_only"
 BF16 = jnp.bfloat16
-MULTIPROCESSORS = 4  # so that several CTAs share the K of a column tile
+SM_COUNT = 4  # so that several CTAs share the K of a column tile
 
 # XLA's CPU emitters under `--compilation cheap` cannot bitcast 4-bit floats.
 pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_mosaic]
