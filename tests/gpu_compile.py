@@ -59,12 +59,12 @@ def listings(monkeypatch, folder):
 def spills(folder) -> list[int]:
     """Returns the bytes of spilled registers of each kernel, from ptxas listings."""
     texts = [file.read_text() for file in folder.glob("*ptxas*")]
-    return [int(found) for text in texts for found in re.findall(r"(\d+) bytes spill stores", text)]
+    return [int(count) for text in texts for count in re.findall(r"(\d+) bytes spill stores", text)]
 
 
 def spills_of_cast(device: str, case, folder) -> list[int]:
     key = jax.random.key(0)
     compiled_for(device, lambda x: case.by_kernel(x, key).arrays, jax.ShapeDtypeStruct((1024, 2048), case.dtype))
-    found = spills(folder)
-    assert found, "ptxas wrote no listing"
-    return found
+    spilled = spills(folder)
+    assert spilled, "ptxas wrote no listing"
+    return spilled

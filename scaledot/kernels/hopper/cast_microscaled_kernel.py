@@ -15,7 +15,8 @@ tensor scale: the kernel `amaxes` reads the matrix first, a second pass over mem
 
 Packing of 4-bit codes, two to a byte: packing two neighbouring rows, the even row in the low nibble, needs the fewest
 instructions, because one thread holds both. Packing two neighbouring columns is XLA's layout of 4-bit arrays. For this
-the CTA reads bfloat16 as 32-bit words of two columns, so that even and odd columns are in separate registers.
+the CTA reads bfloat16 as 32-bit words of two columns, so that even and odd columns are in separate registers; V then
+counts words, and a CTA has twice as many columns.
 
 NaN and infinities propagate, by a NaN scale of their block, or saturate; scales are then computed from finite elements.
 Codes and scales are bit-identical to the reference. bfloat16 values below 2^-126, and such results of a rotation, are
@@ -131,7 +132,7 @@ def cast(
 class CastParameters(NamedTuple):
     """The static parameters of a launch.
 
-    block: the block size. vector: neighbouring elements of a row that a thread holds: words of two columns if `paired`.
+    block: the block size. vector: V, neighbouring elements of a row that a thread holds, words if columns are `paired`.
     paired: whether x is read as 32-bit words of two bfloat16 columns. dtype: of elements in SMEM.
     """
 

@@ -47,7 +47,7 @@ def problem_reason(problem: CastProblem) -> str | None:
     """Returns why no Mosaic kernel supports these casts, or None; each kernel checks formats itself."""
     shape = matrix_shape(problem)
     if shape is None or not all(shape):
-        return f"it casts matrices; leading dims of {problem.shape} cannot be merged with these blocks"
+        return f"it casts non-empty matrices; shape {problem.shape} in these blocks cannot be reshaped to one"
     if problem.dtype.name not in INPUT_DTYPES:
         return f"it reads {', '.join(INPUT_DTYPES)}, not {problem.dtype}"
     if shape[0] > MAX_ROWS:
@@ -76,7 +76,8 @@ def field_reason(format: Format, reference: Format, supported: dict[str, tuple])
     expected = _fields(reference)
     for field, value in _fields(format).items():
         if value != expected[field] and value not in supported.get(field, ()):
-            return f"`{field}` of {format.name} is {value!r}; the kernel supports {expected[field]!r}"
+            values = ", ".join(map(repr, dict.fromkeys((expected[field], *supported.get(field, ())))))
+            return f"`{field}` of {format.name} is {value!r}; the kernel supports {values}"
     return None
 
 
