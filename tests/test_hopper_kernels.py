@@ -597,7 +597,7 @@ def test_kernels_run_on_one_of_several_devices_if_nothing_is_partitioned(monkeyp
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
             output = output_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
             problems = (CastProblem(a.shape, (output,), partitioning=types.partitioning_of(a)) for a in (x, w))
-            found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
+            found.update("cast" for problem in problems if CASTS[0].unsupported_reason(problem) is None)
             return x
 
         jax.eval_shape(jax.jit(within(f)), *arrays)

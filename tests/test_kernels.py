@@ -36,7 +36,7 @@ def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, si
     problem = make_problem("dot", contraction, lhs, rhs)
     reference = solve(problem, "xla_dequantize", lhs, rhs)
     scale = float(jnp.max(jnp.abs(reference)))
-    supporting = [row.name for row in rows() if row.supports(problem) is None]
+    supporting = [row.name for row in rows() if row.unsupported_reason(problem) is None]
     for name in supporting:
         np.testing.assert_allclose(solve(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
     assert table.choose(problem).name == supporting[0]

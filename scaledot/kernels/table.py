@@ -41,7 +41,7 @@ class Kernel:
     describe: returns a sentence on how it solves a problem that it supports.
     run: (problem, lhs, rhs, group_sizes) -> result; for casts (problem, x, CastArguments) -> CastResult.
     environment_reason: returns why the kernel cannot run in a program that XLA partitions in this way, or inside a
-    shard_map if the argument is None; None if it can. XLA's own kernels have no such function and run everywhere.
+    shard_map if the argument is None; None if it can. A kernel without this function runs everywhere.
     is_opaque: whether XLA cannot partition the kernel.
 
     For matmuls: fuses_bias: whether `run` takes a `bias` along the columns of rhs, added before the rounding.
@@ -61,7 +61,7 @@ class Kernel:
     saves_codes: bool = False
     group_multiple: int = 1
 
-    def supports(self, problem: Problem | CastProblem) -> str | None:
+    def unsupported_reason(self, problem: Problem | CastProblem) -> str | None:
         """Returns why the kernel cannot solve the problem here, or None if it can."""
         reason = self.problem_reason(problem)
         return reason if reason or self.environment_reason is None else self.environment_reason(problem.partitioning)
@@ -90,7 +90,7 @@ def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
     if kernel not in by_name:
         near = difflib.get_close_matches(str(kernel), by_name, n=1) or list(by_name)
         raise ValueError(f"`kernel` {kernel!r} is not one of {problem.op}'s; did you mean {' or '.join(near)}?")
-    reason = by_name[kernel].supports(problem)
+    reason = by_name[kernel].unsupported_reason(problem)
     if reason:
         raise NotImplementedError(f"`kernel` {kernel!r} cannot compute {problem}: {reason}")
     return by_name[kernel]
@@ -134,7 +134,7 @@ def verdicts(problem: Problem | CastProblem) -> list[Verdict]:
 
 
 def _verdict(row: Kernel, problem: Problem | CastProblem, is_taken: bool) -> Verdict:
-    reason = row.supports(problem)
+    reason = row.unsupported_reason(problem)
     if reason:
         return Verdict(row.name, "no", reason)
     return Verdict(row.name, "taken" if is_taken else "could", f"{row.describe(problem)}{_on_shards(row, problem)}")
@@ -175,7 +175,7 @@ def group_row_multiple(problem: CastProblem) -> int:
     """Returns the multiple of rows at which groups start, if rows are contracted, for a kernel that can cast them."""
     for kernel in CASTS:
         aligned = dataclasses.replace(problem, group_multiple=kernel.group_multiple)
-        if kernel is not XLA_CAST and kernel.supports(aligned) is None:
+        if kernel is not XLA_CAST and kernel.unsupported_reason(aligned) is None:
             return kernel.group_multiple
     return problem.group_multiple
 
@@ -315,7 +315,7 @@ def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
 
 def _first_xla_kernel(problem: Problem) -> Kernel:
     """Returns the first of XLA's kernels that supports a problem with quantised operands."""
-    return next(row for row in OTHERS if row.supports(problem) is None)
+    return next(row for row in OTHERS if row.unsupported_reason(problem) is None)
 
 
 def _differentiated(kernel: Kernel) -> Kernel:
