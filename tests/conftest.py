@@ -15,9 +15,9 @@ def standard_promotion():
 
 @pytest.fixture
 def hopper(request, monkeypatch, capfd):
-    """Runs Hopper kernels in JAX's interpreter, with the number of SMs of the module's MULTIPROCESSORS; races fail."""
+    """Enables interpreted Hopper kernels on `SM_COUNT` SMs, a constant of the test module, and fails on races."""
     from hopper import interpreted
 
-    with interpreted(monkeypatch, getattr(request.module, "MULTIPROCESSORS", 2)):
+    with interpreted(monkeypatch, getattr(request.module, "SM_COUNT", 2)):
         yield
     assert "RACE DETECTED" not in capfd.readouterr().out

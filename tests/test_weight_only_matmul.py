@@ -17,7 +17,7 @@ from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "hopper_weight_only"
 BF16 = jnp.bfloat16
-MULTIPROCESSORS = 4  # so that several CTAs share the K of a column tile
+SM_COUNT = 4  # so that several CTAs share the K of a column tile
 
 # XLA's CPU emitters under `--compilation cheap` cannot bitcast 4-bit floats.
 pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_mosaic]
@@ -100,7 +100,8 @@ def test_codebook_entries_have_more_slices_for_wider_results():
         *(({"preferred": np.dtype(out)}, count) for out, count in SLICES.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **options))
+        description = weight_only.describe(dataclasses.replace(problem, **options))
+        assert f"sums of at most {count} bfloat16 slices" in description
         assert len(slices_of(NF4.codebook, count)) == count
 
 

@@ -18,8 +18,8 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
+from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.layouts import PerGroup, Transposed, bfloat16_values, logical
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
@@ -44,7 +44,7 @@ class MatrixCast:
     stochastic: bool = False
     rotation: sd.Hadamard | None = None
 
-    def view(self, dtype, key: int) -> CastOutput:
+    def output(self, dtype, key: int) -> CastOutput:
         rotation = self.rotation
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
@@ -70,9 +70,9 @@ class Case:
 
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """One CastProblem per kernel launch."""
-        views = tuple(cast.view(self.dtype, i) for i, cast in enumerate(self.casts))
+        outputs = tuple(cast.output(self.dtype, i) for i, cast in enumerate(self.casts))
         given = frozenset({"multiplier"}) if self.multiplier else frozenset()
-        return (CastProblem(x.shape, views, given, amax=self.multiplier),)
+        return (CastProblem(x.shape, outputs, given, amax=self.multiplier),)
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
         multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
@@ -108,9 +108,9 @@ class GroupCase(Case):
         groups = self.sizes(x.shape[0]).size
         return tuple(
             dataclasses.replace(
-                problem, views=(view,), groups=groups, group_multiple=LINE if view.contracted == 0 else 1
+                problem, outputs=(output,), groups=groups, group_multiple=BLOCK if output.contracted == 0 else 1
             )
-            for view in problem.views
+            for output in problem.outputs
         )
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
@@ -250,7 +250,7 @@ def require_same(name: str, actual: Any, expected: sd.ScaledArray) -> None:
         pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     else:
         actual = logical(actual)
-        pairs = [(actual.data, values_of(expected))]
+        pairs = [(actual.data, bfloat16_values(expected))]
     for a, b in pairs:
         if _canonical_bytes(a) != _canonical_bytes(b):
             differing = np.mean(np.asarray(a).astype(np.float32) != np.asarray(b).astype(np.float32))

@@ -16,26 +16,26 @@ from scaledot.programs import program
 
 def run_casts(
     x: jax.Array,
-    views: tuple[CastOutput, ...],
+    outputs: tuple[CastOutput, ...],
     arguments: CastArguments,
     kernel: KernelChoice = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: tuple[tuple[int, ...], ...] | None = None,
     **fields,
 ) -> CastResult:
-    """Computes the outputs `views` of casts of x: by one kernel that reads x once, or else by a kernel for each.
+    """Casts x to all outputs, by one kernel that reads x once if the table has one, else by a kernel for each output.
 
     partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
     the axes that were flattened to it. `fields` are further fields of the CastProblem.
     """
     groups = None if arguments.group_sizes is None else arguments.group_sizes.shape[0]
     partitioning = partitioning.joined(partitioning_of(x))
-    if groups is not None or (x.ndim != 2 and any(view.is_stochastic for view in views)):
+    if groups is not None or (x.ndim != 2 and any(output.is_stochastic for output in outputs)):
         partitioning = partitioning._replace(is_automatic=False)  # partitioned_ops cannot partition these
-    problem = _problem(x.shape, views, arguments.names, groups=groups, partitioning=partitioning, **fields)
-    if len(views) == 1 or isinstance(kernel, str):
+    problem = _problem(x.shape, outputs, arguments.passed, groups=groups, partitioning=partitioning, **fields)
+    if len(outputs) == 1 or isinstance(kernel, str):
         return _run_problem(problem, kernel, x, arguments, members)
-    first, *others = [_run_problem(each, kernel, x, arguments, members) for each in table.passes(problem)]
+    first, *others = [_run_problem(each, kernel, x, arguments, members) for each in table.split_by_kernel(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
@@ -57,9 +57,9 @@ def _run_problem(
 
 
 def _deduplicated(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays, with the same object for equal views, so that it is saved as a residual once."""
+    """The arrays, with the same object for equal outputs, so that it is saved as a residual once."""
     first: dict[Any, Any] = {}
-    keys = ((view.spec, view.key, jax.tree.structure(q)) for view, q in zip(problem.views, arrays, strict=True))
+    keys = ((output.spec, output.key, jax.tree.structure(q)) for output, q in zip(problem.outputs, arrays, strict=True))
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 

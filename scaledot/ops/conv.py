@@ -55,7 +55,7 @@ def conv_general_dilated(
         rhs,
         precision=precision,
         preferred=preferred_element_type,
-        window=tuple(window.items()),
+        lax_arguments=tuple(window.items()),
     )
     return run_problem(problem, kernel, lhs, rhs)
 

@@ -16,7 +16,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
-from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
+from scaledot.kernels.table import Kernel, choose, run_with_bias, run_with_result_scales
 from scaledot.ops.cast_spec import check_byte_order, check_consistent, check_hashable
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
@@ -122,8 +122,8 @@ def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> No
 
     A rotation along a free dim is undone by the kernel.
     """
-    left = lhs.rotation if lhs.rotated in contraction.contracting else None
-    right = rhs.rotation if rhs.rotated in contraction.contracting else None
+    left = lhs.rotation if lhs.rotated_label in contraction.contracting else None
+    right = rhs.rotation if rhs.rotated_label in contraction.contracting else None
     if left is None and right is None:
         return
     if left is None or right is None:
@@ -132,7 +132,7 @@ def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> No
             f"{rotated} was rotated before it was quantised and {plain} was not: cannot contract {lhs} with {rhs}; "
             f"quantize {plain} with the same `rotation`, or dequantize {rotated}"
         )
-    if lhs.rotated != rhs.rotated or (left.size, left.mask) != (right.size, right.mask):
+    if lhs.rotated_label != rhs.rotated_label or (left.size, left.mask) != (right.size, right.mask):
         raise ValueError(f"lhs and rhs have different rotations, {left} and {right}: cannot contract {lhs} with {rhs}")
 
 
@@ -176,12 +176,12 @@ def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, 
     run = functools.partial(kernel.run, problem)
     lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
     if bias is not None:
-        return run_and_add(kernel, problem, lhs, rhs, bias)
+        return run_with_bias(kernel, problem, lhs, rhs, bias)
     if result_scales is not None:
-        return run_and_scale(kernel, problem, lhs, rhs, group_sizes, result_scales)
+        return run_with_result_scales(kernel, problem, lhs, rhs, group_sizes, result_scales)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
-    if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:
+    if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.saves_codes:
         run = jax.checkpoint(run)  # saves codes as residuals, not dequantised values
     return run(lhs, rhs, group_sizes)
 

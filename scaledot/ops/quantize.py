@@ -214,8 +214,8 @@ def _cast_both(x, format, orientations, kernel: KernelChoice, rounding="nearest"
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = checked_key(rounding, keys[0]) is not None
-    views = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
-    return run_casts(x, views, CastArguments(keys), kernel).arrays
+    outputs = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
+    return run_casts(x, outputs, CastArguments(keys), kernel).arrays
 
 
 def quantize_dbias(x, format: str | Format, *, kernel: KernelChoice = None, **options) -> tuple[ScaledArray, jax.Array]:

@@ -120,8 +120,8 @@ def contract_groups(
         contraction,
         lhs,
         rhs,
-        ragged=ragged,
-        group=group,
+        ragged_label=ragged,
+        group_label=group,
         group_scales_to_rows=has_rhs_per_group,
         **fields,
     )

@@ -22,7 +22,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, labels
 from scaledot.kernels import table
 from scaledot.kernels.layouts import RowPairs, Transposed
-from scaledot.kernels.operands import LabeledScale, lay
+from scaledot.kernels.operands import LabeledScale, align_to
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Operand, Problem, accumulation_dtype
 from scaledot.kernels.table import Kernel
 from scaledot.numerics import blocks
@@ -125,11 +125,11 @@ class Cast:
     def _multiple(self, axis: int) -> int:
         """What the size of shards along an axis must be a multiple of, so that no block or rotation group is cut."""
         ndim, multiple = len(self.problem.shape), 1
-        for view in self.problem.views:
-            rotation = view.spec.rotation
-            block = blocks.expand(view.spec.block, ndim)[axis]
+        for output in self.problem.outputs:
+            rotation = output.spec.rotation
+            block = blocks.expand(output.spec.block, ndim)[axis]
             rotation_group = rotation.size if rotation is not None and rotation.axis % ndim == axis else 1
-            multiple = math.lcm(multiple, max(block, 1), rotation_group, 2 if view.spec.format.bits == 4 else 1)
+            multiple = math.lcm(multiple, max(block, 1), rotation_group, 2 if output.spec.format.bits == 4 else 1)
         return multiple
 
     @functools.cached_property
@@ -150,7 +150,7 @@ class Cast:
 
     @property
     def _is_stochastic(self) -> bool:
-        return any(view.is_stochastic for view in self.problem.views)
+        return any(output.is_stochastic for output in self.problem.outputs)
 
     @property
     def tree(self) -> Any:
@@ -220,12 +220,12 @@ class Cast:
     def _shard(self, mesh, sharding: AxesByLabel) -> CastProblem:
         """The casts of a shard. The amax of a block that extends over several devices is all-reduced."""
         shape = tuple(dim.shard(sharding, mesh).size for dim in self.dims)
-        specs = [dataclasses.replace(v.spec, amax_axes=self._amax_axes(v.spec, sharding)) for v in self.problem.views]
-        views = tuple(
-            dataclasses.replace(view, spec=spec) for view, spec in zip(self.problem.views, specs, strict=True)
+        specs = [dataclasses.replace(v.spec, amax_axes=self._amax_axes(v.spec, sharding)) for v in self.problem.outputs]
+        outputs = tuple(
+            dataclasses.replace(output, spec=spec) for output, spec in zip(self.problem.outputs, specs, strict=True)
         )
         row_length = self.dims[-1].size if self._is_stochastic else None
-        fields = {"shape": shape, "views": views, "row_length": row_length, "partitioning": ONE_DEVICE}
+        fields = {"shape": shape, "outputs": outputs, "row_length": row_length, "partitioning": ONE_DEVICE}
         return dataclasses.replace(self.problem, **fields)
 
     def _amax_axes(self, spec, sharding: AxesByLabel) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ class Matmul:
         for operand in self.problem.operands:
             if label in operand.labels:
                 block = operand.block_of(label)
-                rotation = operand.rotation if operand.rotated == label else None
+                rotation = operand.rotation if operand.rotated_label == label else None
                 rotation_group = 1 if rotation is None else rotation.size
                 multiple = math.lcm(multiple, 1 if block == operand.size(label) else block, rotation_group)
         return multiple
@@ -386,7 +386,7 @@ class Matmul:
         if late_bias is not None:
             dims = [self.dims[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
             names, sizes = "".join(dim.labels for dim in dims), [size for dim in dims for size in dim.sizes]
-            y += lay(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
+            y += align_to(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
         return (y.astype(dtype),)
 
     def _shard(self, mesh, work: AxesByLabel) -> Problem:
@@ -404,4 +404,4 @@ def _on_one_device(operand: Operand) -> Operand:
 
 
 def _run_matmul(problem: Problem, kernel: Kernel, lhs, rhs, bias) -> jax.Array:
-    return table.run_and_add(kernel, problem, lhs, rhs, bias)
+    return table.run_with_bias(kernel, problem, lhs, rhs, bias)

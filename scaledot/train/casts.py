@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from scaledot import state as states
 from scaledot.kernels.spec import CastOutput, accumulation_dtype
-from scaledot.kernels.table import XLA_CAST, scalar_program
+from scaledot.kernels.table import XLA_CAST, scalar_runner
 from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import run_casts
@@ -130,7 +130,7 @@ class OperandCaster:
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.op.partitioning))
+        return states.multiplier_of(cast, self.state[tensor], scalar_runner(self.op.partitioning))
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
         """The key of a stochastic cast, distinct for each cast; one shared by two matmuls uses the key of the first."""
@@ -176,7 +176,7 @@ class NonRaggedOp:
             resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
             for resolved in request.distinct
         }
-        views = tuple(
+        outputs = tuple(
             CastOutput(
                 specs[resolved],
                 request.key_index(resolved),
@@ -187,10 +187,10 @@ class NonRaggedOp:
         )
         multiplier = request.multiplier
         if multiplier is not None:
-            multiplier = checked_multiplier(views[0].spec, x, None, multiplier)
+            multiplier = checked_multiplier(outputs[0].spec, x, None, multiplier)
         result = run_casts(
             x,
-            views,
+            outputs,
             request.arguments(multiplier),
             request.kernel,
             self.partitioning,

@@ -8,7 +8,7 @@ import jax
 
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
-from scaledot.kernels.layouts import logical, stored
+from scaledot.kernels.layouts import logical, stored_operand
 from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
@@ -162,7 +162,7 @@ def _contract_unsharded(options: Options, contraction: Contraction, operands: Op
     """The contraction on one device, or along automatic mesh axes, where XLA chooses the partitioning."""
     _check_bias(contraction, operands)
     partitioning = partitioning_of(operands.x, operands.w)
-    to_matrices = table.casts_matrices(partitioning) or options.recipe.cuts
+    to_matrices = table.has_matrix_cast_kernels(partitioning) or options.recipe.cuts
     flat = flatten(contraction, to_matrices if codes is None else codes.spec.to_matrices)
     sharding = options.out_sharding if flat.g.groups else None  # its dims are those of the unflattened result
     if sharding is not None:
@@ -184,7 +184,7 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
 
 def _contract_sharded(options: Options, contraction: Contraction, shardings: Shardings, operands: Operands, state, key):
     """The contraction of operands that are sharded as in `shardings`, inside a shard_map."""
-    flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
+    flat = flatten(contraction, table.has_matrix_cast_kernels(None) or options.recipe.cuts)
     op = ShardedOp.of(DotOp(flat.flat), flat, operands, shardings, options)
     return multiply_sharded(op, options, operands, state, key)
 
@@ -236,7 +236,8 @@ class DotOp(NonRaggedOp):
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         logical_dims = self.contraction.for_gemm(matmul.name)
-        (lhs, lhs_labels), (rhs, rhs_labels) = stored(lhs, logical_dims.lhs), stored(rhs, logical_dims.rhs)
+        lhs, lhs_labels = stored_operand(lhs, logical_dims.lhs)
+        rhs, rhs_labels = stored_operand(rhs, logical_dims.rhs)
         return contract(
             Contraction(lhs_labels, rhs_labels, logical_dims.out),
             lhs,

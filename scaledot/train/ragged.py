@@ -112,10 +112,12 @@ def _group_alignment(
     for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
-        view = CastOutput(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
+        output = CastOutput(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
         names = frozenset() if cast.delayed is None else frozenset({"multiplier"})
-        problem = CastProblem(x.shape, (view,), names, groups=groups, group_multiple=needed, partitioning=partitioning)
-        multiples.add(table.spacing(problem))
+        problem = CastProblem(
+            x.shape, (output,), names, groups=groups, group_multiple=needed, partitioning=partitioning
+        )
+        multiples.add(table.group_row_multiple(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
 
@@ -218,11 +220,11 @@ class RaggedDotOp:
     ) -> CastResult:
         """Rows cast for one matmul, each group as if it were an array of its own."""
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
-        view = CastOutput(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
+        output = CastOutput(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
         multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
         return run_casts(
             x,
-            (view,),
+            (output,),
             request.arguments(multiplier, groups),
             request.kernel,
             self.partitioning,

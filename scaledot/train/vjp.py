@@ -141,7 +141,7 @@ def _next_state(static: StaticArgs, state: State, amaxes: dict[str, jax.Array], 
     advanced = {}
     for tensor, cast in static.options.recipe.delayed.items():
         amax = _global_amax(amaxes[tensor], state[tensor])
-        history = states.advance(cast, state[tensor], amax, table.scalar_program(static.op.partitioning))
+        history = states.advance(cast, state[tensor], amax, table.scalar_runner(static.op.partitioning))
         advanced[tensor] = states.merged(history, later[tensor])
     return advanced
 

@@ -22,9 +22,9 @@ NOT_ON_A_CPU = {
     "scaledot/kernels/table.py:_hopper": "runs a Mosaic kernel, or its XLA fallback on a GPU machine",
     "scaledot/kernels/table.py:_without_hopper": "runs the XLA fallback of a Mosaic kernel",
     "scaledot/kernels/table.py:_differentiated": "differentiates a Mosaic kernel",
-    "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or its XLA fallback on a GPU machine",
-    "scaledot/kernels/table.py:_reference_cast": "the XLA fallback of a Mosaic cast on a GPU machine",
-    "scaledot/kernels/table.py:spacing": "depends on whether Mosaic kernels cast groups of rows",
+    "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or on a GPU its XLA replacement",
+    "scaledot/kernels/table.py:_reference_cast": "runs on a GPU machine in the place of a Mosaic cast",
+    "scaledot/kernels/table.py:group_row_multiple": "asks whether Mosaic kernels cast rows in groups",
 }
 # Equivalent mutants, by name and change, and why.
 EQUIVALENT = {

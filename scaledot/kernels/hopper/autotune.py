@@ -21,7 +21,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.formats import FORMATS
 from scaledot.kernels.hopper import dot, grouped, support, tile_configs
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.kernels.hopper.tile_configs import Shape
 from scaledot.kernels.layouts import VALUES
 from scaledot.kernels.spec import Problem, operand_of
@@ -85,7 +85,7 @@ def shapes_of(kinds: Iterable[str], layers: Sequence[Layer] = (), groups: int = 
 def _shapes(matmuls: LayerMatmuls, layer: Layer, groups: int) -> list[Shape]:
     """The shapes of fwd, dgrad and wgrad."""
     tokens, inputs, outputs = layer
-    count, wgrad_k = (groups, padded_capacity(tokens, groups, LINE)) if matmuls.is_grouped else (0, tokens)
+    count, wgrad_k = (groups, padded_capacity(tokens, groups, BLOCK)) if matmuls.is_grouped else (0, tokens)
     return [
         Shape(tokens, outputs, inputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
         Shape(tokens, inputs, outputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
@@ -186,7 +186,7 @@ def operands(shape: Shape) -> tuple[Any, ...]:
 
 def _blocks(shape: Shape) -> tuple[blocks.Block, blocks.Block]:
     if shape.accumulation in ("blocks_1x128", "blocks_128x128"):
-        return (1, LINE), (1 if shape.accumulation == "blocks_1x128" else LINE, LINE)
+        return (1, BLOCK), (1 if shape.accumulation == "blocks_1x128" else BLOCK, BLOCK)
     block = (1, 0) if shape.element == "int8" else (0, 0)
     return block, block
 
@@ -209,9 +209,9 @@ def _group_sizes(shape: Shape) -> tuple[jax.Array, ...]:
     if not count:
         return ()
     random = np.random.default_rng(0)
-    rows = shape.m if shape.row_groups else shape.k - count * (LINE - 1)
+    rows = shape.m if shape.row_groups else shape.k - count * (BLOCK - 1)
     sizes = random.multinomial(rows, random.dirichlet(np.full(count, 2.0)))
-    return (jnp.array(sizes if shape.row_groups else -(-sizes // LINE) * LINE, jnp.int32),)
+    return (jnp.array(sizes if shape.row_groups else -(-sizes // BLOCK) * BLOCK, jnp.int32),)
 
 
 def run(shape: Shape, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array | None = None) -> jax.Array:
@@ -235,8 +235,8 @@ def run(shape: Shape, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array
 def _group_fields(shape: Shape) -> dict[str, Any]:
     """The fields of a Problem that describe groups."""
     if shape.row_groups:
-        return {"ragged": "m", "group": "g", "group_scales_to_rows": True}
-    return {"ragged": "k", "group": "g", "group_multiple": LINE} if shape.k_groups else {}
+        return {"ragged_label": "m", "group_label": "g", "group_scales_to_rows": True}
+    return {"ragged_label": "k", "group_label": "g", "group_multiple": BLOCK} if shape.k_groups else {}
 
 
 def _compile(shape: Shape, config: Any, arguments: tuple[Any, ...]) -> Any:

@@ -20,8 +20,8 @@ from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.formulations import folds_exactly
 from scaledot.kernels.hopper import matmul_operands, support, tile_configs
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.operands import filled_up
+from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 from scaledot.parallel.types import vary_as
 
@@ -43,7 +43,7 @@ class DotKernel:
         reason = _bfloat16_reason(problem) if self.dequantizes else matmul_operands.codes_reason(problem, self.element)
         return reason or matmul_operands.result_reason(problem)
 
-    def how(self, problem: Problem) -> str:
+    def describe(self, problem: Problem) -> str:
         """The line of `explain` for a problem that the kernel computes."""
         matmul = f"{self.element} matmul on Hopper's tensor cores"
         if self.dequantizes:
@@ -76,7 +76,7 @@ class DotKernel:
         accumulation = tile_configs.accumulation_mode(promote, blockwise, square_blocks)
         shape = tile_configs.Shape(a.rows, b.rows, a.k, self.element, problem.out_dtype.itemsize, accumulation)
         config = tile_configs.config_for(shape)
-        column_multiple = config.cluster_columns // (LINE if square_blocks else 1)
+        column_multiple = config.cluster_columns // (BLOCK if square_blocks else 1)
         result = matmul(
             a.matrix,
             b.matrix,
@@ -98,7 +98,7 @@ class DotKernel:
 
     def _operand(self, q: ScaledArray, labels: str, free: str, contracted: str, multiple: int) -> "KernelOperand":
         folds = self.dequantizes and not _is_bfloat16(q.format)
-        data = operands.block_values(q, jnp.bfloat16) if folds else matmul_operands.codes_of(q)
+        data = operands.block_scaled_values(q, jnp.bfloat16) if folds else matmul_operands.codes_of(q)
         k_first = self.dequantizes and labels == contracted + free
         order = contracted + free if k_first else free + contracted
         rows = math.prod(q.shape[labels.index(c)] for c in free)
@@ -111,7 +111,7 @@ class DotKernel:
             scales = operands.tensor_scales(q, labels) if folds else operands.block_scales(q, labels, {})
             return matmul_operands.row_scales(scales, q, labels, free)
 
-        return KernelOperand(filled_up(matrix, *multiples), rows, k, k_first, row_scales)
+        return KernelOperand(pad_to_multiples(matrix, *multiples), rows, k, k_first, row_scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +134,17 @@ BFLOAT16 = DotKernel("bfloat16")
 
 
 def _bfloat16_reason(problem: Problem) -> str | None:
-    reasons = (_operand_reason(name, operand, problem.contraction.contracting) for name, operand in problem.named)
+    contracted = problem.contraction.contracting
+    reasons = (_operand_reason(name, operand, contracted) for name, operand in problem.named_operands)
     return next(filter(None, reasons), None)
 
 
 def _operand_reason(name: str, operand: Operand, contracted: str) -> str | None:
     if operand.format is None:
-        return f"{name} is {operand}; both sides must be scaled"
-    if not _is_bfloat16(operand.format) and not folds_exactly(operand.format, operand.zero):
+        return f"{name} is {operand}; both operands must be quantised"
+    if not _is_bfloat16(operand.format) and not folds_exactly(operand.format, operand.has_zero_point):
         return f"a code of {name} ({operand.format.name}) times its scale is not exact in bfloat16"
-    if any(c in contracted for c in operand.level_varies):
+    if any(c in contracted for c in operand.tensor_scale_varies_along):
         return f"the tensor scale of {name} changes along the contracting dim"
     return None
 

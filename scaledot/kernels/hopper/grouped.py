@@ -15,8 +15,8 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels import operands
 from scaledot.kernels.hopper import matmul_operands, support, tile_configs
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.operands import LabeledScale, filled_up
+from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.operands import LabeledScale, pad_to_multiples
 from scaledot.kernels.spec import Problem, is_default_precision
 from scaledot.numerics.grouped import align_groups
 from scaledot.parallel.types import vary_as
@@ -31,7 +31,7 @@ def problem_reason(problem: Problem) -> str | None:
 
 
 def _has_row_groups(problem: Problem) -> bool:
-    return problem.group in problem.contraction.rhs
+    return problem.group_label in problem.contraction.rhs
 
 
 def _element(problem: Problem) -> str:
@@ -42,7 +42,7 @@ def _element(problem: Problem) -> str:
 
 def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
+    if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged_label:
         return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
     if len(contraction.rhs) != 3:
         return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
@@ -51,19 +51,19 @@ def _row_groups_reason(problem: Problem) -> str | None:
 
 def _k_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if contraction.contracting != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
+    if contraction.contracting != problem.ragged_label or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
         return "groups along the contracting dim need two matrices, with that dim as the only contracting one"
-    if matmul_operands.is_blockwise(problem) and problem.group_multiple % LINE:
+    if matmul_operands.is_blockwise(problem) and problem.group_multiple % BLOCK:
         multiple = problem.group_multiple
-        return f"scales change every {LINE} elements of K; group sizes must be multiples of {LINE}, not of {multiple}"
+        return f"scales change every {BLOCK} elements of K; group sizes must be multiples of {BLOCK}, not of {multiple}"
     return None
 
 
-def how(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     """The line of `explain` for a problem that the kernel computes."""
     groups = "one rhs matrix per group of rows" if _has_row_groups(problem) else "one result per group along K"
     accumulation = matmul_operands.accumulation(problem, _promotes(problem))
-    spacing = "" if _is_aligned(problem) else f", groups first moved apart to multiples of {LINE} along K"
+    spacing = "" if _is_aligned(problem) else f", groups first moved apart to multiples of {BLOCK} along K"
     return f"{_element(problem)} matmul on Hopper's tensor cores, {groups}, {accumulation}{spacing}"
 
 
@@ -73,7 +73,7 @@ def _promotes(problem: Problem) -> bool:
 
 def _is_aligned(problem: Problem) -> bool:
     """Whether groups along K start at multiples of 128; groups of rows need no alignment."""
-    return _has_row_groups(problem) or problem.group_multiple % LINE == 0
+    return _has_row_groups(problem) or problem.group_multiple % BLOCK == 0
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
 
     group_scales: for groups along K, two more float32 scales of the results, (groups, 1 or M) and (groups, 1 or N).
     """
-    sizes = _clipped(group_sizes, problem.lhs.size(problem.ragged))
+    sizes = _clipped(group_sizes, problem.lhs.size(problem.ragged_label))
     if _has_row_groups(problem):
         result = _run_row_groups(problem, lhs, rhs, sizes)
     else:
@@ -101,7 +101,7 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_rows
 
-    contraction, group, row = problem.contraction, problem.group, problem.ragged
+    contraction, group, row = problem.contraction, problem.group_label, problem.ragged_label
     contracted = contraction.contracting
     (column,) = (c for c in contraction.rhs_free if c != group)
     blockwise = matmul_operands.is_blockwise(problem)
@@ -123,10 +123,10 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     itemsize = problem.out_dtype.itemsize
     shape = tile_configs.Shape(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
     config = tile_configs.config_for(shape)
-    column_multiple = config.cluster_columns // (LINE if square_blocks else 1)
+    column_multiple = config.cluster_columns // (BLOCK if square_blocks else 1)
     result = matmul(
-        filled_up(a, matmul_operands.M_MULTIPLE, LINE),
-        jnp.pad(b, ((0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % LINE))),
+        pad_to_multiples(a, matmul_operands.M_MULTIPLE, BLOCK),
+        jnp.pad(b, ((0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % BLOCK))),
         matmul_operands.padded_scales(row_scales, blockwise, config.cluster_rows, config.cta_rows),
         matmul_operands.padded_scales(column_scales, blockwise, column_multiple),
         None,
@@ -144,14 +144,14 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_k
 
-    contraction, contracted = problem.contraction, problem.ragged
+    contraction, contracted = problem.contraction, problem.ragged_label
     all_labels = (contraction.lhs, contraction.lhs_free), (contraction.rhs, contraction.rhs_free)
     blockwise = matmul_operands.is_blockwise(problem)
     promote = blockwise or _promotes(problem)
     matrices, scales = [], []
     for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, group_scales or (1, 1), strict=True):
         codes = _codes(q, labels, contracted + free)
-        matrices.append((codes if _is_aligned(problem) else align_groups(codes, sizes, LINE)).T)
+        matrices.append((codes if _is_aligned(problem) else align_groups(codes, sizes, BLOCK)).T)
         if blockwise:
             scales.append(matmul_operands.k_block_scales(q, labels, free, contracted, allow_square=False))
         else:
@@ -165,8 +165,8 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
     config = tile_configs.config_for(shape)
     scales_result = blockwise and group_scales  # blockwise scales have no group dim to multiply group_scales into
     result = matmul(
-        filled_up(matrices[0], matmul_operands.M_MULTIPLE, LINE),
-        filled_up(matrices[1], matmul_operands.N_MULTIPLE, LINE),
+        pad_to_multiples(matrices[0], matmul_operands.M_MULTIPLE, BLOCK),
+        pad_to_multiples(matrices[1], matmul_operands.N_MULTIPLE, BLOCK),
         matmul_operands.padded_scales(scales[0], blockwise, config.cluster_rows),
         matmul_operands.padded_scales(scales[1], blockwise, config.cluster_columns),
         None,
@@ -175,12 +175,12 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
         promote=promote,
         blockwise=blockwise,
         ctas=support.sm_count(),
-        groups=groups_of_k(-(-sizes // LINE)),
+        groups=groups_of_k(-(-sizes // BLOCK)),
     )[:, :m, :n]
     if scales_result:
         left, right = group_scales
-        result = operands.scaled(result, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
-    return _transposed(result, problem.group + contraction.lhs_free + contraction.rhs_free, contraction)
+        result = operands.apply_scales(result, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
+    return _transposed(result, problem.group_label + contraction.lhs_free + contraction.rhs_free, contraction)
 
 
 def _codes(q: ScaledArray, labels: str, order: str) -> jax.Array:
@@ -197,5 +197,5 @@ def _column_scales(q: ScaledArray, labels: str, group_and_column: str) -> jax.Ar
     """Scales of rhs that do not change along K: (groups, columns), or (groups, 1) if each group has a single one."""
     (scale,) = operands.block_scales(q, labels, {})
     groups, columns = (q.shape[labels.index(c)] for c in group_and_column)
-    values = operands.lay(LabeledScale(scale.values, labels), group_and_column)
+    values = operands.align_to(LabeledScale(scale.values, labels), group_and_column)
     return jnp.broadcast_to(values, (groups, columns if values.shape[1] > 1 else 1))

@@ -1,10 +1,10 @@
-"""Kernels that are lowered once: for all programs of a process, and for later processes by JAX's persistent cache.
+"""Lowers each Mosaic kernel once per process, and stores it in JAX's persistent compilation cache.
 
-JAX traces and lowers a Pallas kernel in Python, anew for every module that it builds: for each program, and for each
-operation with a partitioning of its own. Here a kernel is exported
-(`jax.export`) when it is first called, and modules get a copy of what was lowered. Where JAX's persistent compilation
-cache is on (`jax_compilation_cache_dir`), exported kernels are stored there, too: the executables that JAX stores
-save a second process the compilation of a program, but not tracing and lowering it.
+JAX traces and lowers a Pallas kernel in Python again for every module that contains it: for each program, and for each
+operation with its own partitioning. Here a kernel is exported (`jax.export`) when it is first called, and later modules
+get a copy of the lowered kernel. If JAX's persistent compilation cache is on (`jax_compilation_cache_dir`), exported
+kernels are stored there, too: the executables that JAX stores save another process the compilation of a program, but
+not its tracing and lowering.
 """
 
 import functools
@@ -28,15 +28,15 @@ from scaledot.programs import IS_FOR_TYPES
 
 _CHECKS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _LOWERED: dict[Hashable, export.Exported] = {}
-_FOLDER = "scaledot_kernels"  # in the folder of JAX's cache
-_DIGEST = hashlib.sha256().digest_size  # bytes in front of a stored kernel
+_FOLDER = "scaledot_kernels"  # in the directory of JAX's cache
+_DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a stored kernel
 
 
 def launch(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """kernel(*arrays), lowered once for equal keys and types of arrays.
+    """Returns kernel(*arrays), lowered once for equal keys and types of arrays.
 
-    kernel: what `plgpu.kernel` returned. key: everything that it depends on beside the types, with a repr that is the
-    same in every process; None to lower it wherever it is called.
+    kernel: the result of `plgpu.kernel`. key: everything else that the kernel depends on, with a repr that is the same
+    in every process; None lowers the kernel at every call.
     """
     if key is None or support.is_interpreted() or IS_FOR_TYPES.get():
         return kernel(*arrays)
@@ -51,38 +51,40 @@ def launch(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any
     return called(*arrays)
 
 
-def _lowered(problem: tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]], kernel: Callable[..., Any]) -> export.Exported:
-    found = _LOWERED.get(problem)
-    if found is None:
-        found = _LOWERED[problem] = _stored(problem, kernel)
-    return found
+def _lowered(
+    signature: tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]], kernel: Callable[..., Any]
+) -> export.Exported:
+    exported = _LOWERED.get(signature)
+    if exported is None:
+        exported = _LOWERED[signature] = _load_or_export(signature, kernel)
+    return exported
 
 
-def _stored(problem, kernel: Callable[..., Any]) -> export.Exported:
-    """From the folder of JAX's persistent cache, if there is one, or exported and left there."""
+def _load_or_export(signature, kernel: Callable[..., Any]) -> export.Exported:
+    """Loads a kernel from the directory of JAX's persistent cache, or exports it and stores it there."""
     folder = _folder()
     if folder is None:
-        return _export(problem, kernel)
-    file = folder / hashlib.sha256(f"{_versions()} {problem!r}".encode()).hexdigest()
+        return _export(signature, kernel)
+    file = folder / hashlib.sha256(f"{_versions()} {signature!r}".encode()).hexdigest()
     if file.exists():
         content = file.read_bytes()
-        digest, stored = content[:_DIGEST], content[_DIGEST:]
+        digest, stored = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(stored).digest() == digest:
             return export.deserialize(bytearray(stored))
         warnings.warn(f"{file} is damaged and is replaced", stacklevel=2)
-    exported = _export(problem, kernel)
+    exported = _export(signature, kernel)
     stored = bytes(exported.serialize())
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as written:
         written.write(hashlib.sha256(stored).digest() + stored)
-    os.replace(written.name, file)  # another process finds all of it or nothing
+    os.replace(written.name, file)  # atomic: another process reads all of it or nothing
     return exported
 
 
 def _folder() -> pathlib.Path | None:
-    """Where kernels are stored between processes; None where JAX's cache is off or on another machine.
+    """Returns the directory of stored kernels, or None if JAX's cache is off or not on a local file system.
 
-    None, too, without flatbuffers, an optional dependency of JAX that `jax.export` serialises with.
+    Also None without flatbuffers, an optional dependency of JAX that `jax.export` needs for serialisation.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         return None
@@ -94,7 +96,7 @@ def _folder() -> pathlib.Path | None:
 
 @functools.cache
 def _versions() -> str:
-    """Of JAX, and of every file that a kernel may come from."""
+    """Returns the versions of JAX and a hash of all source files of this package, on which a lowered kernel depends."""
     package = pathlib.Path(__file__).parents[2]
     sources = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -103,20 +105,20 @@ def _versions() -> str:
     return " ".join((*libraries, f"scaledot {sources.hexdigest()}"))
 
 
-def _export(problem, kernel: Callable[..., Any]) -> export.Exported:
-    """In a thread of its own, in which no trace, mesh or setting of the caller's context is in force."""
-    made: list[export.Exported] = []
-    failed: list[BaseException] = []
+def _export(signature, kernel: Callable[..., Any]) -> export.Exported:
+    """Exports a kernel in a new thread, which does not inherit the traces, mesh and config of the caller's context."""
+    exported: list[export.Exported] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_CHECKS)(*problem[1]))
+            exported.append(export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_CHECKS)(*signature[1]))
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return exported[0]

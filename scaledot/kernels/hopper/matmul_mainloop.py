@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.kernels.hopper.matmul_epilogue import along_columns
 from scaledot.kernels.hopper.memory import SWIZZLE, load
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.sizes import BLOCK
 from scaledot.kernels.hopper.tiles import Config, Tile, Warpgroup
 
 
@@ -167,7 +167,7 @@ class MainLoop:
         Two sets of accumulators of a 64 × 256 tile exceed the registers of a thread, hence the column parts.
         """
         columns, parts = self._part_columns, self.config.parts
-        assert self.square_scales is None or LINE % columns == 0, f"{columns} columns span several 128×128 blocks"
+        assert self.square_scales is None or BLOCK % columns == 0, f"{columns} columns span several 128×128 blocks"
         zeros = plgpu.layout_cast(jnp.zeros((self.config.rows, columns), jnp.float32), plgpu.Layout.WGMMA)
         start = (zeros,) * parts, self._square_scales(jnp.int32(0))
         totals, _ = lax.fori_loop(0, self.tile.steps, self._promoted_step, start)
@@ -215,7 +215,7 @@ class MainLoop:
         block = self.tile.start + lax.max(lax.min(step, self.tile.steps - 1), 0)
         columns = [part * self._part_columns for part in range(self.config.parts)]
         lefts = (self.tile.column + self.warpgroup.column + column for column in columns)
-        return tuple(self.square_scales[block, lax.div(left, LINE)] for left in lefts)
+        return tuple(self.square_scales[block, lax.div(left, BLOCK)] for left in lefts)
 
     @property
     def _part_columns(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.hopper.sizes import FLOAT8_ELEMENTS, LINE
+from scaledot.kernels.hopper.sizes import BLOCK, FLOAT8_ELEMENTS
 from scaledot.kernels.operands import LabeledScale
 from scaledot.kernels.spec import Problem
 from scaledot.numerics import blocks
@@ -31,25 +31,25 @@ def result_reason(problem: Problem) -> str | None:
     """Returns why the kernels cannot write the result of a problem, or None if they can."""
     if problem.out_dtype.name not in OUT_DTYPES:
         return f"it writes {', '.join(OUT_DTYPES)}, not {problem.out_dtype}"
-    if problem.out_sharding is not None or any(operand.sharded for operand in problem.operands):
+    if problem.out_sharding is not None or any(operand.sharded_labels for operand in problem.operands):
         return "operands or result are sharded over explicit mesh axes"
-    for name, operand in problem.named:
-        if operand.rotated and operand.rotated in problem.contraction.out:
-            return f"{name} is rotated along {operand.rotated!r}, which is not a contracting dim"
+    for name, operand in problem.named_operands:
+        if operand.rotated_label and operand.rotated_label in problem.contraction.out:
+            return f"{name} is rotated along {operand.rotated_label!r}, which is not a contracting dim"
     return None if all(math.prod(o.shape) for o in problem.operands) else "an operand is empty"
 
 
 def codes_reason(problem: Problem, kind: str) -> str | None:
     """Returns why the operands are not codes of a kind, "float8" or "int8", that the kernel multiplies, or None."""
     contracted = problem.contraction.contracting
-    for name, operand in problem.named:
+    for name, operand in problem.named_operands:
         if operand.format is None or operand.format.element not in KINDS[kind] or operand.format.scale != "float32":
             return f"{name} is {operand}; both sides must be {NAMES[kind]} with float32 scales"
-        if operand.zero:
+        if operand.has_zero_point:
             return f"{name} has zero points"
-        changes = any(c in contracted for c in operand.varies)
-        if changes and (len(contracted) > 1 or operand.block_of(contracted) != LINE):
-            return f"the scale of {name} changes along the contracting dim, but not in blocks of {LINE} along one dim"
+        changes = any(c in contracted for c in operand.scale_varies_along)
+        if changes and (len(contracted) > 1 or operand.block_of(contracted) != BLOCK):
+            return f"the scale of {name} changes along the contracting dim, but not in blocks of {BLOCK} along one dim"
     k = math.prod(problem.lhs.size(c) for c in contracted)
     if kind == "int8" and not is_blockwise(problem) and k >= MAX_INT8_K:
         return f"K is {k}; int32 accumulators of 8-bit integers may overflow from {MAX_INT8_K} on"
@@ -58,20 +58,20 @@ def codes_reason(problem: Problem, kind: str) -> str | None:
 
 def is_blockwise(problem: Problem) -> bool:
     """Whether a scale changes along the contracting dim."""
-    return any(c in problem.contraction.contracting for operand in problem.operands for c in operand.varies)
+    return any(c in problem.contraction.contracting for operand in problem.operands for c in operand.scale_varies_along)
 
 
 def accumulation(problem: Problem, promotes: bool) -> str:
     """How a matmul of codes accumulates and where it applies scales, for `explain`."""
     if is_blockwise(problem):
-        return f"scales applied to float32 partial accumulators every {LINE} elements of K"
-    precision = f"promoted to float32 every {LINE} elements of K" if promotes else "accumulated in the tensor cores"
+        return f"scales applied to float32 partial accumulators every {BLOCK} elements of K"
+    precision = f"promoted to float32 every {BLOCK} elements of K" if promotes else "accumulated in the tensor cores"
     return f"{precision}, scales applied in the epilogue"
 
 
 def codes_of(q: ScaledArray) -> jax.Array:
     """The codes, with 4-bit integers unpacked to int8."""
-    return operands.unpacked(q).data
+    return operands.widen_int4(q).data
 
 
 def row_scales(scales: list[LabeledScale], q: ScaledArray, labels: str, free: str) -> jax.Array:
@@ -85,7 +85,7 @@ def row_scales(scales: list[LabeledScale], q: ScaledArray, labels: str, free: st
     if scale.values.size == 1:
         return scale.values.reshape(1)
     shape = tuple(q.shape[labels.index(c)] for c in free)
-    return jnp.broadcast_to(operands.lay(LabeledScale(scale.values, labels), free), shape).reshape(-1)
+    return jnp.broadcast_to(operands.align_to(LabeledScale(scale.values, labels), free), shape).reshape(-1)
 
 
 def k_block_scales(
@@ -95,9 +95,9 @@ def k_block_scales(
 
     If `allow_square` and q has 128×128 blocks, there is one scale for each 128 rows.
     """
-    tiles = {contracted: LINE}
-    if allow_square and len(free) == 1 and blocks.expand(q.block, q.ndim)[labels.index(free)] == LINE:
-        tiles[free] = LINE
+    tiles = {contracted: BLOCK}
+    if allow_square and len(free) == 1 and blocks.expand(q.block, q.ndim)[labels.index(free)] == BLOCK:
+        tiles[free] = BLOCK
     (scale,) = operands.block_scales(q, labels, tiles)
     order = group + contracted + free
     values = scale.values.transpose([labels.index(c) for c in order])

@@ -18,7 +18,7 @@ LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # of a warpgroup
 SWIZZLE = 128  # bytes: the TMA swizzle, and the width of an SMEM tile
 ROW_TILE = 8  # rows of an SMEM tile
-LEAST = MIN_NORMAL.view(np.float32)
+SMALLEST_NORMAL = MIN_NORMAL.view(np.float32)  # 2^-126
 _HARDWARE_NAN = 0x7F  # the code that PTX's cvt to E4M3 and E5M2 returns for NaN
 
 
@@ -29,7 +29,7 @@ def tiled(columns: int, dtype) -> tuple[Any, Any]:
     return plgpu.TilingTransform((ROW_TILE, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def side_by_side(size: int, vector: int) -> Any:
+def block_layout(size: int, vector: int) -> Any:
     """The register layout of arrays (blocks, size).
 
     A thread holds vectors of `vector` elements; `size // vector` neighbouring lanes hold a row, and warps hold
@@ -47,7 +47,7 @@ def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
 
 def flushed(x: jax.Array) -> jax.Array:
     """Flushes float32 subnormals to zeros of the same sign, in two instructions."""
-    return x * jnp.where(jnp.abs(x) < LEAST, np.float32(0), np.float32(1))
+    return x * jnp.where(jnp.abs(x) < SMALLEST_NORMAL, np.float32(0), np.float32(1))
 
 
 def scaled_or_nan(x: jax.Array, multiplier: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ def scaled_or_nan(x: jax.Array, multiplier: jax.Array) -> jax.Array:
     H200 the fused multiply-add is free; a second comparison made casts from bfloat16 to float8 10% slower.
     """
     zero = np.float32(0)
-    return x * jnp.where(jnp.abs(x) < LEAST, zero, multiplier) + x * zero
+    return x * jnp.where(jnp.abs(x) < SMALLEST_NORMAL, zero, multiplier) + x * zero
 
 
 def magnitudes(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:

@@ -1,8 +1,8 @@
-"""Arithmetic on a few numbers as one kernel.
+"""Computes a few scalars in one kernel.
 
-Scales and seeds follow from a few scalars per tensor, but correctly rounded divisions and hashes are hundreds of HLO
-instructions, which XLA optimises and compiles again for every layer of a model. A kernel is lowered once for all of
-them, and is one launch.
+Scales and seeds are computed from a few scalars per tensor, but correctly rounded divisions and hashes are hundreds of
+HLO instructions, which XLA optimises and compiles again for every layer of a model. A kernel is lowered once for all
+layers, and is one launch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,15 +21,16 @@ _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.La
 def compute(
     key: Hashable, f: Callable[..., Sequence[Any]], results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Small arrays of these types, from those of the arguments: f takes and returns nested lists of scalars.
+    """Returns small arrays of the types `results`, computed by f from small arrays.
 
-    key: what f depends on, as `launch` wants it. Every thread computes the same; one block of threads runs.
+    f takes one nested list of scalars for each array, and returns one for each result. key: everything that f depends
+    on, see `launch`. One CTA runs, and each of its threads computes all results.
     """
 
     def kernel(*refs) -> None:
-        given, made = refs[: len(arrays)], refs[len(arrays) :]
-        values = f(*(_numbers(ref) for ref in given))
-        for ref, value in zip(made, values, strict=True):
+        inputs, outputs = refs[: len(arrays)], refs[len(arrays) :]
+        values = f(*(_nested_list(ref) for ref in inputs))
+        for ref, value in zip(outputs, values, strict=True):
             for index in np.ndindex(ref.shape):
                 ref[index] = _at(value, index)
 
@@ -37,19 +38,19 @@ def compute(
         kernel,
         out_type=tuple(results),
         grid=(1,),
-        grid_names=("program",),
+        grid_names=("cta",),
         kernel_name=kernel_name("scalars"),
         compiler_params=_PARAMETERS,
     )
     return launch(("scalars", key), run, *arrays)
 
 
-def _numbers(ref: Any) -> Any:
-    """The elements of a reference, as nested lists."""
-    found = np.empty(ref.shape, object)
+def _nested_list(ref: Any) -> Any:
+    """Reads the elements of a ref into nested lists."""
+    elements = np.empty(ref.shape, object)
     for index in np.ndindex(ref.shape):
-        found[index] = ref[index]
-    return found.tolist()
+        elements[index] = ref[index]
+    return elements.tolist()
 
 
 def _at(nested: Any, index: tuple[int, ...]) -> Any:

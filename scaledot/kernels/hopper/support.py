@@ -15,7 +15,7 @@ def device_reason() -> str | None:
     return machine_reason() or partition_reason(partitioning_of())
 
 
-def place_reason(partitioning: Partitioning | None) -> str | None:
+def environment_reason(partitioning: Partitioning | None) -> str | None:
     """Returns why the kernels cannot run under a partitioning (None: inside a shard_map), or None if they can."""
     return machine_reason() if partitioning is None else device_reason() or partition_reason(partitioning)
 

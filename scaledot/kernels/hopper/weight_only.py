@@ -20,7 +20,7 @@ from scaledot.formats import Format
 from scaledot.kernels import operands
 from scaledot.kernels.hopper import support
 from scaledot.kernels.hopper.matmul_operands import result_reason
-from scaledot.kernels.operands import filled_up
+from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 from scaledot.parallel.types import vary_as
 
@@ -54,15 +54,15 @@ def problem_reason(problem: Problem) -> str | None:
 
 def _weights_reason(w: Operand, contracted: str) -> str | None:
     assert w.format is not None
-    if w.zero:
+    if w.has_zero_point:
         return "rhs has zero points"
-    if contracted in w.level_varies:
+    if contracted in w.tensor_scale_varies_along:
         return f"the tensor scale of rhs changes along its contracting dim {contracted!r}"
     if w.format.element == FP4:
         return _fp4_reason(w, contracted)
     if not (w.format.is_integer or w.format.codebook) or w.format.scale == "float8_e8m0fnu":
         return f"rhs is {w}; it unpacks FP4 codes, codebooks, and integers that have float scales"
-    if contracted in w.varies and w.block_of(contracted) % GROUP_MULTIPLE:
+    if contracted in w.scale_varies_along and w.block_of(contracted) % GROUP_MULTIPLE:
         return f"rhs has groups of {w.block_of(contracted)} along K; they must be multiples of {GROUP_MULTIPLE}"
     return _codebook_reason(w.format) if w.format.codebook else None
 
@@ -86,12 +86,12 @@ def _fp4_reason(w: Operand, contracted: str) -> str | None:
     return None
 
 
-def how(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     """The line of `explain` for a problem that the kernel computes."""
     w, contracted = problem.rhs, problem.contraction.contracting
     if w.format is not None and w.format.element == FP4:
         scales = "block scales folded in exactly"
-    elif contracted in w.varies:
+    elif contracted in w.scale_varies_along:
         scales = f"scales applied to float32 partial accumulators every {w.block_of(contracted)} elements of K"
     else:
         scales = "scales applied to float32 accumulators"
@@ -119,7 +119,7 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
     words = _words(rhs.data.reshape(k, columns), unpacker.per_word)
     scales, group = _kernel_scales(rhs, contraction.rhs, problem.rhs, contracted, weight_only_matmul.CTA_COLUMNS)
     config = weight_only_matmul.config_for(rows, columns, k, unpacker, support.sm_count())
-    x = filled_up(x, SMEM_TILE_ROWS if rows > SMEM_TILE_ROWS else 1, SMEM_TILE_BYTES // x.dtype.itemsize)
+    x = pad_to_multiples(x, SMEM_TILE_ROWS if rows > SMEM_TILE_ROWS else 1, SMEM_TILE_BYTES // x.dtype.itemsize)
     partials = weight_only_matmul.decode(x, words, scales, unpacker=unpacker, group=group, config=config)
     total = _reduce_split_k(vary_as(partials, x, words))[:rows, :columns]
     for scale in _column_scales(rhs, contraction.rhs, free, block_scales_applied=scales is not None):
@@ -142,7 +142,7 @@ def _reduce_split_k(partials: jax.Array) -> jax.Array:
 
 def _words(codes: jax.Array, per_word: int) -> jax.Array:
     """Codes (K, N) as int32 words (K, N / per_word) of neighbouring columns, padded to whole SMEM tiles."""
-    padded = filled_up(codes, SMEM_TILE_ROWS, SMEM_TILE_BYTES // 4 * per_word)
+    padded = pad_to_multiples(codes, SMEM_TILE_ROWS, SMEM_TILE_BYTES // 4 * per_word)
     return lax.bitcast_convert_type(padded.reshape(padded.shape[0], -1, per_word), jnp.int32)
 
 
@@ -155,15 +155,15 @@ def _kernel_scales(
     because the kernel loads them by bulk copies, which are not clipped.
     """
     if q.format.element == FP4:
-        scale = filled_up(q.scale.reshape(q.scale.shape[0], -1), 1, TMA_ALIGNMENT)
+        scale = pad_to_multiples(q.scale.reshape(q.scale.shape[0], -1), 1, TMA_ALIGNMENT)
         return lax.bitcast_convert_type(scale.reshape(scale.shape[0], -1, 4), jnp.int32), 0
-    if contracted not in w.varies:
+    if contracted not in w.scale_varies_along:
         return None, 0
     group = w.block_of(contracted)
     (scale,) = operands.block_scales(q, labels, {contracted: group})
     shape = scale.values.shape[:1] + q.shape[1:]
     values = jnp.broadcast_to(scale.values, shape).reshape(shape[0], -1)
-    return filled_up(values, 1, column_multiple), group
+    return pad_to_multiples(values, 1, column_multiple), group
 
 
 def _column_scales(q: ScaledArray, labels: str, free: str, block_scales_applied: bool) -> list[jax.Array]:
@@ -172,4 +172,4 @@ def _column_scales(q: ScaledArray, labels: str, free: str, block_scales_applied:
     if not block_scales_applied:
         scales = scales + operands.block_scales(q, labels, {})
     shape = tuple(q.shape[labels.index(c)] for c in free)
-    return [jnp.broadcast_to(operands.lay(scale, free), shape).reshape(1, -1) for scale in scales]
+    return [jnp.broadcast_to(operands.align_to(scale, free), shape).reshape(1, -1) for scale in scales]
