@@ -382,10 +382,10 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys):
 
 
 def test_what_was_measured_is_printed(capsys, monkeypatch, tmp_path):
-    path, measured = tmp_path / "table.json", [{"shape": {"m": 256}, "config": {"columns": 128}, "gain": 0.02}]
+    path, measured = tmp_path / "table.json", [{"gemm": {"m": 256}, "config": {"wg_n": 128}, "gain": 0.02}]
 
-    def measure(shapes, path, say):
-        say("[1/1] measured")
+    def measure(gemms, path, log):
+        log("[1/1] measured")
         return measured
 
     monkeypatch.setattr(autotune, "tune", measure)

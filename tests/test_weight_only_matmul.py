@@ -75,33 +75,33 @@ def test_every_integer_code_is_exact(hopper, format):
 NF4 = sd.FORMATS["nf4"]
 UNEVEN = dataclasses.replace(NF4, name="uneven", codebook=(-0.001, 0.0, 0.3, 0.7, 1.1, 2.2, 3.3))
 TWO_LEVEL = dataclasses.replace(NF4, name="two_level", scale="float8_e4m3fn", rule="multiply", two_level=True)
-SLICES = {"bfloat16": 2, "float16": 3, "float32": 4}  # of a codebook entry, by dtype of the result
+TERMS = {"bfloat16": 2, "float16": 3, "float32": 4}  # of a codebook entry, by dtype of the result
 
 
-@pytest.mark.parametrize(("format", "out"), [*((NF4, out) for out in SLICES), (UNEVEN, "float32")])
+@pytest.mark.parametrize(("format", "out"), [*((NF4, out) for out in TERMS), (UNEVEN, "float32")])
 def test_every_entry_of_a_codebook_is_looked_up(hopper, format, out):
-    """Each slice leaves a remainder of less than 1/126 of the largest, and none for a zero entry."""
+    """Each term leaves a remainder of less than 1/126 of the largest, and none for a zero entry."""
     entries = np.array(format.codebook, np.float32)
     codes = (np.arange(64)[:, None] + 3 * np.arange(256)[None]) % len(entries)
     found = weights_in(packed(format, codes, jnp.ones((1, 256), jnp.float32), (0, 1)), out).astype(np.float64)
     exact = entries[codes].astype(np.float64)
-    roundings = 1 if out != "float32" else SLICES[out]  # to the output dtype, or in the sum of slices
-    allowed = entries.max() * 126.0 ** -SLICES[out] + np.abs(exact) * roundings * float(jnp.finfo(out).eps) / 2
+    roundings = 1 if out != "float32" else TERMS[out]  # to the output dtype, or in the sum of terms
+    allowed = entries.max() * 126.0 ** -TERMS[out] + np.abs(exact) * roundings * float(jnp.finfo(out).eps) / 2
     assert (np.abs(found - exact) <= allowed).all()
 
 
-def test_codebook_entries_have_more_slices_for_wider_results():
-    from scaledot.kernels.hopper.codebook import slices_of
+def test_codebook_entries_have_more_terms_for_wider_results():
+    from scaledot.kernels.hopper.codebook import split_into_terms
 
-    assert len(slices_of((-1.0, 0.0, 1.0), 4)) == 1  # exact
+    assert len(split_into_terms((-1.0, 0.0, 1.0), 4)) == 1  # exact
     x, w = normal(0, (4, 64), BF16), quantize(normal(1, (64, 64)), "nf4", axis=0)
     problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
     for options, count in [
-        *(({"preferred": np.dtype(out)}, count) for out, count in SLICES.items()),
+        *(({"preferred": np.dtype(out)}, count) for out, count in TERMS.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **options))
-        assert len(slices_of(NF4.codebook, count)) == count
+        assert f"sums of at most {count} bfloat16 terms" in weight_only.how(dataclasses.replace(problem, **options))
+        assert len(split_into_terms(NF4.codebook, count)) == count
 
 
 def test_codebooks_may_have_two_level_scales(hopper):
@@ -147,9 +147,9 @@ def test_every_fp4_code_times_every_scale_is_exact(hopper, format):
     ],
 )
 def test_scales_change_from_block_to_block(hopper, format, block, roundings):
-    """Weights grow with K, so that a scale taken from another block, word tile or K step gives a wrong result.
+    """Weights grow with K, so that a scale taken from another block, packed tile or K step gives a wrong result.
 
-    roundings: of the kernel and of `values` together: of each product with a scale, and of the sum of slices.
+    roundings: of the kernel and of `values` together: of each product with a scale, and of the sum of terms.
     """
     growing = np.asarray(normal(1, (320, 288))) * 2.0 ** (np.arange(320)[:, None] // 16 % 7)
     w = quantize(jnp.asarray(growing, jnp.float32), format, axis=0, block=block)
@@ -186,7 +186,7 @@ def test_ctas_share_k_and_some_have_no_steps(hopper):
         weight_only_matmul.Config(3, 1, 4, 3),
         weight_only_matmul.Config(2, 1, 2, 2),
     ):
-        partials = weight_only_matmul.decode(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
+        partials = weight_only_matmul.split_k_partials(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
         found = partials.sum(0)[0, :3]
         assert relative(found, expected) < 320 * 2.0**-24
 

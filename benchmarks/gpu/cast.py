@@ -18,7 +18,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.swizzle_atom import K_STEP
 from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
 from scaledot.numerics import blocks
@@ -108,7 +108,7 @@ class GroupCase(Case):
         groups = self.sizes(x.shape[0]).size
         return tuple(
             dataclasses.replace(
-                problem, views=(view,), groups=groups, group_multiple=LINE if view.contracted == 0 else 1
+                problem, views=(view,), groups=groups, group_multiple=K_STEP if view.contracted == 0 else 1
             )
             for view in problem.views
         )

@@ -17,7 +17,8 @@ from benchmarks.gpu import gemm, report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure
 from benchmarks.table import verdict
 from scaledot import train
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import K_STEP
 from scaledot.ops.ragged import contract_groups
 
 GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens per expert
@@ -39,7 +40,7 @@ class Blocks(NamedTuple):
 
 MATMULS = {
     "fp8": Blocks((0, 0), (1, 0, 0), gemm.ALLOWED["fast (default)"]),
-    "fp8, 1x128 and 128x128": Blocks((1, LINE), (1, LINE, LINE), gemm.ALLOWED["promoted"]),
+    "fp8, 1x128 and 128x128": Blocks((1, SCALE_BLOCK), (1, SCALE_BLOCK, SCALE_BLOCK), gemm.ALLOWED["promoted"]),
 }
 WGRAD, STEP = "gradient of kernels, fp8", "step"
 CASES = (*MATMULS, WGRAD, STEP)
@@ -103,12 +104,12 @@ def wgrad_implementations() -> Iterator[Implementation]:
 
     Each group is padded to a multiple of 128 tokens.
     """
-    blocks = [-(-size // LINE) for size in GROUPS]
-    sizes, tokens = jnp.array(blocks) * LINE, sum(blocks) * LINE
+    k_steps = [-(-size // K_STEP) for size in GROUPS]
+    sizes, tokens = jnp.array(k_steps) * K_STEP, sum(k_steps) * K_STEP
     x, g = (sd.quantize(normal(i, n, tokens), "fp8_e4m3") for i, n in ((0, INPUTS), (1, OUTPUTS)))
 
     def wgrad(x, g, sizes):  # as `scaledot.train` calls it: group sizes are known to be multiples of 128
-        options = {"preferred": jnp.float32, "group_multiple": LINE}
+        options = {"preferred": jnp.float32, "group_multiple": K_STEP}
         return contract_groups(x.T, g.T, sizes, RAGGED_CONTRACTING, "hopper_grouped", **options)
 
     yield jax_implementation(OURS, wgrad, x, g, sizes, ours=True)

@@ -21,9 +21,9 @@ from scaledot.numerics.grouped import (
     first_rows,
     group_of,
     members,
+    pad_groups,
     quantize_grouped_parts,
     quantize_tiles_parts,
-    spaced,
     whole_groups,
 )
 from scaledot.numerics.rounding import uniform_of
@@ -79,7 +79,7 @@ def padded(x: jax.Array, spec: CastSpec) -> jax.Array:
 def _cast_groups(problem: CastProblem, view: View, x: jax.Array, given: CastArguments) -> PerGroup | ScaledArray:
     spec, multiple = view.spec, problem.group_multiple
     assert given.group_sizes is not None
-    x, sizes = spaced(x, given.group_sizes, multiple), whole_groups(given.group_sizes, multiple)
+    x, sizes = pad_groups(x, given.group_sizes, multiple), whole_groups(given.group_sizes, multiple)
     key, uniform = given.key(view), given.uniform(view)
     if given.multiplier is not None:
         parts = _quantize(spec, members(x, sizes), multiplier=given.multiplier, uniform=uniform, key=key)

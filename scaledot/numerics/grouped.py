@@ -4,8 +4,8 @@ Every group is quantised as if it were an array of its own. Group sizes may be t
 not static: each row looks up the block it belongs to, and scales are stored per row. For example, with row blocks of 4
 and `group_sizes` [3, 2], rows 0 to 2 form one block, rows 3 and 4 another, and later rows belong to no group.
 
-wgrad contracts over the rows of each group. `spaced` pads groups to multiples of `row_alignment` rows for it, so that
-neither blocks nor K tiles span two groups; `aligned_row_tiles` describes the same layout without moving rows.
+wgrad contracts over the rows of each group. `pad_groups` pads groups to multiples of `row_alignment` rows for it, so
+that neither blocks nor K tiles span two groups; `aligned_row_tiles` describes the same layout without moving rows.
 """
 
 from typing import Any
@@ -125,7 +125,7 @@ def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Arra
 
 
 def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """`row_tiles` for the layout of `spaced`, in which every group starts a tile; rows are those before `spaced`.
+    """`row_tiles` for the layout of `pad_groups`, in which every group starts a tile; rows are those before padding.
 
     >>> aligned_row_tiles(jnp.array([3, 2]), rows=5, row_alignment=4)
     Array([[0, 3],
@@ -146,7 +146,7 @@ def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> 
     return jnp.stack([first, rows_in_tile], axis=1).astype(jnp.int32)
 
 
-def spaced(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
+def pad_groups(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
     """Pads every group with rows of zeros, so that it starts at a multiple of `row_alignment`.
 
     The padded number of rows depends on `group_sizes`, which may be traced; the result has `padded_capacity` rows.

@@ -22,7 +22,7 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.spec import CastProblem, CastResult, View, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
-from scaledot.numerics.grouped import group_of, members, padded_capacity, spaced, whole_groups
+from scaledot.numerics.grouped import group_of, members, pad_groups, padded_capacity, whole_groups
 from scaledot.numerics.rounding import numbered
 from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
 from scaledot.ops.casts import make_casts
@@ -227,7 +227,7 @@ class RaggedDotOp:
         )
 
     def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
+        return pad_groups(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
     def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
         if isinstance(resolved, ResolvedCast):

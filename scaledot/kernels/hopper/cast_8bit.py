@@ -15,7 +15,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import FLOAT_RULES, FORMATS
 from scaledot.kernels.hopper import cast_support
 from scaledot.kernels.hopper.cast_support import in_shape, tile_of
-from scaledot.kernels.hopper.sizes import FLOAT8_ELEMENTS, LINE
+from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, SCALE_BLOCK
 from scaledot.kernels.layouts import PerGroup, Transposed
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
@@ -28,7 +28,7 @@ from scaledot.parallel.types import vary_as
 ELEMENTS = (*FLOAT8_ELEMENTS, "int8")
 LIKE = FORMATS["fp8_e4m3"]
 COMPUTED = {"element": ELEMENTS, "rule": FLOAT_RULES, "pow2": (False, True), "bound": ("full", "half")}
-GROUP_MULTIPLE = LINE  # rows at which groups begin where rows are contracted
+GROUP_MULTIPLE = SCALE_BLOCK  # rows at which groups begin where rows are contracted
 LONGEST_ROTATION = 16  # elements of a group, which a thread has in registers
 
 
@@ -37,7 +37,7 @@ def problem_reason(problem: CastProblem) -> str | None:
     ndim = len(problem.shape)
     unknown = [view for view in problem.views if not scaling_of(view, ndim)]
     if unknown:
-        scales = f"float32 scales (one, or one for {LINE} or {LINE}x{LINE} elements)"
+        scales = f"float32 scales (one, or one for {SCALE_BLOCK} or {SCALE_BLOCK}x{SCALE_BLOCK} elements)"
         spec = unknown[0].spec
         return f"{spec.format.name} in blocks of {spec.block} is not an 8-bit float or integer with {scales}"
     reason = cast_support.problem_reason(problem)
@@ -57,7 +57,7 @@ def _pair_reason(problem: CastProblem) -> str | None:
 def _groups_reason(problem: CastProblem) -> str | None:
     for view in problem.views:
         if scaling_of(view, 2) == "squares":
-            return f"rows in groups are cast with one float32 scale, or one for {LINE} elements"
+            return f"rows in groups are cast with one float32 scale, or one for {SCALE_BLOCK} elements"
         multiple = 1 if _axis(view) else GROUP_MULTIPLE
         if problem.group_multiple != multiple:
             return f"groups begin at multiples of {problem.group_multiple} rows; it places them at those of {multiple}"
@@ -74,8 +74,8 @@ def scaling_of(view: View, ndim: int) -> str:
     if ndim < 2 or format.element not in ELEMENTS or format.scale != "float32":
         return ""
     tile = tile_of(view, ndim)
-    line: blocks.Block = (1, LINE) if _axis(view) else (LINE, 1)
-    return {(0, 0): "tensor", line: "lines", (LINE, LINE): "squares"}.get(tile, "")
+    line: blocks.Block = (1, SCALE_BLOCK) if _axis(view) else (SCALE_BLOCK, 1)
+    return {(0, 0): "tensor", line: "lines", (SCALE_BLOCK, SCALE_BLOCK): "squares"}.get(tile, "")
 
 
 def _axis(view: View) -> int:
@@ -88,7 +88,7 @@ def _rotation_reason(problem: CastProblem, view: View) -> str | None:
     if rotation is None:
         return None
     if scaling_of(view, ndim) != "lines":
-        return f"a rotation is made along lines of {LINE} that have a scale each"
+        return f"a rotation is made along lines of {SCALE_BLOCK} that have a scale each"
     if rotation.axis != (-1 if _axis(view) else -2):
         return "a rotation is made along the contracted axis"
     if rotation.size > LONGEST_ROTATION:
@@ -99,7 +99,11 @@ def _rotation_reason(problem: CastProblem, view: View) -> str | None:
 
 
 def how(problem: CastProblem) -> str:
-    scales = {"tensor": "one scale", "lines": f"a scale for {LINE} elements", "squares": f"one for {LINE}x{LINE}"}
+    scales = {
+        "tensor": "one scale",
+        "lines": f"a scale for {SCALE_BLOCK} elements",
+        "squares": f"one for {SCALE_BLOCK}x{SCALE_BLOCK}",
+    }
     layouts = ["transposed" if _axis(view) == 0 else "as they lie" for view in problem.views]
     passes = "a pass for each" if problem.groups is not None and len(layouts) > 1 else "one pass on Hopper"
     return f"codes {' and '.join(layouts)} with {scales[scaling_of(problem.views[0], len(problem.shape))]}, {passes}"
@@ -118,7 +122,7 @@ def _run_matrix(problem: CastProblem, x: jax.Array, given: CastArguments) -> Cas
 
     views, (m, k) = problem.views, x.shape
     spec, scaling_kind = views[0].spec, scaling_of(views[0], len(problem.shape))
-    saturates, filled, seen = spec.nonfinite == "saturate", filled_up(x, LINE, LINE), None
+    saturates, filled, seen = spec.nonfinite == "saturate", filled_up(x, SCALE_BLOCK, SCALE_BLOCK), None
     if given.multiplier is not None:
         scaling = cast_8bit_kernel.GivenMultiplier(given.multiplier.reshape(1))
     elif scaling_kind == "tensor":
@@ -215,26 +219,26 @@ def _cast_rows(
     """The cast of rows in groups for one matmul, with zeros in rows of no group; and the largest magnitude.
 
     One that contracts features has them as they lie. One that contracts rows has them transposed, every group beginning
-    at a multiple of 128 with zeros between, as `spaced` has it. factor: a number, or one for each row as it lies there,
-    whose codes are then under a scale of 1; None for those of lines.
+    at a multiple of 128 with zeros between, as `pad_groups` has it. factor: a number, or one for each row as it lies
+    there, whose codes are then under a scale of 1; None for those of lines.
     """
     from scaledot.kernels.hopper import cast_8bit_kernel
 
     sizes, (m, k), spec, along = given.group_sizes, x.shape, view.spec, _axis(view) == 1
     assert sizes is not None
-    rows = m if along else padded_capacity(m, sizes.size, LINE)
-    table = (row_tiles if along else aligned_row_tiles)(sizes, m, LINE)
+    rows = m if along else padded_capacity(m, sizes.size, SCALE_BLOCK)
+    table = (row_tiles if along else aligned_row_tiles)(sizes, m, SCALE_BLOCK)
     if multiplier is None:
         scaling = cast_8bit_kernel.PerBlock(square=False)
     elif multiplier.ndim == 0:
         scaling = cast_8bit_kernel.GivenMultiplier(multiplier.reshape(1))
     else:
-        scaling = cast_8bit_kernel.PerRow(jnp.pad(multiplier, (0, len(table) * LINE - rows), constant_values=1))
+        scaling = cast_8bit_kernel.PerRow(jnp.pad(multiplier, (0, len(table) * SCALE_BLOCK - rows), constant_values=1))
     wanted = cast_8bit_kernel.Outputs(rows=along, transposed=not along, amax=amax)
     rotations = (spec.rotation, None) if along else (None, spec.rotation)
     saturates = spec.nonfinite == "saturate"
     made = cast_8bit_kernel.cast(
-        filled_up(x, 2, LINE),
+        filled_up(x, 2, SCALE_BLOCK),
         spec.format,
         scaling,
         wanted,

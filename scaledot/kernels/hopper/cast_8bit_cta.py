@@ -13,26 +13,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper.cast_8bit_launch import PAIRS, PART, CastLaunch, FromAmax, GivenMultiplier, PerRow, Result
-from scaledot.kernels.hopper.memory import (
-    LANES,
-    flushed,
-    load,
-    magnitudes,
+from scaledot.kernels.hopper.cast_arithmetic import (
+    amax_codec,
+    flush_subnormals,
     rotated,
     scaled_or_nan,
     to_float8,
     to_int8,
 )
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.memory_layouts import LANES, load
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
 from scaledot.numerics.encode import rounded
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
 WGMMA = plgpu.Layout.WGMMA
-EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
-COLUMN = plgpu.Layout.TILED(  # one column of (rows, LINE) for each thread
-    plgpu.Tiling(((1, LINE), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+EACH = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)  # one line for each thread
+COLUMN = plgpu.Layout.TILED(  # one column of (rows, SCALE_BLOCK) for each thread
+    plgpu.Tiling(((1, SCALE_BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 _FLOAT32 = np.dtype(np.float32)
 
@@ -129,7 +128,7 @@ class CtaCast(NamedTuple):
 
     def scale_square(self) -> jax.Array:
         """The factor of the tile, whose scale is written."""
-        ordered, amax_of = magnitudes(self.call.saturates)
+        ordered, amax_of = amax_codec(self.call.saturates)
         sizes = [ordered(value) for part in self.tile.parts for value in self.tile.values(part)]
         largest = amax_of(largest_of(functools.reduce(jnp.maximum, sizes)))
         levels = scales_or_nan(largest, self.call.format, _FLOAT32)
@@ -173,8 +172,8 @@ class CtaCast(NamedTuple):
             values = _turned_values(self.turned[transposed], part, transposed)
         for parity, value in enumerate(values):
             by = self._multiplier(part, parity, transposed, multiplier)
-            up = flushed(value) * by if call.of_blocks or call.saturates else scaled_or_nan(value, by)
-            place = self.row * LINE + parity, (self.column * call.parts + part) * PART
+            up = flush_subnormals(value) * by if call.of_blocks or call.saturates else scaled_or_nan(value, by)
+            place = self.row * SCALE_BLOCK + parity, (self.column * call.parts + part) * PART
             uniform = _uniform(self.seeds.at[transposed], place, call.width) if call.stochastic else None
             made.append(_code(up, call.format, uniform, call.saturates))
         return made
@@ -247,7 +246,7 @@ def _scale_tensor(seen_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
 
 def _longest_lines(tile: Tile, lines_smem, sides: list[int], finite: bool) -> None:
     """Leaves the largest magnitudes of the rows (0), even ones first, and of the columns (1) in shared memory."""
-    ordered, amax_of = magnitudes(finite)
+    ordered, amax_of = amax_codec(finite)
     longest: list[Any] = [None, None]
     for part in tile.parts if sides else ():
         sizes = [ordered(value) for value in tile.values(part)]
@@ -265,7 +264,7 @@ def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any, finit
 
     Sums below 2^-126 are kept where the reference makes them zeros.
     """
-    ordered, amax_of = magnitudes(finite)
+    ordered, amax_of = amax_codec(finite)
     for part in tile.parts:
         for parity, value in enumerate(tile.values(part)):
             _block(turned_smem, part, parity, side)[...] = value.astype(jnp.bfloat16)
@@ -274,15 +273,15 @@ def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any, finit
     deep = size // len(row_tiles)
 
     def group(i, most):
-        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, LINE)] for strip in row_tiles]
+        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, SCALE_BLOCK)] for strip in row_tiles]
         loaded = [load(ref, COLUMN, optimized=False).astype(jnp.float32) for ref in refs]
         values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
         for strip, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
         return functools.reduce(jnp.maximum, map(ordered, values), most)
 
-    nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
-    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, LINE // size, group, nothing))
+    nothing = plgpu.layout_cast(jnp.zeros((1, SCALE_BLOCK), jnp.uint32), COLUMN)
+    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, SCALE_BLOCK // size, group, nothing))
 
 
 def _block(turned_smem, part: int, parity: int, side: int) -> Any:

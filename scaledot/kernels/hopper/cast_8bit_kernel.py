@@ -41,9 +41,10 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     Rotations,
     Scaling,
 )
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import LANES, THREADS, load, magnitudes, side_by_side
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import LANES, THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
 __all__ = ["FromAmax", "GivenMultiplier", "Outputs", "PerBlock", "PerRow", "Result", "amax", "cast"]
@@ -58,9 +59,9 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
 
     finite: of its finite elements; otherwise infinite where a program has found NaN or infinities.
     """
-    ordered, amax_of = magnitudes(finite)
+    ordered, amax_of = amax_codec(finite)
     vector = 16 // x.dtype.itemsize
-    layout = side_by_side(LANES, vector)
+    layout = row_vector_layout(LANES, vector)
     read = THREADS * vector // LANES, LANES
     chunks = x.size // (READS * math.prod(read))
 
@@ -84,7 +85,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
         kernel_name=kernel_name("amax"),
         compiler_params=_PARAMETERS,
     )
-    return launch(("amax", finite), run, x.reshape(-1, *read))
+    return call_exported(("amax", finite), run, x.reshape(-1, *read))
 
 
 def cast(
@@ -106,7 +107,7 @@ def cast(
     width: the length of rows by which elements are counted for stochastic rounding. rotations: along the lines of codes
     as they lie and of transposed ones, before the cast. saturates: what becomes of NaN and infinities.
     """
-    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * LINE
+    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * SCALE_BLOCK
     call = CastLaunch(
         (rows, x.shape[1]),
         x.dtype,
@@ -136,5 +137,5 @@ def cast(
     )
     optional = (*call.multipliers(scaling), seeds, row_tiles)
     given = (each for each in optional if each is not None)
-    written = iter(launch(call, run, x.reshape(-1, 2, x.shape[1]), *given))
+    written = iter(call_exported(call, run, x.reshape(-1, 2, x.shape[1]), *given))
     return call.result(*(next(written) if want else None for want in call.writes))

@@ -9,13 +9,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.memory import SWIZZLE, tiled
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.memory_layouts import swizzle_transforms
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES
 from scaledot.numerics.hadamard import Hadamard
 
-PAIRS = LINE // 2  # pairs of rows in a tile
+PAIRS = SCALE_BLOCK // 2  # pairs of rows in a tile
 PART = 64  # columns that are in registers at a time
-PITCH = LINE + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
+PITCH = SCALE_BLOCK + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
 Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
@@ -102,16 +103,16 @@ class CastLaunch:
     @property
     def parts(self) -> int:
         """Parts of PART columns that a tile has."""
-        return LINE // PART if self.of_blocks else 1
+        return SCALE_BLOCK // PART if self.of_blocks else 1
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.shape[0] // LINE, self.shape[1] // (self.parts * PART)
+        return self.shape[0] // SCALE_BLOCK, self.shape[1] // (self.parts * PART)
 
     @property
     def pieces(self) -> int:
         """The number of TMA copies that fetch a part: with strips, rows in SMEM are at most 128 bytes long."""
-        return PART * self.input_dtype.itemsize // SWIZZLE if self.has_strips else 1
+        return PART * self.input_dtype.itemsize // ATOM_BYTES if self.has_strips else 1
 
     @property
     def casts_once(self) -> bool:
@@ -130,7 +131,7 @@ class CastLaunch:
         scales = (
             (1,)
             if self.scaling in (GivenMultiplier, FromAmax)
-            else (wide, deep, LINE)
+            else (wide, deep, SCALE_BLOCK)
             if self.of_lines
             else (deep, wide)
         )
@@ -140,23 +141,23 @@ class CastLaunch:
             jax.ShapeDtypeStruct((deep, wide), jnp.float32),
             jax.ShapeDtypeStruct((deep, k), jnp.float32),
             jax.ShapeDtypeStruct(scales, jnp.float32),
-            jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+            jax.ShapeDtypeStruct((deep, wide, SCALE_BLOCK), jnp.float32),
         )
 
     @property
     def scratch(self) -> list[Any]:
         """Shared memory: the tile, its codes as they lie and as words, factors of lines, rotated tiles. A barrier."""
         parts, pieces, dtype = self.parts, self.pieces, self.format.code_dtype
-        transforms = tiled(PART // pieces, self.input_dtype)[1 if self.has_strips else 0 :]
+        transforms = swizzle_transforms(PART // pieces, self.input_dtype)[1 if self.has_strips else 0 :]
         has_lines = self.of_lines or self.scaling is PerRow
-        rows = plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=tiled(PART, dtype))
-        words = plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=tiled(PAIRS, jnp.uint16))
+        rows = plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=swizzle_transforms(PART, dtype))
+        words = plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=swizzle_transforms(PAIRS, jnp.uint16))
         return [
             plgpu.SMEM((parts, 2, pieces, PAIRS, PART // pieces), self.input_dtype, transforms=transforms),
             rows if self.wanted.rows else None,
             words if self.wanted.transposed else None,
-            plgpu.SMEM((2, LINE), jnp.float32) if has_lines else None,
-            plgpu.SMEM((len(self.turns), LINE, PITCH), jnp.bfloat16) if self.turns else None,
+            plgpu.SMEM((2, SCALE_BLOCK), jnp.float32) if has_lines else None,
+            plgpu.SMEM((len(self.turns), SCALE_BLOCK, PITCH), jnp.bfloat16) if self.turns else None,
             plgpu.Barrier(num_arrivals=2 * parts * pieces),
         ]
 
@@ -167,7 +168,7 @@ class CastLaunch:
         if not isinstance(scaling, PerRow):
             return [scaling[0]]
         deep = self.grid[0]
-        return [scaling.multipliers.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
+        return [scaling.multipliers.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, SCALE_BLOCK)]
 
     def result(self, rows, words, largest, sums, scale, column_scale) -> Result:
         """The outputs of the launch, reshaped to the fields of Result."""

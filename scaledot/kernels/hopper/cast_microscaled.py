@@ -10,7 +10,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import E8M0_RULES, FORMATS, Format
 from scaledot.kernels.hopper import cast_support
 from scaledot.kernels.hopper.cast_support import in_shape, tile_of
-from scaledot.kernels.hopper.sizes import BLOCKS, FLOAT8_ELEMENTS
+from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, MICROSCALED_BLOCKS
 from scaledot.kernels.layouts import RowPairs, as_values
 from scaledot.kernels.operands import filled_up
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
@@ -52,7 +52,7 @@ def shape_of(view: View, ndim: int) -> str:
 
 def block_of(format: Format) -> int:
     """The length of the blocks that the kernel casts to a format; 0 if it does not cast to it."""
-    return BLOCKS.get((format.element, format.scale), 0)
+    return MICROSCALED_BLOCKS.get((format.element, format.scale), 0)
 
 
 def _packing_reason(problem: CastProblem) -> str | None:

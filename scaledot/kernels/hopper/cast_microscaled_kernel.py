@@ -27,9 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
-from scaledot.kernels.hopper.sizes import BLOCKS
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec, flush_subnormals, rotated, to_float8
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import MICROSCALED_BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, rounded
@@ -99,7 +100,7 @@ def cast(
     if call.paired:
         x = lax.bitcast_convert_type(x.reshape(m, k // 2, 2), jnp.uint32)
     given = [each for each in (up, seeds) if each is not None]
-    written = iter(launch(call, run, x.reshape(m, k // call.size, call.words), *given))
+    written = iter(call_exported(call, run, x.reshape(m, k // call.size, call.words), *given))
 
     def made(view: View) -> CastOutputs:
         data = next(written)
@@ -129,7 +130,7 @@ class CastLaunch(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, views: tuple[View, ...], has_levels: bool, has_seeds: bool, width: int) -> "CastLaunch":
         format = views[0].format
-        size, paired = BLOCKS[format.element, format.scale], views[0].packing == "columns"
+        size, paired = MICROSCALED_BLOCKS[format.element, format.scale], views[0].packing == "columns"
         assert all((view.packing == "columns") == paired for view in views)
         vector = _vector(size, x.dtype)
         if paired and any(view.rotation is not None for view in views):
@@ -200,7 +201,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> j
                 found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(found)
 
-        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), side_by_side(size, vector))
+        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), row_vector_layout(size, vector))
         count = lax.div(deep - strip + row_tiles - 1, row_tiles)
         for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
             out_gmem[number, strip, column] = jnp.max(jnp.max(amax_of_rank(most), axis=1), axis=0)
@@ -214,7 +215,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> j
         kernel_name=kernel_name("amax"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    found = launch(("amax of blocks", rotations, size), run, x.reshape(m, k // size, size))
+    found = call_exported(("amax of blocks", rotations, size), run, x.reshape(m, k // size, size))
     return jnp.max(found, axis=(1, 2))
 
 
@@ -229,12 +230,12 @@ def _vector(size: int, dtype) -> int:
 
 def _row(ref, vector: int) -> jax.Array:
     """Blocks of a row as float32, (blocks, elements)."""
-    return load(ref, side_by_side(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
+    return load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
 
 def _paired_row(ref, vector: int) -> tuple[jax.Array, jax.Array]:
     """The even and the odd columns of a row of bfloat16 pairs: its bits are the upper half of float32's."""
-    words = load(ref, side_by_side(ref.shape[-1], vector), optimized=False)
+    words = load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False)
     return float_of(words << 16), float_of(words & np.uint32(0xFFFF0000))
 
 
@@ -265,7 +266,7 @@ class Rows(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        return side_by_side(self.words, self.vector)
+        return row_vector_layout(self.words, self.vector)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -354,11 +355,11 @@ class Cast(NamedTuple):
 
     @property
     def ordered(self) -> Any:
-        return magnitudes(self.view.saturates)[0]
+        return amax_codec(self.view.saturates)[0]
 
     def scale_of(self, largest: jax.Array) -> "Scale":
         """From the largest of `ordered` magnitudes in each block."""
-        return _scale_of(self.view.format, magnitudes(self.view.saturates)[1](largest), self.level)
+        return _scale_of(self.view.format, amax_codec(self.view.saturates)[1](largest), self.level)
 
     def write(self, rows: Rows, numbered: Numbered, scales: "list[Scales]") -> None:
         uniforms = [None if self.uniform is None else self.uniform(rows, i) for i, _ in numbered]
@@ -458,7 +459,7 @@ def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
 def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
     """Codes of a row, packed ones as bits; or the values that they stand for. Subnormal numbers are zeros."""
     format = view.format
-    up = flushed(row) * spread(scale.multiplier)
+    up = flush_subnormals(row) * spread(scale.multiplier)
     if view.packing:
         return float_code(up, format, uniform)
     if format.bits == 8 and uniform is None:

@@ -11,7 +11,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.spec import CastArguments, CastProblem, View
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
@@ -52,8 +52,8 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it reads {', '.join(INPUTS)}, not {problem.dtype}"
     if shape[0] > MOST_ROWS:
         return f"it casts at most {MOST_ROWS} rows, not {shape[0]}"
-    if problem.views[0].contracted is None and shape[0] < LINE:
-        return f"it works on {LINE} rows at a time, of which {shape[0]} would leave most idle"
+    if problem.views[0].contracted is None and shape[0] < SCALE_BLOCK:
+        return f"it works on {SCALE_BLOCK} rows at a time, of which {shape[0]} would leave most idle"
     others = sorted(problem.given - {"multiplier"})
     if others:
         return f"`{others[0]}` is given; it makes scales and random bits itself"
