@@ -64,7 +64,7 @@ def spills(folder) -> list[int]:
 
 def spills_of_cast(device: str, case, folder) -> list[int]:
     key = jax.random.key(0)
-    compiled_for(device, lambda x: case.ours(x, key).arrays, jax.ShapeDtypeStruct((1024, 2048), case.dtype))
+    compiled_for(device, lambda x: case.by_kernel(x, key).arrays, jax.ShapeDtypeStruct((1024, 2048), case.dtype))
     found = spills(folder)
     assert found, "the assembler left no listing"
     return found

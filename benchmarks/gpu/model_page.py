@@ -76,9 +76,8 @@ def same_losses(results: dict[str, Any]) -> str:
     if not differences:
         return ""
     largest = max(differences)
-    return (
-        f" First losses in NNX differ from linen's by at most {largest:.1g}." if largest else " First losses are equal."
-    )
+    relation = f"differ from linen's by at most {largest:.1g}" if largest else "equal linen's"
+    return f" First losses in NNX {relation}."
 
 
 def readme(results: dict[str, Any], path: str) -> str:
