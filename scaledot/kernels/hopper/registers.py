@@ -16,7 +16,7 @@ is exchanged between threads. With g = 0, ..., 7, k = 8g + 2 (l % 4), lane l of 
 The codes in the low 16 bits of a packed word become fragment rows 0-7 of its warp, those in the high 16 bits rows 8-15.
 `interleave_k` puts the low (or high) 16 bits of both neighbours along K into one word; a mask then leaves one code in
 each half, and shifting right by one code width yields the next fragment. `make_fragment` makes a fragment of these
-words.
+words. (`codebook` interleaves bytes instead: the low nibbles of a byte become rows 0-7, the high nibbles rows 8-15.)
 
 Functions that address registers have a second implementation in array arithmetic, for JAX's interpreter.
 """
@@ -49,7 +49,6 @@ PACKED_TILE_LAYOUT = plgpu.Layout.TILED(
 _K_PAIRS_LAYOUT = plgpu.Layout.TILED(  # (K / 2, words), with the same lanes
     plgpu.Tiling(((4, WORDS_PER_K), (4, ROWS_PER_HALF), (1,))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
 )
-
 
 # Axes of a FragmentedArray's registers in the WGMMA layout, whose tiling is ((64, 8), (16, 8), (8, 8), (2,)): axis 1 is
 # the group of 8 columns, and axis 4 the half of a warp's 16 rows. Axes 2, 3 and 5 to 8 have size 1, and so has axis 0

@@ -1,7 +1,7 @@
 """The main loop of the weight-only matmul: TMA loads of codes, scales and x into SMEM, unpacking and WGMMAs.
 
 A and B are swapped (swapAB): columns of the weights (N) are M of the WGMMAs, and rows of x, the tokens, are their N. So
-the weights are the A operand, which WGMMA can take from registers, and a few tokens suffice for the smallest N, 8.
+the weights are the A operand, which WGMMA can take from registers, and as few as 8 tokens fill a WGMMA.
 
 The last warpgroup of a CTA, the producer, fills a pipeline of SMEM stages. A stage holds one K step of x, of the packed
 weights and of their scales; steps are long, because the cost of starting a TMA load does not depend on its size.
@@ -33,7 +33,7 @@ CTA_FRAGMENTS = 4  # A fragments of a CTA, along the columns of the weights
 CTA_COLUMNS = CTA_FRAGMENTS * FRAGMENT  # columns of the weights that a CTA computes
 SLICE_K = 64  # elements of a K step that a warpgroup multiplies
 SMEM_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
-PRODUCER_REGISTERS = 32
+PRODUCER_REGISTERS = 32  # setmaxnreg of the producer warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
