@@ -42,8 +42,8 @@ MATMULS = [  # (M, N, K), dtypes, fields of the config, promote, k_first of eith
     ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
     ((384, 512, 256), (E4M3, E4M3), {"cluster_dimension": "rows"}, False, (False, False)),
     ((128, 512, 384), (E4M3, E4M3), {"cluster_dimension": "columns"}, True, (False, False)),
-    ((256, 256, 256), (E4M3, E4M3), {"columns": 128, "stages": 6, "parts": 1}, True, (False, False)),
-    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "wg_dimension": "columns"}, False, (False, False)),
+    ((256, 256, 256), (E4M3, E4M3), {"wg_n": 128, "stages": 6, "n_splits": 1}, True, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"wg_m": 64, "wg_n": 128, "wg_dimension": "columns"}, False, (False, False)),
     ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
     ((192, 256, 192), (BF16, BF16), {"cluster_dimension": "rows"}, False, (False, True)),
     ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
@@ -68,7 +68,7 @@ def test_matmuls_agree_with_float64(hopper, sizes, dtypes, fields, promote, k_fi
         config=dataclasses.replace(Config(), **fields),
         promote=promote,
         ctas=4,
-        k_first=k_first,
+        mn_major=k_first,
     )
     expected = 0.75 * np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
     # The bound of float32 accumulation over k elements: k rounding errors of 2^-24.
@@ -431,19 +431,19 @@ def test_kernels_need_a_hopper_gpu_and_automatic_partitioning(monkeypatch):
 
 @needs_mosaic
 def test_the_heuristic_uses_clusters_for_large_matmuls_only():
-    wide = tile_configs.heuristic(tile_configs.Shape(16384, 32768, 8192, "float8", 2))
-    assert (wide.columns, wide.cluster_dimension) == (256, "rows")
+    wide = tile_configs.heuristic(tile_configs.GemmKey(16384, 32768, 8192, "float8", 2))
+    assert (wide.wg_n, wide.cluster_dimension) == (256, "rows")
     assert (
-        tile_configs.heuristic(tile_configs.Shape(128, 16384, 4096, "float8", 2)).cluster_dimension is None
+        tile_configs.heuristic(tile_configs.GemmKey(128, 16384, 4096, "float8", 2)).cluster_dimension is None
     )  # one row of tiles cannot form clusters
 
 
 TUNED = [  # one of each kind of shape
-    tile_configs.Shape(128, 256, 128, "float8", 2),
-    tile_configs.Shape(128, 128, 128, "float8", 2, "promoted"),
-    tile_configs.Shape(128, 128, 256, "int8", 2, "blocks_128x128"),
-    tile_configs.Shape(128, 128, 128, "float8", 2, row_groups=3),
-    tile_configs.Shape(128, 128, 512, "float8", 4, "blocks_1x128", k_groups=3),
+    tile_configs.GemmKey(128, 256, 128, "float8", 2),
+    tile_configs.GemmKey(128, 128, 128, "float8", 2, "promoted"),
+    tile_configs.GemmKey(128, 128, 256, "int8", 2, "blocks_128x128"),
+    tile_configs.GemmKey(128, 128, 128, "float8", 2, row_groups=3),
+    tile_configs.GemmKey(128, 128, 512, "float8", 4, "blocks_1x128", k_groups=3),
 ]
 
 
@@ -504,7 +504,7 @@ def test_tuning_raises_for_configs_with_wrong_results(hopper, monkeypatch, table
 
 @needs_mosaic
 def test_candidates_are_distinct_and_row_groups_have_no_clusters():
-    for shape in autotune.shapes_of(autotune.KINDS):
+    for shape in autotune.gemm_keys(autotune.KINDS):
         variants = autotune.variants(shape)
         assert len(variants) > 1
         assert len({tile_configs.heuristic(shape), *variants}) == len(variants) + 1
@@ -541,16 +541,16 @@ def test_tuned_shapes_include_those_of_training(hopper, monkeypatch, recipe, is_
     sizes = ((tokens, inputs), BF16), (kernel, jnp.float32), ((tokens, outputs), BF16)
     jax.eval_shape(step, *(jax.ShapeDtypeStruct(*each) for each in sizes))
     assert len(requested) == 3
-    assert set(requested) <= set(autotune.shapes_of([kind], [layer[:3]], groups))
+    assert set(requested) <= set(autotune.gemm_keys([kind], [layer[:3]], groups))
 
 
 @needs_mosaic
 @pytest.mark.parametrize("kind", autotune.KINDS)
 def test_tuning_runs_each_shape_through_its_kernel(hopper, monkeypatch, kind):
-    requested: list[tile_configs.Shape] = []
+    requested: list[tile_configs.GemmKey] = []
     choose = tile_configs.config_for
     monkeypatch.setattr(tile_configs, "config_for", lambda shape: requested.append(shape) or choose(shape))
-    shapes = autotune.shapes_of([kind], [(200, 256, 384)], 3)
+    shapes = autotune.gemm_keys([kind], [(200, 256, 384)], 3)
     for shape in shapes:
         result = jax.eval_shape(lambda shape=shape: autotune.run(shape, *autotune.operands(shape)))
         assert result.dtype.itemsize == shape.out_itemsize
@@ -561,18 +561,18 @@ def test_tuning_runs_each_shape_through_its_kernel(hopper, monkeypatch, kind):
 def test_the_configs_of_an_h200_are_of_tuned_shapes():
     from scaledot.kernels.hopper.tiles import Config
 
-    rows = {tile_configs.Shape(**row["shape"]): Config(**row["config"]) for row in tile_configs._table("NVIDIA H200")}
-    assert rows.keys() <= set(autotune.shapes_of(autotune.KINDS))
+    rows = {tile_configs.GemmKey(**row["gemm"]): Config(**row["config"]) for row in tile_configs._table("NVIDIA H200")}
+    assert rows.keys() <= set(autotune.gemm_keys(autotune.KINDS))
     assert len(rows) == len(tile_configs._table("NVIDIA H200"))
 
 
 def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
     called = []
-    monkeypatch.setattr(autotune, "tune", lambda shapes, path, say: called.append((shapes, path)))
+    monkeypatch.setattr(autotune, "tune", lambda shapes, path, log: called.append((shapes, path)))
     path = tmp_path / "table.json"
     layers = ["--layer", "256", "128", "384", "--layer", "512", "128", "384"]
     assert main(["tune", "--kind", "groups", "integers", *layers, "--groups", "4", "--output", str(path)]) == 0
-    assert called == [(autotune.shapes_of(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
+    assert called == [(autotune.gemm_keys(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
     assert {shape.row_groups for shape in called[0][0]} == {0, 4}
     with pytest.raises(SystemExit):
         main(["tune", "--kind", "unheard"])

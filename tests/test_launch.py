@@ -21,7 +21,7 @@ def exported(monkeypatch):
     from scaledot.kernels.hopper import launch
 
     signatures, export = [], launch._export
-    monkeypatch.setattr(launch, "_LOWERED", {})
+    monkeypatch.setattr(launch, "_EXPORTED", {})
     monkeypatch.setattr(launch, "_export", lambda *arguments: signatures.append(arguments[0]) or export(*arguments))
     jax.clear_caches()
     with lowered_for_hopper(monkeypatch):
@@ -38,7 +38,7 @@ def forget_kernels(monkeypatch):
     """Resets the state of a process that has lowered nothing."""
     from scaledot.kernels.hopper import launch
 
-    monkeypatch.setattr(launch, "_LOWERED", {})
+    monkeypatch.setattr(launch, "_EXPORTED", {})
     jax.clear_caches()
 
 

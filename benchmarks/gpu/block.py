@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import scaledot as sd
 from benchmarks.gpu import dense, gemm, report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 
 SIZE = 8192  # M, N and K
-ROW_BLOCK, SQUARE_BLOCK = (1, BLOCK), (BLOCK, BLOCK)
+ROW_BLOCK, SQUARE_BLOCK = (1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK)
 STEPS = ("A", "B")
 OURS, FP8, TORCH, STEP = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
 STEP_TARGET = 1.45  # speedup over bfloat16
@@ -42,7 +42,7 @@ class MatmulCase(NamedTuple):
         Tensor cores accumulate FP8 with reduced precision within 128 elements along K; int8 accumulation is exact, and
         SIZE / 128 partial accumulators add as many float32 roundings.
         """
-        return gemm.MAX_ERROR["promoted"] if self.baseline == TORCH else SIZE // BLOCK * 2.0**-24
+        return gemm.MAX_ERROR["promoted"] if self.baseline == TORCH else SIZE // SCALE_BLOCK * 2.0**-24
 
 
 def _fp8(w: tuple[int, int], target: float | None) -> MatmulCase:
@@ -93,7 +93,7 @@ def matmul_implementations(case: MatmulCase) -> Iterator[Implementation]:
 def _scaled_mm(square: bool):
     import torch  # pyright: ignore[reportMissingImports]
 
-    num_blocks = SIZE // BLOCK
+    num_blocks = SIZE // SCALE_BLOCK
     a, b = ((torch.randn(SIZE, SIZE, device="cuda") * 100).clamp(-448, 448).to(torch.float8_e4m3fn) for _ in range(2))
     scale_a = torch.rand(num_blocks, SIZE, device="cuda").T
     scale_b = torch.rand(num_blocks, num_blocks if square else SIZE, device="cuda")

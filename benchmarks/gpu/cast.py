@@ -18,7 +18,7 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.layouts import PerGroup, Transposed, bfloat16_values, logical
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
@@ -108,7 +108,7 @@ class GroupCase(Case):
         groups = self.sizes(x.shape[0]).size
         return tuple(
             dataclasses.replace(
-                problem, outputs=(output,), groups=groups, group_multiple=BLOCK if output.contracted == 0 else 1
+                problem, outputs=(output,), groups=groups, group_multiple=SCALE_BLOCK if output.contracted == 0 else 1
             )
             for output in problem.outputs
         )

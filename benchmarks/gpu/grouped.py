@@ -17,7 +17,7 @@ from benchmarks.gpu import gemm, report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure
 from benchmarks.table import verdict
 from scaledot import train
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.ops.ragged import contract_groups
 
 GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens per expert
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
 
 MATMULS = {
     "fp8": Blocks((0, 0), (1, 0, 0), gemm.MAX_ERROR["fast (default)"]),
-    "fp8, 1x128 and 128x128": Blocks((1, BLOCK), (1, BLOCK, BLOCK), gemm.MAX_ERROR["promoted"]),
+    "fp8, 1x128 and 128x128": Blocks((1, SCALE_BLOCK), (1, SCALE_BLOCK, SCALE_BLOCK), gemm.MAX_ERROR["promoted"]),
 }
 WGRAD, STEP = "gradient of kernels, fp8", "step"
 CASES = (*MATMULS, WGRAD, STEP)
@@ -103,12 +103,12 @@ def wgrad_implementations() -> Iterator[Implementation]:
 
     Each group is padded to a multiple of 128 tokens.
     """
-    blocks = [-(-size // BLOCK) for size in GROUPS]
-    sizes, tokens = jnp.array(blocks) * BLOCK, sum(blocks) * BLOCK
+    blocks = [-(-size // SCALE_BLOCK) for size in GROUPS]
+    sizes, tokens = jnp.array(blocks) * SCALE_BLOCK, sum(blocks) * SCALE_BLOCK
     x, g = (sd.quantize(normal(i, n, tokens), "fp8_e4m3") for i, n in ((0, INPUTS), (1, OUTPUTS)))
 
     def wgrad(x, g, sizes):  # as `scaledot.train` calls it: group sizes are known to be multiples of 128
-        options = {"preferred": jnp.float32, "group_multiple": BLOCK}
+        options = {"preferred": jnp.float32, "group_multiple": SCALE_BLOCK}
         return contract_groups(x.T, g.T, sizes, RAGGED_CONTRACTING, "hopper_grouped", **options)
 
     yield jax_implementation(OURS, wgrad, x, g, sizes, ours=True)

@@ -76,7 +76,11 @@ def same_losses(results: dict[str, Any]) -> str:
     known = model.measured(results)
     pairs = [(f"4 blocks/{program}", f"4 blocks, NNX/{program}") for program in model.CASES["4 blocks, NNX"].programs]
     differences = [abs(known[a]["losses"][0] - known[b]["losses"][0]) for a, b in pairs if a in known and b in known]
-    return f" First losses in NNX differ from linen's by at most {max(differences):.1g}." if differences else ""
+    if not differences:
+        return ""
+    largest = max(differences)
+    relation = f"differ from linen's by at most {largest:.1g}" if largest else "equal linen's"
+    return f" First losses in NNX {relation}."
 
 
 def readme(results: dict[str, Any], path: str) -> str:

@@ -55,7 +55,7 @@ Targets of whole models:
 
 ## A linear layer, forward and backward
 
-loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 kernel w. *Speedup* is over bfloat16 in JAX, and
+loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 weight w. *Speedup* is over bfloat16 in JAX, and
 for layers in Flax over Flax's own bfloat16 layer. *First step* is tracing, compilation and one step, with a target of
 10 s for scaledot; the NVFP4 casts take longest to compile. *Memory* is results and temporaries.
 
@@ -71,8 +71,8 @@ difference to bfloat16 is the time of casts, and in a small layer of kernel laun
 {gemm}
 
 Hopper's tensor cores accumulate FP8 products with reduced precision. *Error* is that of float32 results relative to
-float64. By default the tensor cores accumulate all of K; `precision="highest"` promotes partial accumulators to float32
-every 128 elements of K.
+float64. By default the tensor cores accumulate all of K (*fast accumulation*, torch's `use_fast_accum=True`);
+`precision="highest"` promotes partial accumulators to float32 every 128 elements of K (*promoted*).
 
 ## Matmuls with scales per 128 elements
 
@@ -85,16 +85,16 @@ matmuls is scaledot's fp8.
 ## Experts
 
 {tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is the rate relative to scaledot's dense
-matmul of as many tokens with one matrix, *of lax* relative to `lax.ragged_dot` in bfloat16, which multiplies all tokens
-by every matrix. The gradient of the kernels writes {experts} float32 matrices, the dense one a single matrix. A *step*
-is the result and both gradients, including casts.
+matmul of as many tokens with one matrix, *of lax* relative to `lax.ragged_dot` in bfloat16, which XLA lowers to a dense
+GEMM of all tokens and all groups, with a mask. wgrad writes {experts} float32 matrices, the dense one a single matrix.
+A *step* is the result and both gradients, including casts.
 
 {grouped}
 
 ## Decoding
 
-A few rows of bfloat16 times packed weights; times are per layer. A step is a loop over tokens, each multiplied by the
-weights of several layers, more bytes than the L2 cache holds. *GB/s* counts codes and scales.
+A few rows of bfloat16 times packed weights; times are per layer. The timed loop cycles through enough layers that
+weights exceed L2 and come from HBM. *GB/s* counts codes and scales.
 
 {decode}
 
@@ -102,7 +102,7 @@ weights of several layers, more bytes than the L2 cache holds. *GB/s* counts cod
 
 One kernel reads a matrix and writes the operands of both of its matmuls. Bytes read and written are counted once; *of
 copy* is the bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with scales;
-*dequantised* results are bfloat16 values of the codes. *Given multiplier* is delayed scaling, which also returns amax.
+*dequantised* results are bfloat16 values of the codes. In delayed scaling, the quantisation multiplier is an input.
 
 {cast}
 
@@ -113,16 +113,24 @@ An eager call includes Python's dispatch, which overlaps with the previous cast 
 
 {quantize}
 """
-# Case names are keys of the results; these phrases of them are displayed in other words.
+# Names of cases and implementations are keys of the results; these phrases of them are displayed in other words.
 DISPLAYED = {
+    "scaledot fast (default)": "scaledot, fast accumulation (default)",
+    "scaledot promoted": "scaledot, promoted",
+    "torch._scaled_mm, fast": "torch._scaled_mm, use_fast_accum=True",
+    "torch._scaled_mm, precise": "torch._scaled_mm, use_fast_accum=False",
+    "gradient of kernels": "wgrad",
+    "mxfp8, both orientations": "mxfp8, 1×32 and 32×1",
+    "nvfp4, both orientations": "nvfp4, 1×16 and 16×1",
     "rotated lines along rows, lines down columns": "rotated 1×128, 128×1",
     "rotated lines down columns, lines along rows": "rotated 128×1, 1×128",
     "rotated lines of 128": "rotated 1×128",
     "lines of 128 in both orientations": "1×128 and 128×1",
-    "squares of 128 in both layouts": "128×128 in both layouts",
+    "squares of 128 in both layouts": "128×128, row-major + transposed",
+    "both layouts": "row-major + transposed",
     "lines of 128": "1×128",
     "squares of 128": "128×128",
-    "given factor": "given multiplier",
+    "given factor": "delayed scaling",
     "rows in groups": "row groups",
     "in squares": "in square blocks",
     "nvfp4 w: lines": "nvfp4 w: 1×16",
@@ -198,9 +206,17 @@ def _gemm(suite: dict[str, Any]) -> str:
             sizes = f"{case['m']} × {case['n']} × {case['k']}"
             target = _target(result["target"], result["of_torch"])
             rows.append(
-                (sizes, name, f"{result['tflops']:.0f}", relative, target, "" if error is None else f"{error:.1e}")
+                (
+                    sizes,
+                    _displayed(name),
+                    f"{result['tflops']:.0f}",
+                    relative,
+                    target,
+                    "" if error is None else f"{error:.1e}",
+                )
             )
-    return markdown(("M × N × K", "implementation", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+    titles = "M × N × K", "implementation", "TFLOP/s", "of torch, fast accumulation", "target", "error"
+    return markdown(titles, rows)
 
 
 def _block(suite: dict[str, Any]) -> str:
@@ -228,9 +244,8 @@ def _grouped(suite: dict[str, Any]) -> str:
             ratios = ["" if result.get(key) is None else f"{result[key]:.2f}" for key in ("of_dense", "of_lax")]
             targets = ", ".join(_target(target, result.get(key)) for key, target in result["targets"].items())
             error = "" if relative_error is None or name != "scaledot" else f"{relative_error:.1e}"
-            rows.append(
-                (case["case"], name, f"{result['median_ms']:.2f}", f"{result['tflops']:.0f}", *ratios, targets, error)
-            )
+            speed = f"{result['median_ms']:.2f}", f"{result['tflops']:.0f}"
+            rows.append((_displayed(case["case"]), name, *speed, *ratios, targets, error))
     return markdown(("matmul", "implementation", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
 
 

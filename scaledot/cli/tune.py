@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from scaledot.kernels.hopper import autotune, tile_configs
 
-    shapes = autotune.shapes_of(options.kind, [tuple(layer) for layer in options.layer], options.groups)
+    gemms = autotune.gemm_keys(options.kind, [tuple(layer) for layer in options.layer], options.groups)
     path = options.output or tile_configs.path_of_device()
-    measured = autotune.tune(shapes, path, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = autotune.tune(gemms, path, lambda line: print(line, file=sys.stderr, flush=True))
     show(options, f"wrote {path}", {"path": str(path), "measured": measured})
     return 0

@@ -19,7 +19,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import FLOAT_RULES, FORMATS
 from scaledot.kernels.hopper import cast_support
 from scaledot.kernels.hopper.cast_support import matrix_block, with_leading_dims
-from scaledot.kernels.hopper.sizes import BLOCK, FLOAT8_ELEMENTS
+from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, SCALE_BLOCK
 from scaledot.kernels.layouts import PerGroup, Transposed
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
@@ -32,7 +32,7 @@ from scaledot.parallel.types import vary_as
 ELEMENTS = (*FLOAT8_ELEMENTS, "int8")
 REFERENCE_FORMAT = FORMATS["fp8_e4m3"]
 SUPPORTED_FIELDS = {"element": ELEMENTS, "rule": FLOAT_RULES, "pow2": (False, True), "bound": ("full", "half")}
-GROUP_MULTIPLE = BLOCK  # groups start at multiples of this many rows if rows are contracted
+GROUP_MULTIPLE = SCALE_BLOCK  # groups start at multiples of this many rows if rows are contracted
 MAX_ROTATION = 16  # elements, which a thread holds in registers
 
 
@@ -41,7 +41,7 @@ def problem_reason(problem: CastProblem) -> str | None:
     ndim = len(problem.shape)
     unsupported = [output for output in problem.outputs if not block_kind(output, ndim)]
     if unsupported:
-        scales = f"float32 scales (per tensor, per 1x{BLOCK} or per {BLOCK}x{BLOCK} block)"
+        scales = f"float32 scales (per tensor, per 1x{SCALE_BLOCK} or per {SCALE_BLOCK}x{SCALE_BLOCK} block)"
         spec = unsupported[0].spec
         return f"{spec.format.name} in blocks of {spec.block} is not an 8-bit float or integer with {scales}"
     reason = cast_support.problem_reason(problem)
@@ -61,7 +61,7 @@ def _outputs_reason(problem: CastProblem) -> str | None:
 def _groups_reason(problem: CastProblem) -> str | None:
     for output in problem.outputs:
         if block_kind(output, 2) == "square":
-            return f"row groups are cast with one float32 scale, or one per 1x{BLOCK} block"
+            return f"row groups are cast with one float32 scale, or one per 1x{SCALE_BLOCK} block"
         multiple = 1 if _contracted(output) else GROUP_MULTIPLE
         if problem.group_multiple != multiple:
             return f"groups start at multiples of {problem.group_multiple} rows; it supports multiples of {multiple}"
@@ -77,8 +77,8 @@ def block_kind(output: CastOutput, ndim: int) -> str:
     format = output.spec.format
     if ndim < 2 or format.element not in ELEMENTS or format.scale != "float32":
         return ""
-    block_1d: blocks.Block = (1, BLOCK) if _contracted(output) else (BLOCK, 1)
-    kinds: dict[blocks.Block, str] = {(0, 0): "tensor", block_1d: "1d", (BLOCK, BLOCK): "square"}
+    block_1d: blocks.Block = (1, SCALE_BLOCK) if _contracted(output) else (SCALE_BLOCK, 1)
+    kinds: dict[blocks.Block, str] = {(0, 0): "tensor", block_1d: "1d", (SCALE_BLOCK, SCALE_BLOCK): "square"}
     return kinds.get(matrix_block(output, ndim), "")
 
 
@@ -92,7 +92,7 @@ def _rotation_reason(problem: CastProblem, output: CastOutput) -> str | None:
     if rotation is None:
         return None
     if block_kind(output, ndim) != "1d":
-        return f"it rotates only along 1x{BLOCK} blocks"
+        return f"it rotates only along 1x{SCALE_BLOCK} blocks"
     if rotation.axis != (-1 if _contracted(output) else -2):
         return "it rotates only along the contracting dim"
     if rotation.size > MAX_ROTATION:
@@ -107,8 +107,8 @@ def _rotation_reason(problem: CastProblem, output: CastOutput) -> str | None:
 def describe(problem: CastProblem) -> str:
     scales = {
         "tensor": "one scale",
-        "1d": f"a scale per 1x{BLOCK} block",
-        "square": f"a scale per {BLOCK}x{BLOCK} block",
+        "1d": f"a scale per 1x{SCALE_BLOCK} block",
+        "square": f"a scale per {SCALE_BLOCK}x{SCALE_BLOCK} block",
     }
     codes = " and ".join("row-wise" if _contracted(output) else "column-wise" for output in problem.outputs)
     kind = block_kind(problem.outputs[0], len(problem.shape))
@@ -129,7 +129,11 @@ def _run_matrix(problem: CastProblem, x: jax.Array, arguments: CastArguments) ->
 
     outputs, (m, k) = problem.outputs, x.shape
     spec, kind = outputs[0].spec, block_kind(outputs[0], len(problem.shape))
-    saturates, padded, partial_amaxes = spec.nonfinite == "saturate", pad_to_multiples(x, BLOCK, BLOCK), None
+    saturates, padded, partial_amaxes = (
+        spec.nonfinite == "saturate",
+        pad_to_multiples(x, SCALE_BLOCK, SCALE_BLOCK),
+        None,
+    )
     if arguments.multiplier is not None:
         scaling = cast_8bit_kernel.TensorMultiplier(arguments.multiplier.reshape(1))
     elif kind == "tensor":
@@ -245,20 +249,20 @@ def _cast_rows(
 
     sizes, (m, k), spec, is_rowwise = arguments.group_sizes, x.shape, output.spec, _contracted(output) == 1
     assert sizes is not None
-    rows = m if is_rowwise else padded_capacity(m, sizes.size, BLOCK)
-    table = (row_tiles if is_rowwise else aligned_row_tiles)(sizes, m, BLOCK)
+    rows = m if is_rowwise else padded_capacity(m, sizes.size, SCALE_BLOCK)
+    table = (row_tiles if is_rowwise else aligned_row_tiles)(sizes, m, SCALE_BLOCK)
     if multiplier is None:
         scaling = cast_8bit_kernel.BlockAmax(square=False)
     elif multiplier.ndim == 0:
         scaling = cast_8bit_kernel.TensorMultiplier(multiplier.reshape(1))
     else:
-        padding = (0, len(table) * BLOCK - rows)
+        padding = (0, len(table) * SCALE_BLOCK - rows)
         scaling = cast_8bit_kernel.RowMultipliers(jnp.pad(multiplier, padding, constant_values=1))
     requested = cast_8bit_kernel.OutputFlags(rowwise=is_rowwise, columnwise=not is_rowwise, amax=needs_amax)
     rotations = (spec.rotation, None) if is_rowwise else (None, spec.rotation)
     saturates = spec.nonfinite == "saturate"
     result = cast_8bit_kernel.cast(
-        pad_to_multiples(x, 2, BLOCK),
+        pad_to_multiples(x, 2, SCALE_BLOCK),
         spec.format,
         scaling,
         requested,

@@ -27,26 +27,25 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorAmax,
     TensorMultiplier,
 )
-from scaledot.kernels.hopper.memory import (
-    LANES,
-    flushed,
-    load,
-    magnitudes,
+from scaledot.kernels.hopper.cast_arithmetic import (
+    amax_codec,
+    flush_subnormals,
     rotated,
     scaled_or_nan,
     to_float8,
     to_int8,
 )
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.memory_layouts import LANES, load
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
 from scaledot.numerics.encode import round_to_element
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
 WGMMA = plgpu.Layout.WGMMA
-ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=1)  # of (128,): that of a row or a column
+ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)  # of (128,): that of a row or a column
 COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
-    plgpu.Tiling(((1, BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((1, SCALE_BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 _FLOAT32 = np.dtype(np.float32)
 
@@ -165,7 +164,7 @@ class Cta(NamedTuple):
 
     def scale_square_block(self) -> jax.Array:
         """Computes the scale of the tile, a 128×128 block, writes it to GMEM and returns the multiplier."""
-        encode, decode = magnitudes(self.params.saturates)
+        encode, decode = amax_codec(self.params.saturates)
         ranks = [encode(values) for chunk in self.tile.chunks for values in self.tile.values(chunk)]
         block_amax = decode(matrix_max(functools.reduce(jnp.maximum, ranks)))
         scales = scales_or_nan(block_amax, self.params.format, _FLOAT32)
@@ -210,8 +209,10 @@ class Cta(NamedTuple):
             values = _rotated_values(self.rotated_smem[output], chunk, output)
         for parity, value in enumerate(values):
             by = self._multiplier(chunk, parity, output, multiplier)
-            scaled = flushed(value) * by if params.is_blockwise or params.saturates else scaled_or_nan(value, by)
-            place = self.row * BLOCK + parity, (self.column * params.chunks + chunk) * CHUNK
+            scaled = (
+                flush_subnormals(value) * by if params.is_blockwise or params.saturates else scaled_or_nan(value, by)
+            )
+            place = self.row * SCALE_BLOCK + parity, (self.column * params.chunks + chunk) * CHUNK
             uniform = _uniform(self.seeds.at[output], place, params.row_length) if params.stochastic else None
             codes.append(_encode(scaled, params.format, uniform, params.saturates))
         return codes
@@ -290,7 +291,7 @@ def _block_amaxes(tile: Tile, amaxes_smem, outputs: list[int], finite: bool) -> 
 
     outputs: which of the two to compute. finite: of finite elements only; otherwise infinite if one is not finite.
     """
-    encode, decode = magnitudes(finite)
+    encode, decode = amax_codec(finite)
     row_ranks: list[Any] = [None, None]
     for chunk in tile.chunks if outputs else ():
         ranks = [encode(values) for values in tile.values(chunk)]
@@ -310,7 +311,7 @@ def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, f
 
     Rotated values below 2^-126 are kept, where the reference flushes them to zero.
     """
-    encode, decode = magnitudes(finite)
+    encode, decode = amax_codec(finite)
     for chunk in tile.chunks:
         for parity, value in enumerate(tile.values(chunk)):
             _rotated_chunk(rotated_smem, chunk, parity, output)[...] = value.astype(jnp.bfloat16)
@@ -319,15 +320,15 @@ def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, f
     rows = size // len(halves)  # of each half, in one rotation
 
     def rotate_rows(i, largest):
-        refs = [rotated_smem.at[pl.ds(half * ROW_PAIRS + i * rows, rows), pl.ds(0, BLOCK)] for half in halves]
+        refs = [rotated_smem.at[pl.ds(half * ROW_PAIRS + i * rows, rows), pl.ds(0, SCALE_BLOCK)] for half in halves]
         loaded = [load(ref, COLUMN_PER_THREAD, optimized=False).astype(jnp.float32) for ref in refs]
         values = rotated([each[j : j + 1] for j in range(rows) for each in loaded], rotation)
         for half, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[half :: len(refs)]).astype(jnp.bfloat16)
         return functools.reduce(jnp.maximum, map(encode, values), largest)
 
-    zeros = plgpu.layout_cast(jnp.zeros((1, BLOCK), jnp.uint32), COLUMN_PER_THREAD)
-    amaxes_smem[pl.ds(output, 1)] = decode(lax.fori_loop(0, BLOCK // size, rotate_rows, zeros))
+    zeros = plgpu.layout_cast(jnp.zeros((1, SCALE_BLOCK), jnp.uint32), COLUMN_PER_THREAD)
+    amaxes_smem[pl.ds(output, 1)] = decode(lax.fori_loop(0, SCALE_BLOCK // size, rotate_rows, zeros))
 
 
 def _rotated_chunk(rotated_smem, chunk: int, parity: int, output: int) -> Any:

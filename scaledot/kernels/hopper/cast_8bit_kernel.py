@@ -56,9 +56,10 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorAmax,
     TensorMultiplier,
 )
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import LANES, THREADS, block_layout, load, magnitudes
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import LANES, THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
 __all__ = ["BlockAmax", "OutputFlags", "Outputs", "RowMultipliers", "TensorAmax", "TensorMultiplier", "amax", "cast"]
@@ -73,9 +74,9 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
 
     finite: the amax of finite elements; otherwise it is infinite if the elements of a CTA include NaN or an infinity.
     """
-    encode, decode = magnitudes(finite)
+    encode, decode = amax_codec(finite)
     vector = 16 // x.dtype.itemsize
-    layout = block_layout(LANES, vector)
+    layout = row_vector_layout(LANES, vector)
     load_shape = THREADS * vector // LANES, LANES
     steps = x.size // (LOADS_IN_FLIGHT * math.prod(load_shape))
 
@@ -99,7 +100,7 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
         kernel_name=kernel_name("amax"),
         compiler_params=_PARAMETERS,
     )
-    return launch(("amax", finite), run, x.reshape(-1, *load_shape))
+    return call_exported(("amax", finite), run, x.reshape(-1, *load_shape))
 
 
 def cast(
@@ -121,7 +122,7 @@ def cast(
     row_tiles: for each 128 rows of the outputs, the first row of x and the number of rows, int32 (tiles, 2); the
     remaining rows are zeros. None casts the rows of x in order. saturates: see the module docstring.
     """
-    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * BLOCK
+    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * SCALE_BLOCK
     params = CastParameters(
         (rows, x.shape[1]),
         x.dtype,
@@ -152,5 +153,5 @@ def cast(
     )
     optional = (*params.scaling_arrays(scaling), seeds, row_tiles)
     inputs = (each for each in optional if each is not None)
-    outputs = iter(launch(params, run, x.reshape(-1, 2, x.shape[1]), *inputs))
+    outputs = iter(call_exported(params, run, x.reshape(-1, 2, x.shape[1]), *inputs))
     return params.to_outputs(*(next(outputs) if is_written else None for is_written in params.written))

@@ -13,14 +13,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.memory import SWIZZLE, tiled
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.memory_layouts import swizzle_transforms
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES
 from scaledot.numerics.hadamard import Hadamard
 
 ROWWISE, COLUMNWISE = 0, 1  # indices of the two outputs
-ROW_PAIRS = BLOCK // 2  # pairs of an even and an odd row in a CTA tile
+ROW_PAIRS = SCALE_BLOCK // 2  # pairs of an even and an odd row in a CTA tile
 CHUNK = 64  # columns of the CTA tile that are in registers at a time
-ROW_PITCH = BLOCK + 8  # elements between rows of a rotated tile in SMEM, so that a column has no bank conflicts
+ROW_PITCH = SCALE_BLOCK + 8  # elements between rows of a rotated tile in SMEM, so that a column has no bank conflicts
 Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
@@ -114,16 +115,16 @@ class CastParameters:
     @property
     def chunks(self) -> int:
         """Chunks of 64 columns in a CTA tile, which is 128×128 with block scaling and 128×64 otherwise."""
-        return BLOCK // CHUNK if self.is_blockwise else 1
+        return SCALE_BLOCK // CHUNK if self.is_blockwise else 1
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.shape[0] // BLOCK, self.shape[1] // (self.chunks * CHUNK)
+        return self.shape[0] // SCALE_BLOCK, self.shape[1] // (self.chunks * CHUNK)
 
     @property
     def copies(self) -> int:
         """TMA copies for the even (or odd) rows of a chunk: with row tiles, rows in SMEM have at most 128 bytes."""
-        return CHUNK * self.input_dtype.itemsize // SWIZZLE if self.has_row_tiles else 1
+        return CHUNK * self.input_dtype.itemsize // ATOM_BYTES if self.has_row_tiles else 1
 
     @property
     def shares_codes(self) -> bool:
@@ -144,14 +145,14 @@ class CastParameters:
         if self.scaling in (TensorMultiplier, TensorAmax):
             scale = (1,)
         else:
-            scale = (tile_columns, tile_rows, BLOCK) if self.has_1d_blocks else (tile_rows, tile_columns)
+            scale = (tile_columns, tile_rows, SCALE_BLOCK) if self.has_1d_blocks else (tile_rows, tile_columns)
         return (
             jax.ShapeDtypeStruct((m // 2, 2, k), self.format.code_dtype),
             jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
             jax.ShapeDtypeStruct((tile_rows, tile_columns), jnp.float32),
             jax.ShapeDtypeStruct((tile_rows, k), jnp.float32),
             jax.ShapeDtypeStruct(scale, jnp.float32),
-            jax.ShapeDtypeStruct((tile_rows, tile_columns, BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((tile_rows, tile_columns, SCALE_BLOCK), jnp.float32),
         )
 
     @property
@@ -162,17 +163,19 @@ class CastParameters:
         rows and of 128 columns; rotated tiles.
         """
         chunks, copies, dtype = self.chunks, self.copies, self.format.code_dtype
-        transforms = tiled(CHUNK // copies, self.input_dtype)[1 if self.has_row_tiles else 0 :]
+        transforms = swizzle_transforms(CHUNK // copies, self.input_dtype)[1 if self.has_row_tiles else 0 :]
         has_multipliers = self.has_1d_blocks or self.scaling is RowMultipliers
-        rowwise = plgpu.SMEM((chunks, 2, ROW_PAIRS, CHUNK), dtype, transforms=tiled(CHUNK, dtype))
-        columnwise = plgpu.SMEM((chunks, CHUNK, ROW_PAIRS), jnp.uint16, transforms=tiled(ROW_PAIRS, jnp.uint16))
+        rowwise = plgpu.SMEM((chunks, 2, ROW_PAIRS, CHUNK), dtype, transforms=swizzle_transforms(CHUNK, dtype))
+        columnwise = plgpu.SMEM(
+            (chunks, CHUNK, ROW_PAIRS), jnp.uint16, transforms=swizzle_transforms(ROW_PAIRS, jnp.uint16)
+        )
         rotated = len(self.rotated_outputs)
         return [
             plgpu.SMEM((chunks, 2, copies, ROW_PAIRS, CHUNK // copies), self.input_dtype, transforms=transforms),
             rowwise if self.requested.rowwise else None,
             columnwise if self.requested.columnwise else None,
-            plgpu.SMEM((2, BLOCK), jnp.float32) if has_multipliers else None,
-            plgpu.SMEM((rotated, BLOCK, ROW_PITCH), jnp.bfloat16) if rotated else None,
+            plgpu.SMEM((2, SCALE_BLOCK), jnp.float32) if has_multipliers else None,
+            plgpu.SMEM((rotated, SCALE_BLOCK, ROW_PITCH), jnp.bfloat16) if rotated else None,
             plgpu.Barrier(num_arrivals=2 * chunks * copies),
         ]
 
@@ -183,7 +186,7 @@ class CastParameters:
         if not isinstance(scaling, RowMultipliers):
             return [scaling[0]]
         tile_rows = self.grid[0]
-        return [scaling.multipliers.reshape(tile_rows, ROW_PAIRS, 2).transpose(0, 2, 1).reshape(tile_rows, BLOCK)]
+        return [scaling.multipliers.reshape(tile_rows, ROW_PAIRS, 2).transpose(0, 2, 1).reshape(tile_rows, SCALE_BLOCK)]
 
     def to_outputs(self, rowwise, columnwise, amax, column_sums, scale, columnwise_scale) -> Outputs:
         """Reshapes arrays of `output_types` to the shapes in `Outputs`."""

@@ -18,7 +18,7 @@ from scaledot.array import ScaledArray
 from scaledot.formats import E8M0_RULES, FORMATS, Format
 from scaledot.kernels.hopper import cast_support
 from scaledot.kernels.hopper.cast_support import matrix_block, with_leading_dims
-from scaledot.kernels.hopper.sizes import FLOAT8_ELEMENTS, MICROSCALED_BLOCKS
+from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, MICROSCALED_BLOCKS
 from scaledot.kernels.layouts import RowPairs, bfloat16_operand
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult

@@ -39,9 +39,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import THREADS, block_layout, flushed, load, magnitudes, rotated, to_float8
-from scaledot.kernels.hopper.sizes import MICROSCALED_BLOCKS
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec, flush_subnormals, rotated, to_float8
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import MICROSCALED_BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
 from scaledot.numerics.encode import float_code, round_to_element
@@ -115,7 +116,7 @@ def cast(
     if params.paired:
         x = lax.bitcast_convert_type(x.reshape(m, k // 2, 2), jnp.uint32)
     optional = [each for each in (levels, seeds) if each is not None]
-    arrays = iter(launch(params, run, x.reshape(m, k // params.block, params.words), *optional))
+    arrays = iter(call_exported(params, run, x.reshape(m, k // params.block, params.words), *optional))
 
     def result(output: OutputSpec) -> CodesAndScales:
         data = next(arrays)
@@ -231,7 +232,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], block: int) -> 
                 result.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
             return tuple(result)
 
-        zeros = plgpu.layout_cast(jnp.zeros((columns // block, block), jnp.uint32), block_layout(block, vector))
+        zeros = plgpu.layout_cast(jnp.zeros((columns // block, block), jnp.uint32), row_vector_layout(block, vector))
         count = lax.div(down - row_tile + row_tiles - 1, row_tiles)
         for i, largest in enumerate(lax.fori_loop(0, count, accumulate, (zeros,) * len(rotations))):
             out_gmem[i, row_tile, column] = jnp.max(jnp.max(amax_of_rank(largest), axis=1), axis=0)
@@ -245,7 +246,7 @@ def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], block: int) -> 
         kernel_name=kernel_name("amax"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    partial_amaxes = launch(("amax of blocks", rotations, block), run, x.reshape(m, k // block, block))
+    partial_amaxes = call_exported(("amax of blocks", rotations, block), run, x.reshape(m, k // block, block))
     return jnp.max(partial_amaxes, axis=(1, 2))
 
 
@@ -260,12 +261,12 @@ def _vector(block: int, dtype) -> int:
 
 def _load_row(ref, vector: int) -> jax.Array:
     """Loads blocks of a row as float32 (blocks, elements of a block)."""
-    return load(ref, block_layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
+    return load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
 
 def _load_paired_row(ref, vector: int) -> tuple[jax.Array, jax.Array]:
     """Loads even and odd columns of a row of bfloat16 pairs as float32, whose upper halves are the bits of bfloat16."""
-    words = load(ref, block_layout(ref.shape[-1], vector), optimized=False)
+    words = load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False)
     return float_of(words << 16), float_of(words & np.uint32(0xFFFF0000))
 
 
@@ -297,7 +298,7 @@ class Tile(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        return block_layout(self.words, self.vector)
+        return row_vector_layout(self.words, self.vector)
 
     @property
     def row_shape(self) -> tuple[int, int]:
@@ -395,11 +396,11 @@ class Cast(NamedTuple):
 
     @property
     def encode_rank(self) -> Any:
-        return magnitudes(self.spec.saturates)[0]
+        return amax_codec(self.spec.saturates)[0]
 
     def scale_of(self, rank: jax.Array) -> "Scale":
         """Returns the scale of blocks from the rank of their amax."""
-        return _scale_of(self.spec.format, magnitudes(self.spec.saturates)[1](rank), self.level)
+        return _scale_of(self.spec.format, amax_codec(self.spec.saturates)[1](rank), self.level)
 
     def write(self, tile: Tile, rows: IndexedRows, scales: "list[RowScales]") -> None:
         uniforms = [None if self.uniform is None else self.uniform(tile, i) for i, _ in rows]
@@ -503,7 +504,7 @@ def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
 def _encode(spec: OutputSpec, row: jax.Array, scale: Scale, broadcast, uniform: jax.Array | None) -> jax.Array:
     """Returns the codes of a row, as integers if they are packed, or its bfloat16 values; flushes subnormal inputs."""
     format = spec.format
-    scaled = flushed(row) * broadcast(scale.multiplier)
+    scaled = flush_subnormals(row) * broadcast(scale.multiplier)
     if spec.packing:
         return float_code(scaled, format, uniform)
     if format.bits == 8 and uniform is None:

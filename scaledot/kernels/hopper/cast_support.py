@@ -11,7 +11,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
-from scaledot.kernels.hopper.sizes import BLOCK
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
@@ -52,8 +52,8 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it reads {', '.join(INPUT_DTYPES)}, not {problem.dtype}"
     if shape[0] > MAX_ROWS:
         return f"it casts at most {MAX_ROWS} rows, not {shape[0]}"
-    if problem.outputs[0].contracted is None and shape[0] < BLOCK:
-        return f"its tiles have {BLOCK} rows, and {shape[0]} rows would leave most of a tile idle"
+    if problem.outputs[0].contracted is None and shape[0] < SCALE_BLOCK:
+        return f"its tiles have {SCALE_BLOCK} rows, and {shape[0]} rows would leave most of a tile idle"
     unused = sorted(problem.passed_arguments - {"multiplier"})
     if unused:
         return f"`{unused[0]}` is passed; it computes scales and random numbers itself"

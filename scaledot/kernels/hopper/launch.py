@@ -1,10 +1,13 @@
-"""Lowers each Mosaic kernel once per process, and stores it in JAX's persistent compilation cache.
+"""Calls Mosaic kernels that are lowered once, for all programs of a process, or once for all processes.
 
-JAX traces and lowers a Pallas kernel in Python again for every module that contains it: for each program, and for each
-operation with its own partitioning. Here a kernel is exported (`jax.export`) when it is first called, and later modules
-get a copy of the lowered kernel. If JAX's persistent compilation cache is on (`jax_compilation_cache_dir`), exported
-kernels are stored there, too: the executables that JAX stores save another process the compilation of a program, but
-not its tracing and lowering.
+JAX traces and lowers a Pallas kernel in Python for every module that contains it: for each program, and for each
+operation that is partitioned on automatic mesh axes. Here a kernel is exported (`jax.export`) at its first call, and
+every module gets a copy of the exported one. If JAX's persistent compilation cache is on (`jax_compilation_cache_dir`),
+exported kernels are stored there as well: the executables that JAX stores save a later process the compilation of a
+program, but not tracing and lowering.
+
+Two cases are not covered. Under vmap the kernel itself is batched, traced and lowered again; and grouped matmuls, whose
+parameters hold a traced array, are lowered at every call.
 """
 
 import functools
@@ -26,65 +29,67 @@ from jax.custom_batching import custom_vmap
 from scaledot.kernels.hopper import support
 from scaledot.programs import IS_FOR_TYPES
 
-_CHECKS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
-_LOWERED: dict[Hashable, export.Exported] = {}
+_ALLOWED_CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
+_EXPORTED: dict[Hashable, export.Exported] = {}
 _FOLDER = "scaledot_kernels"  # in the directory of JAX's cache
-_DIGEST_BYTES = hashlib.sha256().digest_size  # in front of a stored kernel
+_DIGEST_BYTES = hashlib.sha256().digest_size  # of the digest at the beginning of a file
 
 
-def launch(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Returns kernel(*arrays), lowered once for equal keys and types of arrays.
+def call_exported(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns kernel(*arrays), with the kernel exported once for equal keys and types of arrays.
 
-    kernel: the result of `plgpu.kernel`. key: everything else that the kernel depends on, with a repr that is the same
-    in every process; None lowers the kernel at every call.
+    kernel: the result of `plgpu.kernel`. key: everything that the kernel depends on except the types of arrays, with a
+    repr that is the same in every process; None to lower the kernel at every call. Under vmap, the kernel is batched,
+    traced and lowered again.
     """
     if key is None or support.is_interpreted() or IS_FOR_TYPES.get():
         return kernel(*arrays)
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    called = custom_vmap(_lowered((key, types), kernel).call)
+    call = custom_vmap(_exported((key, types), kernel).call)
 
-    @called.def_vmap
+    @call.def_vmap
     def _(axis_size: int, is_batched, *arrays):
         results = jax.vmap(kernel, in_axes=tuple(0 if batched else None for batched in is_batched))(*arrays)
         return results, jax.tree.map(lambda _: True, results)
 
-    return called(*arrays)
+    return call(*arrays)
 
 
-def _lowered(
-    signature: tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]], kernel: Callable[..., Any]
-) -> export.Exported:
-    exported = _LOWERED.get(signature)
+CacheKey = tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]]  # key and types of arrays, see `call_exported`
+
+
+def _exported(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    exported = _EXPORTED.get(cache_key)
     if exported is None:
-        exported = _LOWERED[signature] = _load_or_export(signature, kernel)
+        exported = _EXPORTED[cache_key] = _load_or_export(cache_key, kernel)
     return exported
 
 
-def _load_or_export(signature, kernel: Callable[..., Any]) -> export.Exported:
-    """Loads a kernel from the directory of JAX's persistent cache, or exports it and stores it there."""
+def _load_or_export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    """Loads the exported kernel from JAX's cache directory, or exports it and writes it there."""
     folder = _folder()
     if folder is None:
-        return _export(signature, kernel)
-    file = folder / hashlib.sha256(f"{_versions()} {signature!r}".encode()).hexdigest()
+        return _export(cache_key, kernel)
+    file = folder / hashlib.sha256(f"{_versions()} {cache_key!r}".encode()).hexdigest()
     if file.exists():
         content = file.read_bytes()
         digest, stored = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(stored).digest() == digest:
             return export.deserialize(bytearray(stored))
         warnings.warn(f"{file} is damaged and is replaced", stacklevel=2)
-    exported = _export(signature, kernel)
+    exported = _export(cache_key, kernel)
     stored = bytes(exported.serialize())
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as written:
         written.write(hashlib.sha256(stored).digest() + stored)
-    os.replace(written.name, file)  # atomic: another process reads all of it or nothing
+    os.replace(written.name, file)  # atomic: another process reads the whole file or none
     return exported
 
 
 def _folder() -> pathlib.Path | None:
-    """Returns the directory of stored kernels, or None if JAX's cache is off or not on a local file system.
+    """Returns the directory of exported kernels; None if JAX's cache is off or not in the local file system.
 
-    Also None without flatbuffers, an optional dependency of JAX that `jax.export` needs for serialisation.
+    Also None without flatbuffers, an optional dependency of JAX by which `jax.export` serialises.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         return None
@@ -96,7 +101,7 @@ def _folder() -> pathlib.Path | None:
 
 @functools.cache
 def _versions() -> str:
-    """Returns the versions of JAX and a hash of all source files of this package, on which a lowered kernel depends."""
+    """Returns part of a file's cache key: the versions of jax and jaxlib, and a hash of all scaledot sources."""
     package = pathlib.Path(__file__).parents[2]
     sources = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -105,14 +110,15 @@ def _versions() -> str:
     return " ".join((*libraries, f"scaledot {sources.hexdigest()}"))
 
 
-def _export(signature, kernel: Callable[..., Any]) -> export.Exported:
-    """Exports a kernel in a new thread, which does not inherit the traces, mesh and config of the caller's context."""
-    exported: list[export.Exported] = []
+def _export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    """Exports a kernel in a new thread, in which no trace, mesh or setting of the caller's context is active."""
+    results: list[export.Exported] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            exported.append(export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_CHECKS)(*signature[1]))
+            exporter = export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_ALLOWED_CUSTOM_CALLS)
+            results.append(exporter(*cache_key[1]))
         except BaseException as error:
             errors.append(error)
 
@@ -121,4 +127,4 @@ def _export(signature, kernel: Callable[..., Any]) -> export.Exported:
     thread.join()
     if errors:
         raise errors[0]
-    return exported[0]
+    return results[0]

@@ -1,8 +1,8 @@
-"""Computes a few scalars in one kernel.
+"""Scalar computations (scales, seeds) fused into one single-CTA kernel.
 
-Scales and seeds are computed from a few scalars per tensor, but correctly rounded divisions and hashes are hundreds of
-HLO instructions, which XLA optimises and compiles again for every layer of a model. A kernel is lowered once for all
-layers, and is one launch.
+Scales and seeds follow from a few scalars per tensor, but correctly rounded divisions and hashes are hundreds of HLO
+instructions, which XLA optimises and compiles again for every layer of a model. A kernel is lowered once for all of
+them, and is one launch.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.kernels.hopper.launch import launch
+from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.support import kernel_name
 
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -21,36 +21,36 @@ _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.La
 def compute(
     key: Hashable, f: Callable[..., Sequence[Any]], results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns small arrays of the types `results`, computed by f from small arrays.
+    """Returns f(*arrays), small arrays of the types `results`, from one kernel.
 
-    f takes one nested list of scalars for each array, and returns one for each result. key: everything that f depends
-    on, see `launch`. One CTA runs, and each of its threads computes all results.
+    f: takes and returns nested lists of scalars. key: everything that f depends on, see `launch.call_exported`.
+    The grid is one CTA of one warpgroup; all 128 threads compute and store the same values.
     """
 
-    def kernel(*refs) -> None:
-        inputs, outputs = refs[: len(arrays)], refs[len(arrays) :]
-        values = f(*(_nested_list(ref) for ref in inputs))
-        for ref, value in zip(outputs, values, strict=True):
+    def body(*refs) -> None:
+        in_refs, out_refs = refs[: len(arrays)], refs[len(arrays) :]
+        values = f(*(_load_scalars(ref) for ref in in_refs))
+        for ref, value in zip(out_refs, values, strict=True):
             for index in np.ndindex(ref.shape):
                 ref[index] = _at(value, index)
 
-    run = plgpu.kernel(
-        kernel,
+    kernel = plgpu.kernel(
+        body,
         out_type=tuple(results),
         grid=(1,),
         grid_names=("cta",),
         kernel_name=kernel_name("scalars"),
         compiler_params=_PARAMETERS,
     )
-    return launch(("scalars", key), run, *arrays)
+    return call_exported(("scalars", key), kernel, *arrays)
 
 
-def _nested_list(ref: Any) -> Any:
-    """Reads the elements of a ref into nested lists."""
-    elements = np.empty(ref.shape, object)
+def _load_scalars(ref: Any) -> Any:
+    """Returns the elements of a ref as nested lists."""
+    scalars = np.empty(ref.shape, object)
     for index in np.ndindex(ref.shape):
-        elements[index] = ref[index]
-    return elements.tolist()
+        scalars[index] = ref[index]
+    return scalars.tolist()
 
 
 def _at(nested: Any, index: tuple[int, ...]) -> Any:

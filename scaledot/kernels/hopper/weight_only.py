@@ -1,4 +1,4 @@
-"""Weight-only matmuls as a row of the kernel table: at most 64 bfloat16 rows times packed weights (K, N).
+"""Weight-only matmuls as an entry of the kernel table: at most 64 bfloat16 rows times packed weights (K, N).
 
 Weights must be stored with the contracting dim first and are bitcast to int32 words, which is free. The kernel applies
 scales that change along K: group scales and block scales. Scales per channel and per tensor are applied afterwards, in
@@ -20,16 +20,16 @@ from scaledot.formats import Format
 from scaledot.kernels import operands
 from scaledot.kernels.hopper import support
 from scaledot.kernels.hopper.matmul_operands import result_reason
+from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES, ATOM_ROWS
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 from scaledot.parallel.types import vary_as
 
 MAX_ROWS = 64
-GROUP_MULTIPLE = 64  # elements along K
-SMEM_TILE_BYTES, SMEM_TILE_ROWS = 128, 8  # x and words are padded to whole SMEM tiles
+GROUP_MULTIPLE = 64  # elements along K: a 64-element K slice must lie in one group
 TMA_ALIGNMENT = 16  # bytes; rows of scales are padded to multiples of this
 FP4 = "float4_e2m1fn"
-MAX_ENTRY = 3.5  # of a codebook; 2^133 / 127 times it is finite in bfloat16 (`registers.bytes_to_bfloat16`)
+MAX_ENTRY = 3.5  # of a codebook: entry * 2^133 / 127, the fma multiplier of `bytes_to_bfloat16`, must be finite
 FP4_BLOCKS = {"float8_e8m0fnu": 32, "float8_e4m3fn": 16}  # elements along K of a block, by scale dtype
 
 
@@ -57,7 +57,7 @@ def _weights_reason(w: Operand, contracted: str) -> str | None:
     if w.has_zero_point:
         return "rhs has zero points"
     if contracted in w.tensor_scale_varies_along:
-        return f"the tensor scale of rhs changes along its contracting dim {contracted!r}"
+        return f"the second-level scale of rhs varies along K ({contracted!r}); it must be constant there"
     if w.format.element == FP4:
         return _fp4_reason(w, contracted)
     if not (w.format.is_integer or w.format.codebook) or w.format.scale == "float8_e8m0fnu":
@@ -97,12 +97,12 @@ def describe(problem: Problem) -> str:
         scales = "scales applied to float32 accumulators"
     unpacking = "packed weights read once and unpacked in registers"
     if w.format is not None and w.format.codebook:
-        unpacking += f", codebook entries as sums of at most {_max_slices(problem)} bfloat16 slices"
+        unpacking += f", codebook entries as sums of at most {_max_terms(problem)} bfloat16 terms"
     return f"{unpacking}, bfloat16 matmul on Hopper's tensor cores, {scales}, one rounding"
 
 
-def _max_slices(problem: Problem) -> int:
-    """The number of bfloat16 slices of a codebook entry: each has 8 bits, and one is added to those of the result."""
+def _max_terms(problem: Problem) -> int:
+    """The number of bfloat16 terms of a codebook entry: ceil(result bits / 8), plus one guard term."""
     bits = jnp.finfo(problem.out_dtype).nmant + 1 if is_default_precision(problem.precision) else 24
     return -(-bits // 8) + 1
 
@@ -115,12 +115,12 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
     k, columns = rhs.shape[0], math.prod(rhs.shape[1:])
     x = lhs.transpose([contraction.lhs.index(c) for c in contraction.lhs_free + contracted]).reshape(-1, k)
     rows, entries = x.shape[0], rhs.format.codebook
-    unpacker = codebook.unpacker_for(entries, _max_slices(problem)) if entries else unpack.unpacker_for(rhs.format)
+    unpacker = codebook.unpacker_for(entries, _max_terms(problem)) if entries else unpack.unpacker_for(rhs.format)
     words = _words(rhs.data.reshape(k, columns), unpacker.per_word)
     scales, group = _kernel_scales(rhs, contraction.rhs, problem.rhs, contracted, weight_only_matmul.CTA_COLUMNS)
     config = weight_only_matmul.config_for(rows, columns, k, unpacker, support.sm_count())
-    x = pad_to_multiples(x, SMEM_TILE_ROWS if rows > SMEM_TILE_ROWS else 1, SMEM_TILE_BYTES // x.dtype.itemsize)
-    partials = weight_only_matmul.decode(x, words, scales, unpacker=unpacker, group=group, config=config)
+    x = pad_to_multiples(x, ATOM_ROWS if rows > ATOM_ROWS else 1, ATOM_BYTES // x.dtype.itemsize)
+    partials = weight_only_matmul.split_k_partials(x, words, scales, unpacker=unpacker, group=group, config=config)
     total = _reduce_split_k(vary_as(partials, x, words))[:rows, :columns]
     for scale in _column_scales(rhs, contraction.rhs, free, block_scales_applied=scales is not None):
         total = total * scale
@@ -132,17 +132,17 @@ def run(problem: Problem, lhs: jax.Array, rhs: ScaledArray, bias: jax.Array | No
 
 
 def _reduce_split_k(partials: jax.Array) -> jax.Array:
-    """Adds (split_k, word tiles, rows, columns of a word tile) to (rows, columns).
+    """Adds up (split_k, packed tiles, rows, columns of a packed tile) to (rows, columns).
 
-    By additions, which XLA fuses with what follows; a reduction would be a kernel of its own.
+    By additions, which XLA fuses with the operations that follow; it would compile a reduction to another kernel.
     """
     total = functools.reduce(jnp.add, list(partials))
     return total.transpose(1, 0, 2).reshape(partials.shape[2], -1)
 
 
 def _words(codes: jax.Array, per_word: int) -> jax.Array:
-    """Codes (K, N) as int32 words (K, N / per_word) of neighbouring columns, padded to whole SMEM tiles."""
-    padded = pad_to_multiples(codes, SMEM_TILE_ROWS, SMEM_TILE_BYTES // 4 * per_word)
+    """Codes (K, N) as int32 words (K, N / per_word) of neighbouring columns, padded to whole swizzle atoms."""
+    padded = pad_to_multiples(codes, ATOM_ROWS, ATOM_BYTES // 4 * per_word)
     return lax.bitcast_convert_type(padded.reshape(padded.shape[0], -1, per_word), jnp.int32)
 
 
@@ -151,8 +151,9 @@ def _kernel_scales(
 ) -> tuple[jax.Array | None, int]:
     """Returns the scales that the kernel applies, or None, and the elements along K of a group, or 0 without groups.
 
-    Block scales of FP4 are four in an int32 word. float32 group scales (K / group, N) are padded to whole column tiles,
-    because the kernel loads them by bulk copies, which are not clipped.
+    Block scales of FP4 are four in an int32 word. float32 group scales (K / group, N) are padded to whole column tiles:
+    tensor copies are clipped, but a single row of scales per K step is contiguous, so that Mosaic may load it by
+    `cp.async.bulk`, which is not bounds-checked. (jax 0.11.2 uses tensor copies for all loads.)
     """
     if q.format.element == FP4:
         scale = pad_to_multiples(q.scale.reshape(q.scale.shape[0], -1), 1, TMA_ALIGNMENT)
