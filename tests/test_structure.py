@@ -26,6 +26,7 @@ LAYERS = [  # an import may only point to its own layer or further down
     {"kernels"},
     {"ops", "parallel"},
     {"train", "checkpoint_policies"},
+    {"flax_hooks", "inference"},
     {"linen", "nnx", "orbax"},
     {"compat", "plan"},
     {"cli"},
