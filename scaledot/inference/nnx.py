@@ -83,8 +83,7 @@ def _axes(layer: nnx.Module) -> Axes | str:
     if isinstance(layer, nnx.Conv):
         return "it has a mask" if layer.mask is not None else weights.conv_axes(len(layer.kernel_size))
     if isinstance(layer, nnx.Einsum):
-        text = layer.einsum_str
-        return "its einsum_str is an argument of the call" if text is None else weights.einsum_axes(text)
+        return weights.einsum_axes(layer.einsum_str)
     if isinstance(layer, nnx.LinearGeneral):
         return weights.dense_axes(len(layer.axis), len(layer.out_features), len(layer.batch_axis))
     return weights.dense_axes(1, 1)
