@@ -26,6 +26,7 @@ LAYERS = [  # from the bottom up: a module imports only from its own layer and l
     {"kernels"},
     {"ops", "parallel"},
     {"train", "checkpoint_policies"},
+    {"flax_hooks", "inference"},
     {"linen", "nnx", "orbax"},
     {"compat", "plan"},
     {"cli"},

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.hashing import hash_once
 from scaledot.ops.operands import float_operand
@@ -211,7 +212,18 @@ def plain_weight(w: Any, function: str) -> jax.Array:
 
 
 def promote_around(promote: Callable[[list[Any]], Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """`promote(arrays)`, with each CastWeight kept; raises ValueError if it was quantised in another dtype."""
-    promoted = promote([a.master if isinstance(a, CastWeight) else a for a in arrays])
+    """`promote(arrays)`, with each CastWeight and ScaledArray kept, of the promoted `dtype`.
+
+    Raises ValueError for a CastWeight that was quantised in another dtype. A ScaledArray takes part in the promotion
+    with its `dtype`.
+    """
+    promoted = promote([_stand_in(a) for a in arrays])
     pairs = zip(arrays, promoted, strict=True)
-    return [a.astype(plain.dtype) if isinstance(a, CastWeight) else plain for a, plain in pairs]
+    return [a.astype(plain.dtype) if isinstance(a, (CastWeight, ScaledArray)) else plain for a, plain in pairs]
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the dtype of a weight for functions of plain arrays; other arguments are returned unchanged."""
+    if isinstance(x, ScaledArray):
+        return np.zeros((), x.dtype)
+    return x.master if isinstance(x, CastWeight) else x
