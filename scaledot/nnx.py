@@ -42,7 +42,7 @@ from flax.errors import TraceContextError
 
 from scaledot import train
 from scaledot.flax_hooks import MatmulUnderRecipe
-from scaledot.flax_hooks.nnx import NO_SEAM, WITHOUT_SEAM, Seam, multiplying, promote_dtype, promotes_itself, seam_of
+from scaledot.flax_hooks.nnx import NO_HOOK, WITHOUT_HOOK, hook_of, multiplying, promote_dtype, promotes_itself
 from scaledot.inference.nnx import quantize_params, quantized_layers
 from scaledot.path_patterns import Layer, PathPatterns, RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import Recipe, find_recipe
@@ -62,7 +62,6 @@ __all__ = [
     "OnMesh",
     "Quantized",
     "ScalingState",
-    "Seam",
     "apply_gradients",
     "explain",
     "merge_states",
@@ -285,13 +284,13 @@ def with_recipe(
     """
     recipes, specs_by_path = RecipesByPath(rules), PathPatterns(specs, "specs")
     for path, layer in multiplying(model):
-        seam = seam_of(layer)
-        own = seam.attribute if seam is not None and seam.holds_other(layer) else None
+        hook = hook_of(layer)
+        own = hook.attribute if hook is not None and hook.holds_other(layer) else None
         recipe = recipes.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
-        if recipe is not None and seam is not None:
+        if recipe is not None and hook is not None:
             on_mesh: dict[str, Any] = {"specs": specs_by_path.value_for(path), "overlap": overlap}
-            matmul = _MATMULS[seam.attribute](recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
-            setattr(layer, seam.attribute, nnx.data(matmul))
+            matmul = _MATMULS[hook.attribute](recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
+            setattr(layer, hook.attribute, nnx.data(matmul))
             if not promotes_itself(layer):
                 setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)
     recipes.check_all_matched()
@@ -321,8 +320,8 @@ def explain(model: nnx.Module, *args, **kwargs) -> str:
 
 def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
     """Why a layer does not support a recipe; None if it does."""
-    if isinstance(layer, WITHOUT_SEAM):
-        return NO_SEAM
+    if isinstance(layer, WITHOUT_HOOK):
+        return NO_HOOK
     if isinstance(layer, nnx.Conv):
         groups = layer.feature_group_count
         return groups_reason(recipe, groups, layer.in_features // groups, layer.out_features // groups)
@@ -331,13 +330,13 @@ def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
 
 def _layer(layer: nnx.Module) -> Layer:
     """The row of `explain` for a layer."""
-    type_name, seam = type(layer).__name__, seam_of(layer)
-    if seam is None:
-        return Layer(type_name, None, NO_SEAM)
-    matmul = getattr(layer, seam.attribute)
+    type_name, hook = type(layer).__name__, hook_of(layer)
+    if hook is None:
+        return Layer(type_name, None, NO_HOOK)
+    matmul = getattr(layer, hook.attribute)
     if isinstance(matmul, Quantized):
         return Layer(type_name, matmul.recipe)
-    reason = f"it has a {seam.attribute} of its own" if seam.holds_other(layer) else f"its {seam.attribute} is plain"
+    reason = f"it has a {hook.attribute} of its own" if hook.holds_other(layer) else f"its {hook.attribute} is plain"
     return Layer(type_name, None, reason)
 
 

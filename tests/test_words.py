@@ -28,7 +28,6 @@ BANNED = {
     r"summed ax[ie]s": "contracting dim",
     r"kept ax[ie]s": "free dim",
     r"lines and squares": "1×128 and 128×128 blocks",
-    r"lines of (?:16|32|64|128)": "1×128 blocks",
     r"partial sums pay": "per-block accumulation is only worth it",
     r"there and back": "forward and transpose",
     r"products of the values": "matmuls of dequantised values",

@@ -32,7 +32,7 @@ def device_name() -> str:
 
 def environment() -> dict[str, Any]:
     device = jax.devices()[0]
-    about = {"device": device.device_kind, "multiprocessors": getattr(device, "core_count", None)}
+    about = {"device": device.device_kind, "sm_count": getattr(device, "core_count", None)}
     return {**record.environment(), **about, **{name: record.version(name) for name in PACKAGES}}
 
 

@@ -11,7 +11,7 @@ from scaledot.flax_hooks import MatmulUnderRecipe
 from scaledot.train.weight_codes import promote_around
 
 
-class Seam(NamedTuple):
+class Hook(NamedTuple):
     """The attribute of a layer class that has its matmul, and Flax's default for it (`plain`)."""
 
     layer_class: type[nnx.Module]
@@ -24,24 +24,24 @@ class Seam(NamedTuple):
         return not isinstance(matmul, MatmulUnderRecipe) and matmul not in (None, self.plain)
 
 
-SEAMS = (
-    Seam(nnx.Linear, "dot_general", jax.lax.dot_general),
-    Seam(nnx.LinearGeneral, "dot_general", jax.lax.dot_general),
-    Seam(nnx.Einsum, "einsum_op", jax.numpy.einsum),
-    Seam(nnx.Conv, "conv_general_dilated", jax.lax.conv_general_dilated),
+HOOKS = (
+    Hook(nnx.Linear, "dot_general", jax.lax.dot_general),
+    Hook(nnx.LinearGeneral, "dot_general", jax.lax.dot_general),
+    Hook(nnx.Einsum, "einsum_op", jax.numpy.einsum),
+    Hook(nnx.Conv, "conv_general_dilated", jax.lax.conv_general_dilated),
 )
-WITHOUT_SEAM, NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for its contraction"
+WITHOUT_HOOK, NO_HOOK = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for its contraction"
 
 
 def multiplying(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
     """(path, layer) for each layer that multiplies by a kernel."""
     modules = list(nnx.iter_modules(model))
-    classes = (*(seam.layer_class for seam in SEAMS), *WITHOUT_SEAM)
+    classes = (*(hook.layer_class for hook in HOOKS), *WITHOUT_HOOK)
     return [("/".join(map(str, path)), layer) for path, layer in modules if isinstance(layer, classes)]
 
 
-def seam_of(layer: nnx.Module) -> Seam | None:
-    return next((seam for seam in SEAMS if isinstance(layer, seam.layer_class)), None)
+def hook_of(layer: nnx.Module) -> Hook | None:
+    return next((hook for hook in HOOKS if isinstance(layer, hook.layer_class)), None)
 
 
 def promote_dtype(args: tuple, /, *, dtype=None, inexact=True) -> tuple:

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from scaledot.array import ScaledArray
-from scaledot.flax_hooks.nnx import NO_SEAM, multiplying, promote_dtype, promotes_itself, seam_of
+from scaledot.flax_hooks.nnx import NO_HOOK, hook_of, multiplying, promote_dtype, promotes_itself
 from scaledot.inference import weights
 from scaledot.inference.weights import Axes, KernelRecorder
 from scaledot.path_patterns import FormatRules, FormatsByPath, Layer, warn_of_overlooked
@@ -71,10 +71,10 @@ def _kernel(layer: nnx.Module) -> Any:
 
 def _axes(layer: nnx.Module) -> Axes | str:
     """The axes of a layer's kernel, or why the layer cannot multiply by a ScaledArray."""
-    seam = seam_of(layer)
-    if seam is None:
-        return NO_SEAM
-    own = seam.attribute if seam.holds_other(layer) else None
+    hook = hook_of(layer)
+    if hook is None:
+        return NO_HOOK
+    own = hook.attribute if hook.holds_other(layer) else None
     own = own or ("dot_general" if getattr(layer, "dot_general_cls", None) is not None else None)
     if isinstance(_kernel(layer), ScaledArray):
         return "its kernel is quantised already"
@@ -91,12 +91,12 @@ def _axes(layer: nnx.Module) -> Axes | str:
 
 def _set_matmul(layer: nnx.Module, recorder: KernelRecorder | None = None) -> None:
     """Sets the matmul of a layer to one that takes a ScaledArray."""
-    seam = seam_of(layer)
-    assert seam is not None
-    operation = weights.OPERATION[seam.attribute]
+    hook = hook_of(layer)
+    assert hook is not None
+    operation = weights.OPERATION[hook.attribute]
     if recorder is not None:
         operation = functools.partial(operation, kernel=recorder)
-    setattr(layer, seam.attribute, nnx.static(operation))
+    setattr(layer, hook.attribute, nnx.static(operation))
     setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)
 
 

@@ -126,7 +126,14 @@ def quantize_kernel(w: jax.Array, axes: Axes, format: Format) -> ScaledArray:
 
 
 def weight_dot_general(
-    x, w, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None, *, kernel: KernelChoice = None
+    x,
+    w,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    out_sharding=None,
+    *,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`scaledot.dot_general` of an input and a kernel, as layers of Flax call `jax.lax.dot_general`."""
     x, w, dimension_numbers = _with_one_contracting_dim(x, w, dimension_numbers)

@@ -117,7 +117,7 @@ def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
 
 
 def block_amax_or_inf(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """The largest magnitude of each block, infinite for a block that contains NaN or infinities."""
+    """The amax of each block, infinite for a block that contains NaN or infinities."""
     return _block_max(bits_of(amax_of_bits(magnitude_bits(x))).astype(jnp.int32), block)
 
 
