@@ -1,6 +1,5 @@
-# `make demo`, `formats`, `moe`, `decode`, `processes` and `test` need only Python: each builds its own environment on
-# first use. PYTHON=... chooses the interpreter; otherwise it is the newest one that really runs. TESTS=... are words for
-# pytest.
+# All targets need only Python: the virtual environment is built on first use. PYTHON=... selects the interpreter; the
+# default is the newest one that runs. TESTS=... are arguments of pytest.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(if $(shell $(p) -c "import venv" 2>/dev/null && echo ok),$(p))))
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
@@ -24,15 +23,16 @@ decode: $(STAMP)
 processes: $(STAMP)
 	$(BIN)/python -m examples.processes
 
-# Covering arrays of the tables of cases (tests/selection.py); test-all runs every row of them. Two runs, because XLA's
-# flags for quick compilation hold for a whole process, and tests of compiled programs and of bits need the defaults.
+# `test` runs covering arrays of the parametrised tests (tests/selection.py), `test-all` every case. There are two runs,
+# because XLA's flags for cheap compilation hold for a whole process, and tests of compiled programs and of exact bits
+# need the defaults.
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
 
 test: $(STAMP)
 	$(PYTEST) --compilation cheap
 	$(PYTEST) --compilation optimized
 
-# Examples as their users run them, which take long.
+# Runs every example to its end.
 test-examples: $(STAMP)
 	$(PYTEST) --all --compilation cheap -m "end_to_end and not exhaustive"
 
@@ -40,11 +40,11 @@ test-all: $(STAMP)
 	$(PYTEST) --all --compilation cheap
 	$(PYTEST) --all --compilation optimized
 
-# Which tests notice ten named faults and thirty random ones (tests/mutations).
+# Mutation testing: ten named and thirty random mutants (tests/mutations).
 test-mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations
 
-# Compiles for a B200 and an H200 on a machine that has neither; the CUDA plugin is about 4 GB, kernels need jax 0.11.
+# Compiles for a B200 and an H200 on a machine without a GPU. The CUDA plugin is about 4 GB; kernels need jax 0.11.
 test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_blackwell.py
@@ -61,7 +61,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.run --suite contractions
 	$(BIN)/python -m benchmarks.run --suite eager
 
-# A change of interpreter, pins or dependencies rebuilds the environment.
+# A change of dependencies or pins rebuilds the environment.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found; pass PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("scaledot needs Python 3.11 or newer, this is " + sys.version)'

@@ -1,4 +1,4 @@
-"""Settings of every test and example: strict promotion, eight CPU devices, warnings as errors, cheap compilation."""
+"""Settings of all tests and doctests: strict promotion, eight CPU devices, selection of cases, cheap compilation."""
 
 import ctypes
 import gc
@@ -17,7 +17,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no Python stack traces in HLO metadata: they slow tracing
 
-# Compilation makes first examples slow; derandomised so that a run can be repeated.
+# No deadline, because the first example compiles; derandomised, so that runs are reproducible.
 hypothesis.settings.register_profile("scaledot", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("scaledot")
 
@@ -26,17 +26,21 @@ CHEAP_CODEGEN = (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 )
 LIBC = ctypes.CDLL(None)
-# Resident bytes of a worker above which it drops JAX's caches of compiled programs between two test modules.
-MOST_RESIDENT = 1792 * 2**20
+# Resident bytes of a worker above which it clears JAX's caches of compiled programs between two test modules.
+MAX_RESIDENT_BYTES = 1792 * 2**20
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="every row of every table; see tests/selection.py")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run all cases of parametrised tests, not a covering array; see tests/selection.py",
+    )
     parser.addoption(
         "--compilation",
         choices=("cheap", "optimized"),
-        help="cheap: only tests not marked `optimized`, with XLA flags for quick compilation, which hold for a whole "
-        "process; optimized: only the others. Without it all tests run in one process, and more slowly",
+        help="cheap: tests that are not marked `optimized`, with XLA flags for cheap compilation, which hold for the "
+        "whole process; optimized: tests that are. Without this option all tests run in one process, which is slower",
     )
 
 
@@ -46,19 +50,19 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Garbage collection skips loaded modules and runs less often: most objects, cached jaxprs too, live to the end."""
+    """Exempts loaded modules from garbage collection and collects less often: most objects live until the end."""
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 def pytest_collection_modifyitems(config, items):
-    kept = items if config.getoption("--all") else selected(items)
+    chosen = items if config.getoption("--all") else selected(items)
     if compilation := config.getoption("--compilation"):
-        kept = [item for item in kept if _is_optimized(item) == (compilation == "optimized")]
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
-    # Stable: by module, with those last for which programs are compiled anew.
-    modules = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+        chosen = [item for item in chosen if _is_optimized(item) == (compilation == "optimized")]
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    items[:] = chosen
+    # Keep the order of modules; within each, run `optimized` tests last, because switching clears JAX's caches.
+    modules = {path: index for index, path in enumerate(dict.fromkeys(item.path for item in items))}
     items.sort(key=lambda item: (modules[item.path], _is_optimized(item)))
 
 
@@ -68,20 +72,20 @@ def _is_optimized(item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which compile too
 def pytest_runtest_setup(item):
-    """XLA's optimization passes run only for tests marked `optimized`: those of compiled programs and of exact bits."""
+    """Turns on XLA's optimization passes only for tests marked `optimized`: of compiled programs and of exact bits."""
     disable = not _is_optimized(item)
     if jax.config.read("jax_disable_most_optimizations") != disable:
-        jax.clear_caches()  # a cache does not know how its programs were compiled
+        jax.clear_caches()  # the key of JAX's caches does not include this setting
         jax.config.update("jax_disable_most_optimizations", disable)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def memory():
+def clear_caches():
     yield
-    if _resident_bytes() > MOST_RESIDENT:
+    if _resident_bytes() > MAX_RESIDENT_BYTES:
         jax.clear_caches()
         gc.collect()
-        if hasattr(LIBC, "malloc_trim"):  # glibc keeps what is free unless it is told
+        if hasattr(LIBC, "malloc_trim"):  # glibc does not return freed memory to the system by itself
             LIBC.malloc_trim(0)
 
 

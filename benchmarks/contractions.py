@@ -1,9 +1,8 @@
 """Quantised matmuls on the CPU, compared with Qwix, jax.nn and float32: time, working memory and compile time.
 
 All implementations of a case multiply the same two matrices, quantised beforehand by each library. They are compiled
-ahead of time and timed alternately in one process. A ratio is the peer's median time over scaledot's, so larger is
-better. Before timing, scaledot's result is compared with the float64 matmul of the dequantised operands; the errors of
-all implementations are recorded.
+ahead of time and timed alternately in one process. Speedups are ratios of median times. Before timing, scaledot's
+result is compared with the float64 matmul of the dequantised operands; the errors of all implementations are recorded.
 """
 
 import dataclasses
@@ -18,25 +17,25 @@ import numpy as np
 from tqdm import tqdm
 
 import scaledot as sd
-from benchmarks import peers, record
+from benchmarks import libraries, record
 from benchmarks.table import verdict
 from benchmarks.timing import Times, interleaved
 
 SIZE = 1024
 COMPILES = 5
-TILED = (2048, 4096, 2048)  # M, K, N of the memory case
+MEMORY_CASE = (2048, 4096, 2048)  # M, K, N
 TEMP_TARGET = 64 * 2**20
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A matmul, with the least speedup over each peer (`targets`) and the most compile time over a float32 matmul."""
+    """A matmul, with minimum speedups (`targets`) and the maximum compile time relative to a float32 matmul."""
 
     name: str
     format: str
     block: int | None
-    qwix: peers.QwixCast
+    qwix: libraries.QwixCast
     targets: dict[str, float]
     compile_target: float
 
@@ -45,11 +44,11 @@ class Case:
 
 
 CASES = (
-    Case("int8 per channel", "int8", None, peers.QwixCast("int8"), {"qwix": 1}, 2),
-    Case("int8 tile 128", "int8", 128, peers.QwixCast("int8", tile=128), {"qwix": 5, "float32": 1}, 4),
-    Case("mxfp8", "mxfp8", None, peers.QwixCast("mxfp8", tile=32), {"qwix": 2, "jax.nn": 2}, 4),
-    Case("nvfp4", "nvfp4", None, peers.QwixCast("nvfp4", tile=16), {"qwix": 2, "jax.nn": 2}, 4),
-    Case("fp8_e4m3 per tensor", "fp8_e4m3", None, peers.QwixCast("float8_e4m3fn", per_tensor=True), {}, 2),
+    Case("int8 per channel", "int8", None, libraries.QwixCast("int8"), {"qwix": 1}, 2),
+    Case("int8 tile 128", "int8", 128, libraries.QwixCast("int8", tile=128), {"qwix": 5, "float32": 1}, 4),
+    Case("mxfp8", "mxfp8", None, libraries.QwixCast("mxfp8", tile=32), {"qwix": 2, "jax.nn": 2}, 4),
+    Case("nvfp4", "nvfp4", None, libraries.QwixCast("nvfp4", tile=16), {"qwix": 2, "jax.nn": 2}, 4),
+    Case("fp8_e4m3 per tensor", "fp8_e4m3", None, libraries.QwixCast("float8_e4m3fn", per_tensor=True), {}, 2),
 )
 
 
@@ -68,10 +67,12 @@ class Program:
 def run(size: int, repeats: int) -> dict:
     jax.config.update("jax_platforms", "cpu")
     x, w = (jax.random.normal(jax.random.key(key), (size, size), jnp.float32) for key in (0, 1))
-    notes = [*peers.notes()[:-1], *jax_nn_note()]
+    notes = [*libraries.notes()[:-1], *jax_nn_note()]
     print(*notes, sep="\n")
-    # The names are keys of the results.
-    float32 = {"a plain product": jnp.matmul, "a product and a scale": lambda a, b: jnp.matmul(a, b) * np.float32(2)}
+    float32 = {
+        "a float32 matmul": jnp.matmul,
+        "a float32 matmul and scale": lambda a, b: jnp.matmul(a, b) * np.float32(2),
+    }
     baselines = {name: compiled(f, x, w).compile_s for name, f in float32.items()}
     rows = []
     for case in tqdm(CASES, unit="case", leave=False):
@@ -96,7 +97,7 @@ def compiled(f: Callable, *operands) -> Program:
 
 def _row(case: Case, x: jax.Array, w: jax.Array, baselines: dict[str, float], repeats: int) -> dict:
     programs = {"ours": _ours(case, x, w), "float32": compiled(jnp.matmul, x, w)}
-    if peers.has_qwix():
+    if libraries.has_qwix():
         programs["qwix"] = _qwix(case, x, w)
     if case.format in ("mxfp8", "nvfp4") and not jax_nn_note():
         programs["jax.nn"] = _jax_nn(case, x, w)
@@ -106,12 +107,12 @@ def _row(case: Case, x: jax.Array, w: jax.Array, baselines: dict[str, float], re
     ours = times["ours"]
     return {
         "case": case.name,
-        "sides": {name: _numbers(programs[name], times[name], errors[name]) for name in programs},
+        "implementations": {name: _numbers(programs[name], times[name], errors[name]) for name in programs},
         "ratios": {name: _ratio(case, name, times[name], ours) for name in times if name != "ours"},
         "compile": {
             "ours_ms": 1e3 * programs["ours"].compile_s,
             "target": case.compile_target,
-            "over": {name: programs["ours"].compile_s / seconds for name, seconds in baselines.items()},
+            "relative_to": {name: programs["ours"].compile_s / seconds for name, seconds in baselines.items()},
         },
     }
 
@@ -121,7 +122,7 @@ def _ours(case: Case, x: jax.Array, w: jax.Array) -> Program:
 
 
 def _qwix(case: Case, x: jax.Array, w: jax.Array) -> Program:
-    import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+    import qwix  # pyright: ignore[reportMissingImports]  (an optional library)
 
     dot = functools.partial(qwix.dot_general, dimension_numbers=DIMENSIONS)
     return compiled(dot, case.qwix.quantizer(0)(x), case.qwix.quantizer(1)(w))
@@ -175,22 +176,22 @@ def _temp_bytes(program: Any) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def _ratio(case: Case, name: str, peer: Times, ours: Times) -> dict:
+def _ratio(case: Case, name: str, other: Times, ours: Times) -> dict:
     target = case.targets.get(name)
-    ratio = peer.median / ours.median
+    ratio = other.median / ours.median
     met = None if target is None else ratio >= target
-    return {"ratio": ratio, "ratio_of_min": peer.min / ours.min, "target": target, "met": met}
+    return {"ratio": ratio, "ratio_of_min": other.min / ours.min, "target": target, "met": met}
 
 
 def _memory() -> dict:
     """Working memory of an int8 matmul with blocks of 128, from XLA's memory analysis; nothing is run."""
-    m, k, n = TILED
+    m, k, n = MEMORY_CASE
     shapes = jax.ShapeDtypeStruct((m, k), jnp.float32), jax.ShapeDtypeStruct((k, n), jnp.float32)
     case = next(case for case in CASES if case.name == "int8 tile 128")
     implementations: dict[str, tuple[Callable, Callable, Callable]] = {
         "ours": (sd.matmul, functools.partial(case.quantize, axis=1), functools.partial(case.quantize, axis=0))
     }
-    if peers.has_qwix():
+    if libraries.has_qwix():
         import qwix  # pyright: ignore[reportMissingImports]
 
         dot = functools.partial(qwix.dot_general, dimension_numbers=DIMENSIONS)
@@ -206,15 +207,17 @@ def _memory() -> dict:
 def _line(row: dict) -> str:
     times = ", ".join(
         f"{name} {numbers['median_ms']:.2f} ms (relative error {numbers['relative_error']:.1e})"
-        for name, numbers in row["sides"].items()
+        for name, numbers in row["implementations"].items()
     )
     ratios = ", ".join(
         f"{name} {r['ratio']:.2f}" + ("" if r["target"] is None else f" (>= {r['target']:g}: {verdict(r['met'])})")
         for name, r in row["ratios"].items()
     )
-    over = ", ".join(f"{ratio:.1f} x {name}" for name, ratio in row["compile"]["over"].items())
-    compile_time = f"compiles in {row['compile']['ours_ms']:.0f} ms, {over} (target {row['compile']['target']:g})"
-    return f"{row['case']}\n  {times}\n  speedup over peers: {ratios}\n  {compile_time}"
+    ratios_of_compile = ", ".join(f"{ratio:.1f} x {name}" for name, ratio in row["compile"]["relative_to"].items())
+    compile_time = (
+        f"compiles in {row['compile']['ours_ms']:.0f} ms, {ratios_of_compile} (target {row['compile']['target']:g})"
+    )
+    return f"{row['case']}\n  {times}\n  speedups: {ratios}\n  {compile_time}"
 
 
 def _memory_line(memory: dict) -> str:

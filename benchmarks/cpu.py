@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import scaledot as sd
-from benchmarks import checks, imports, peers, record, table
-from benchmarks.peers import QwixCast
+from benchmarks import checks, imports, libraries, record, table
+from benchmarks.libraries import QwixCast
 from benchmarks.timing import Times, interleaved
 
 SIZE = 4096
@@ -30,7 +30,7 @@ NIBBLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A cast of a matrix by scaledot and by Qwix; `target` is the least speedup of quantize."""
+    """A cast of a matrix by scaledot and by Qwix; `target` is the minimum speedup of quantize."""
 
     name: str
     format: str
@@ -67,13 +67,13 @@ class Implementation:
 def run(size: int, repeats: int) -> dict:
     jax.config.update("jax_platforms", "cpu")
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.float32)
-    notes = [*peers.notes(), NIBBLES]
+    notes = [*libraries.notes(), NIBBLES]
     print(*notes, "", table.header(), sep="\n")
     with tqdm(total=2 * len(CASES) + imports.TIMES_EACH, unit="step", leave=False) as bar:
         rows = [row for case in CASES for row in _rows(case, x, repeats, bar)]
         importing = _import_row(bar)
     _print_summary(rows, importing)
-    settings = {"suite": "cpu", "size": size, "dtype": "float32", "repeats": repeats, "peer": "qwix"}
+    settings = {"suite": "cpu", "size": size, "dtype": "float32", "repeats": repeats}
     return {**settings, "environment": record.environment(), "notes": notes, "cases": rows, "import": importing}
 
 
@@ -82,8 +82,8 @@ def _rows(case: Case, x: jax.Array, repeats: int, bar: tqdm) -> list[dict]:
     bar.set_description(case.name)
     _check(case, x.shape)
     implementations = {"ours": _compile(case.quantize, sd.dequantize, x)}
-    if peers.has_qwix():
-        implementations["peer"] = _compile(case.qwix.quantizer(), case.qwix.dequantizer(), x)
+    if libraries.has_qwix():
+        implementations["qwix"] = _compile(case.qwix.quantizer(), case.qwix.dequantizer(), x)
     rows = []
     for function, target in (("quantize", case.target), ("dequantize", DEQUANTIZE_TARGET)):
         calls = {name: _call(implementation, function, x) for name, implementation in implementations.items()}
@@ -125,14 +125,14 @@ def _row(
 ) -> dict:
     numbers = {name: _numbers(each, function, times[name], x) for name, each in implementations.items()}
     ours = numbers["ours"]
-    peer = numbers.get("peer", dict.fromkeys(ours))
+    qwix = numbers.get("qwix", dict.fromkeys(ours))
     ratios = {"ratio": None, "ratio_of_min": None, "target": target, "met": None}
-    if "peer" in times:
-        ratios["ratio"] = times["peer"].median / times["ours"].median
-        ratios["ratio_of_min"] = times["peer"].min / times["ours"].min
+    if "qwix" in times:
+        ratios["ratio"] = times["qwix"].median / times["ours"].median
+        ratios["ratio_of_min"] = times["qwix"].min / times["ours"].min
         ratios["met"] = None if target is None else ratios["ratio"] >= target
     prefixed = {
-        f"{name}_{key}": value for name, each in (("ours", ours), ("peer", peer)) for key, value in each.items()
+        f"{name}_{key}": value for name, each in (("ours", ours), ("qwix", qwix)) for key, value in each.items()
     }
     return {"case": f"{case.name} {function}", **prefixed, **ratios, **_memory(function, ours["temp_bytes"], x.nbytes)}
 

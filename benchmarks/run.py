@@ -32,14 +32,14 @@ def main(arguments: list[str] | None = None) -> None:
         return
     size = options.size or suite.SIZE
     result = suite.run(size, options.repeats)
-    # A run with another size must not overwrite the results that the docs quote.
+    # A run with another size must not overwrite the results that the docs use.
     name = options.suite if size == suite.SIZE else f"{options.suite}-size{size}"
     print(f"wrote {record.write(name, result)}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.run", description="Benchmark scaledot against its peers."
+        prog="python -m benchmarks.run", description="Benchmark scaledot and other libraries."
     )
     parser.add_argument("--suite", required=True, choices=SUITES, help="the suite to run")
     parser.add_argument("--size", type=_size, help="rows and columns of the matrices (default: the suite's)")

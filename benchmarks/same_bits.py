@@ -45,10 +45,10 @@ def casts() -> Iterator[Cast]:
         yield Cast(f"{name} rotated", lambda x, f=format: sd.quantize(x, f, rotation=sd.Hadamard()))
         for rule in rules_of(format):
             yield Cast(f"{name} {rule}", lambda x, f=format, r=rule: sd.quantize(x, f, rule=r))
-    for tool in ("torchao", "compressed_tensors", "deepgemm", "modelopt"):
-        for name, format in vars(getattr(format_variants, tool)).items():
-            yield Cast(f"{tool}.{name}", lambda x, f=format: sd.quantize(x, f))
-            yield Cast(f"{tool}.{name} bfloat16", lambda x, f=format: sd.quantize(x, f), ml_dtypes.bfloat16)
+    for library in ("torchao", "compressed_tensors", "deepgemm", "modelopt"):
+        for name, format in vars(getattr(format_variants, library)).items():
+            yield Cast(f"{library}.{name}", lambda x, f=format: sd.quantize(x, f))
+            yield Cast(f"{library}.{name} bfloat16", lambda x, f=format: sd.quantize(x, f), ml_dtypes.bfloat16)
     for bits in (8, 4):
         yield Cast(f"int{bits} minmax", lambda x, b=bits: sd.quantize(x, f"int{b}", calibration="minmax"))
     for name in ("fp8_e4m3", "mxfp8", "nvfp4"):
@@ -82,7 +82,9 @@ def differences(cast: Cast, inputs: dict[str, np.ndarray], devices) -> list[dict
             results = {**_leaves(quantize(x)), "round trip": _canonical(round_trip(x))}
             expected = first_results.setdefault(name, results)
             differing += [
-                {"cast": cast.name, "input": name, "part": part} for part in results if results[part] != expected[part]
+                {"cast": cast.name, "input": name, "array": array}
+                for array in results
+                if results[array] != expected[array]
             ]
     return differing
 
@@ -91,7 +93,7 @@ def _leaves(q: sd.ScaledArray) -> dict[str, bytes]:
     """The bytes of codes and scales, and of the values dequantised from them on the CPU."""
     leaves = {"codes": q.data, "scale": q.scale, "tensor scale": q.tensor_scale, "zero": q.zero}
     stored = {name: np.asarray(leaf).tobytes() for name, leaf in leaves.items() if leaf is not None}
-    return {**stored, "values": _canonical(sd.dequantize(jax.device_put(q, jax.devices("cpu")[0])))}
+    return {**stored, "dequantised": _canonical(sd.dequantize(jax.device_put(q, jax.devices("cpu")[0])))}
 
 
 def _canonical(x: jax.Array) -> bytes:
@@ -109,7 +111,7 @@ def main() -> None:
         for job in tqdm(concurrent.futures.as_completed(jobs), total=len(jobs), unit="cast"):
             differing += job.result()
     for difference in differing:
-        print("{cast} on {input}: {part} differ".format(**difference))
+        print("{cast} on {input}: {array} differ".format(**difference))
     print(f"{len(cases)} casts x {len(data)} inputs, cpu and {accelerator.device_kind}: {len(differing)} differences")
     kind = accelerator.device_kind.lower().replace(" ", "-")
     result = {"environment": record.environment(), "device": accelerator.device_kind, "inputs": list(data)}

@@ -3,11 +3,11 @@
 _COLUMNS = (
     ("case", 30),
     ("ours ms", 9),
-    ("peer ms", 9),
+    ("Qwix ms", 9),
     ("ratio", 7),
     ("target", 7),
     ("", 7),
-    ("SNR ours/peer dB", 16),
+    ("SNR ours/Qwix dB", 16),
     ("temp/input", 11),
 )
 
@@ -18,17 +18,17 @@ def header() -> str:
 
 def line(row: dict) -> str:
     """The printed line of a row: "-" for what was not measured, "missed" after a missed memory target."""
-    over = row["temp_over_input"] is not None and row["temp_over_input"] > row["temp_target"]
+    missed = row["temp_over_input"] is not None and row["temp_over_input"] > row["temp_target"]
     return _line(
         (
             row["case"],
             _number(row["ours_median_ms"], 2),
-            _number(row["peer_median_ms"], 2),
+            _number(row["qwix_median_ms"], 2),
             _number(row["ratio"], 2),
             "-" if row["target"] is None else f">= {row['target']:g}",
             verdict(row["met"]),
-            f"{_number(row['ours_snr_db'], 2)} / {_number(row['peer_snr_db'], 2)}",
-            _number(row["temp_over_input"], 3) + (" missed" if over else ""),
+            f"{_number(row['ours_snr_db'], 2)} / {_number(row['qwix_snr_db'], 2)}",
+            _number(row["temp_over_input"], 3) + (" missed" if missed else ""),
         )
     )
 

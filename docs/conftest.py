@@ -1,9 +1,9 @@
-"""Documents are run as readers run them, with JAX's own promotion rules."""
+"""Runs the code of documentation pages with JAX's default promotion rules, as readers would."""
 
 import jax
 import pytest
 
-collect_ignore = ["conftest.py"]  # this file holds no examples
+collect_ignore = ["conftest.py"]  # this file has no doctests
 
 
 @pytest.fixture(autouse=True)

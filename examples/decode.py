@@ -23,63 +23,63 @@ import optax
 from tqdm import tqdm
 
 import scaledot as sd
-from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, optimizer
+from examples.gpt_training import LENGTH, SOURCE, batches, loss_and_excess, make_optimizer
 
 BLOCKS = {"int4": 128, "nvfp4": 16}  # elements along the contracting dim that share a scale
 FORMATS = ("bfloat16", *BLOCKS)
 PROMPT = 8  # tokens
 RUNS = 5
-Kernel = jax.Array | sd.ScaledArray
+Matrix = jax.Array | sd.ScaledArray
 
 
 class Layer(NamedTuple):
-    """Kernels are (inputs, outputs)."""
+    """Weights of a decoder layer; matrices are (inputs, outputs)."""
 
-    before_attention: jax.Array
-    qkv: Kernel
-    out: Kernel
-    before_mlp: jax.Array
-    up: Kernel  # gate and up projections
-    down: Kernel
+    attention_norm: jax.Array
+    qkv: Matrix
+    out: Matrix
+    mlp_norm: jax.Array
+    gate_up: Matrix  # gate and up projections, concatenated along outputs
+    down: Matrix
 
 
 class Weights(NamedTuple):
-    symbols: jax.Array  # (symbols, width)
+    embedding: jax.Array  # (vocab, width)
     layers: tuple[Layer, ...]
-    before_head: jax.Array
-    head: jax.Array  # (width, symbols)
+    final_norm: jax.Array
+    head: jax.Array  # (width, vocab)
 
 
 class Cache(NamedTuple):
-    """The KV cache of a layer, each (batch, capacity, heads, width of a head)."""
+    """The KV cache of a layer, each (batch, capacity, KV heads, head_dim)."""
 
     keys: jax.Array
     values: jax.Array
 
 
 def heads_of(width: int) -> tuple[int, int]:
-    """Returns the numbers of query heads and of key-value heads, each of which four query heads share."""
+    """Returns the numbers of query heads and of KV heads; four query heads share a KV head."""
     heads = max(4, width // 128)
     return heads, heads // 4
 
 
-def start(key: jax.Array, width: int, hidden: int, layers: int, dtype=jnp.float32) -> Weights:
+def init_weights(key: jax.Array, width: int, hidden: int, layers: int, dtype=jnp.float32) -> Weights:
     keys = iter(jax.random.split(key, 2 + 4 * layers))
-    heads, shared = heads_of(width)
+    heads, kv_heads = heads_of(width)
     ones = jnp.ones(width, dtype)
 
-    def kernel(inputs: int, outputs: int) -> jax.Array:
+    def matrix(inputs: int, outputs: int) -> jax.Array:
         return jax.random.normal(next(keys), (inputs, outputs), dtype) * jnp.asarray(inputs**-0.5, dtype)
 
     def layer() -> Layer:
-        qkv, out = kernel(width, (heads + 2 * shared) * (width // heads)), kernel(width, width)
-        return Layer(ones, qkv, out, ones, kernel(width, 2 * hidden), kernel(hidden, width))
+        qkv, out = matrix(width, (heads + 2 * kv_heads) * (width // heads)), matrix(width, width)
+        return Layer(ones, qkv, out, ones, matrix(width, 2 * hidden), matrix(hidden, width))
 
     return Weights(
-        jax.random.normal(next(keys), (SOURCE.symbols, width), dtype) / 2,
+        jax.random.normal(next(keys), (SOURCE.vocab, width), dtype) / 2,
         tuple(layer() for _ in range(layers)),
         ones,
-        kernel(width, SOURCE.symbols),
+        matrix(width, SOURCE.vocab),
     )
 
 
@@ -88,11 +88,11 @@ def in_bfloat16(weights: Weights) -> Weights:
 
 
 def quantized(weights: Weights, format: str) -> Weights:
-    """Quantises the kernels of all layers; embeddings, norms and the head stay in bfloat16."""
+    """Quantises the matrices of all layers; embeddings, norms and the head stay in bfloat16."""
 
     def quantized_layer(layer: Layer) -> Layer:
-        kernels = {name: getattr(layer, name) for name in ("qkv", "out", "up", "down")}
-        return layer._replace(**{n: sd.quantize(k, format, axis=0, block=BLOCKS[format]) for n, k in kernels.items()})
+        matrices = {name: getattr(layer, name) for name in ("qkv", "out", "gate_up", "down")}
+        return layer._replace(**{n: sd.quantize(w, format, axis=0, block=BLOCKS[format]) for n, w in matrices.items()})
 
     return weights._replace(layers=tuple(map(quantized_layer, weights.layers)))
 
@@ -103,12 +103,12 @@ def size_of(weights: Weights) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def linear(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """x (..., inputs) · kernel (inputs, outputs) -> (..., outputs)."""
-    return sd.matmul(x.reshape(-1, x.shape[-1]), kernel).reshape(*x.shape[:-1], kernel.shape[1])
+def linear(x: jax.Array, w: Matrix) -> jax.Array:
+    """x (..., inputs) · w (inputs, outputs) -> (..., outputs)."""
+    return sd.matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
 
 
-def normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
+def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     """RMSNorm, computed in float32."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + 1e-6)
@@ -116,7 +116,7 @@ def normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Applies rotary position embeddings to x (batch, length, heads, width)."""
+    """Applies rotary position embeddings to x (batch, length, heads, head_dim)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles)[:, None, :].astype(x.dtype), jnp.sin(angles)[:, None, :].astype(x.dtype)
@@ -126,8 +126,8 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 def attention(layer: Layer, x: jax.Array, cache: Cache, position: jax.Array | int) -> tuple[jax.Array, Cache]:
     batch, length, width = x.shape
-    heads, shared = heads_of(width)
-    q, k, v = jnp.split(linear(x, layer.qkv).reshape(batch, length, -1, width // heads), (heads, heads + shared), 2)
+    heads, kv_heads = heads_of(width)
+    q, k, v = jnp.split(linear(x, layer.qkv).reshape(batch, length, -1, width // heads), (heads, heads + kv_heads), 2)
     positions = position + jnp.arange(length)
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(cached, new, position, axis=1)
@@ -139,26 +139,26 @@ def attention(layer: Layer, x: jax.Array, cache: Cache, position: jax.Array | in
 
 
 def mlp(layer: Layer, x: jax.Array) -> jax.Array:
-    gate, up = jnp.split(linear(x, layer.up), 2, axis=-1)
+    gate, up = jnp.split(linear(x, layer.gate_up), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, layer.down)
 
 
 def forward(weights: Weights, tokens: jax.Array, caches: tuple[Cache, ...], position: jax.Array | int):
-    """Returns the logits (batch, length, symbols) of `tokens` (batch, length), the first at `position`, and caches."""
-    x = weights.symbols[tokens]
+    """Returns the logits (batch, length, vocab) of `tokens` (batch, length), the first at `position`, and caches."""
+    x = weights.embedding[tokens]
     updated = []
     for layer, cache in zip(weights.layers, caches, strict=True):
-        attended, cache = attention(layer, normalized(x, layer.before_attention), cache, position)
+        attended, cache = attention(layer, rms_norm(x, layer.attention_norm), cache, position)
         x = x + attended
-        x = x + mlp(layer, normalized(x, layer.before_mlp))
+        x = x + mlp(layer, rms_norm(x, layer.mlp_norm))
         updated.append(cache)
-    return linear(normalized(x, weights.before_head), weights.head).astype(jnp.float32), tuple(updated)
+    return linear(rms_norm(x, weights.final_norm), weights.head).astype(jnp.float32), tuple(updated)
 
 
 def empty_caches(weights: Weights, batch: int, capacity: int) -> tuple[Cache, ...]:
-    width, dtype = weights.symbols.shape[1], weights.symbols.dtype
-    heads, shared = heads_of(width)
-    zeros = jnp.zeros((batch, capacity, shared, width // heads), dtype)
+    width, dtype = weights.embedding.shape[1], weights.embedding.dtype
+    heads, kv_heads = heads_of(width)
+    zeros = jnp.zeros((batch, capacity, kv_heads, width // heads), dtype)
     return tuple(Cache(zeros, zeros) for _ in weights.layers)
 
 
@@ -199,7 +199,7 @@ def generate(
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    """Samples symbols from softmax(logits / temperature); argmax at temperature 0."""
+    """Samples tokens from softmax(logits / temperature); argmax at temperature 0."""
     if not temperature:
         return jnp.argmax(logits, axis=-1)
     return jax.random.categorical(key, logits / temperature)
@@ -217,10 +217,10 @@ def complete(weights: Weights, prompt: jax.Array, key: jax.Array, count: int, te
     return tokens, time.perf_counter() - started
 
 
-def fit(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weights:
+def train(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weights:
     """Trains float32 weights on the source."""
-    start_key, data_key = jax.random.split(jax.random.key(seed))
-    weights, updates = start(start_key, width, hidden, layers), optimizer(steps)
+    init_key, data_key = jax.random.split(jax.random.key(seed))
+    weights, optimizer = init_weights(init_key, width, hidden, layers), make_optimizer(steps)
 
     @jax.jit
     def step(weights: Weights, state, tokens: jax.Array):
@@ -228,10 +228,10 @@ def fit(width: int, hidden: int, layers: int, steps: int, seed: int = 0) -> Weig
             return loss_and_excess(logits_of(weights, tokens[:, :-1]), tokens)
 
         gradients, excess = jax.grad(loss, has_aux=True)(weights)
-        changes, state = updates.update(gradients, state, weights)
-        return optax.apply_updates(weights, changes), state, excess
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, excess
 
-    state = updates.init(weights)
+    state = optimizer.init(weights)
     for tokens in (progress := tqdm(batches(data_key, steps), desc="training", unit="step", leave=False)):
         weights, state, excess = step(weights, state, tokens)
         progress.set_postfix(excess=f"{float(excess):.3f}", refresh=False)
@@ -268,7 +268,7 @@ def measure(name: str, weights: Weights, bfloat16: Weights, prompt: jax.Array, c
     return Row(name, size_of(weights), tokens.size / seconds, tokens, held_out)
 
 
-HEAD = f"{'':<10}{'weights':>13}{'of bf16':>9}{'tokens/s':>11}{'× bf16':>8}{'same':>7}{'divergence':>12}{'excess':>9}"
+HEADER = f"{'':<10}{'weights':>13}{'of bf16':>9}{'tokens/s':>11}{'× bf16':>8}{'same':>7}{'divergence':>12}{'excess':>9}"
 NOTES = (
     f"tokens/s: of all sequences, median of {RUNS} runs.\n"
     "same: generated tokens that equal those of bfloat16, with the same random numbers.\n"
@@ -286,8 +286,8 @@ def line(row: Row, bfloat16: Row) -> str:
 
 def selected_kernel(weights: Weights, batch: int) -> str:
     """The explain lines of the MLP's first matmul and of the kernel that it selects."""
-    x = jax.ShapeDtypeStruct((batch, weights.symbols.shape[1]), weights.symbols.dtype)
-    problem, *kernels = sd.explain(sd.matmul, x, weights.layers[0].up).splitlines()
+    x = jax.ShapeDtypeStruct((batch, weights.embedding.shape[1]), weights.embedding.dtype)
+    problem, *kernels = sd.explain(sd.matmul, x, weights.layers[0].gate_up).splitlines()
     return "\n".join([problem, *(kernel for kernel in kernels if "  TAKEN: " in kernel)])
 
 
@@ -314,12 +314,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     sizes = args.width, args.hidden, args.layers
     if args.untrained:
-        bfloat16 = start(jax.random.key(0), *sizes, jnp.bfloat16)
+        bfloat16 = init_weights(jax.random.key(0), *sizes, jnp.bfloat16)
     else:
-        bfloat16 = in_bfloat16(fit(*sizes, args.steps))
+        bfloat16 = in_bfloat16(train(*sizes, args.steps))
     prompt = SOURCE.draw(jax.random.key(3), (args.batch, PROMPT))
     rows, kernels = [], []
-    print(HEAD)
+    print(HEADER)
     for name in FORMATS:
         weights = quantized(bfloat16, name) if name in BLOCKS else bfloat16
         rows.append(measure(name, weights, bfloat16, prompt, args.tokens, args.temperature))

@@ -22,7 +22,7 @@ import scaledot as sd
 from examples import demo_page
 from examples.demo_layers import Linear, linear_layers, residual_bytes, snr
 from examples.demo_times import Timed, times
-from examples.gpt_linen import Gpt, fit, initial
+from examples.gpt_linen import Gpt, fit, init_variables
 from examples.gpt_training import SOURCE
 
 PLAIN = ("float32", "bfloat16")
@@ -57,13 +57,13 @@ def variables_for(model: Any, precision: str, params: Any) -> Any:
     """The same parameters for every precision, with the delayed-scaling state of a recipe that has one."""
     if precision not in RECIPES or not sd.init_state(precision):
         return params
-    return {**initial(model, jax.random.key(0)), **params}
+    return {**init_variables(model, jax.random.key(0)), **params}
 
 
 def train_all(steps: int, bar: tqdm) -> tuple[list[Run], dict[str, Linear]]:
     """Trains in each precision; returns the runs, and the linear layers of the model trained in float32."""
     bar.set_description_str("initialising")
-    params, layers, runs = initial(Gpt(), jax.random.key(0)), {}, []
+    params, layers, runs = init_variables(Gpt(), jax.random.key(0)), {}, []
     for name in (*PLAIN, *RECIPES):
         started, model = time.perf_counter(), model_for(name)
         bar.set_description_str(f"compiling {name}")

@@ -32,7 +32,7 @@ import scaledot as sd
 
 SHAPE = (1024, 4096)
 SIZE = math.prod(SHAPE)
-PICTURE = Path("formats.png")
+CHART = Path("formats.png")
 
 # The Okabe-Ito palette, distinguishable with colour blindness.
 COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#CC79A7", "#009E73")
@@ -228,8 +228,8 @@ def main() -> None:
     bar = tqdm(all_formats(), desc="quantising", unit="format", leave=False)
     rows = [measure(format, tensors) for format in bar]
     print_table(rows, tensors)
-    draw(rows, tensors).savefig(PICTURE, dpi=130, bbox_inches="tight", pad_inches=0.3)
-    print(f"\nThe same as a chart: {PICTURE.resolve()}\n{HOW_TO_READ}")
+    draw(rows, tensors).savefig(CHART, dpi=130, bbox_inches="tight", pad_inches=0.3)
+    print(f"\nThe same as a chart: {CHART.resolve()}\n{HOW_TO_READ}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from tqdm import tqdm
 
 import scaledot as sd
-from examples.gpt_training import HELD_OUT, LENGTH, SOURCE, batches, loss_and_excess, main, optimizer, rotary
+from examples.gpt_training import HELD_OUT, LENGTH, SOURCE, batches, loss_and_excess, main, make_optimizer, rotary
 
 
 class Block(nn.Module):
@@ -39,28 +39,28 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """dtype: of the linear layers of blocks; everything else is float32."""
 
-    symbols: int = SOURCE.symbols
+    vocab: int = SOURCE.vocab
     width: int = 64
     blocks: int = 2
     dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(self.symbols, self.width, embedding_init=nn.initializers.normal(0.5), name="tokens")(tokens)
+        x = nn.Embed(self.vocab, self.width, embedding_init=nn.initializers.normal(0.5), name="tokens")(tokens)
         for i in range(self.blocks):
             x = Block(dtype=self.dtype, name=f"block_{i}")(x)
-        return nn.Dense(self.symbols, use_bias=False, name="head")(nn.RMSNorm()(x))
+        return nn.Dense(self.vocab, use_bias=False, name="head")(nn.RMSNorm()(x))
 
 
-def initial(model, key: jax.Array) -> Any:
+def init_variables(model, key: jax.Array) -> Any:
     """Initialises the variables: parameters, and the states of recipes with delayed scaling."""
     return jax.jit(model.init)(key, jnp.zeros((1, LENGTH), int))
 
 
-def start(model, key: jax.Array, steps: int, variables: Any = None) -> TrainState:
+def init_train_state(model, key: jax.Array, steps: int, variables: Any = None) -> TrainState:
     """Returns the initial train state, with `variables` or newly initialised ones."""
-    variables = initial(model, key) if variables is None else variables
-    return TrainState.create(apply_fn=model.apply, params=variables, tx=optimizer(steps))
+    variables = init_variables(model, key) if variables is None else variables
+    return TrainState.create(apply_fn=model.apply, params=variables, tx=make_optimizer(steps))
 
 
 @jax.jit
@@ -94,7 +94,7 @@ def fit(
     """
     init_key, data_key, rounding_key = jax.random.split(jax.random.key(seed), 3)
     data, curve = batches(data_key, steps + HELD_OUT), []
-    state = start(model, init_key, steps, variables)
+    state = init_train_state(model, init_key, steps, variables)
     for step, tokens in enumerate(data[:steps]):
         state, excess = train_step(state, tokens, jax.random.fold_in(rounding_key, step))
         curve.append(float(excess))

@@ -79,9 +79,9 @@ def batch(run: Run, step: int, mesh: Mesh) -> jax.Array:
 
 
 class Program(NamedTuple):
-    """Compiled functions: start() -> state, step(state, batch) -> (state, excess loss); `state` has its shardings."""
+    """Compiled functions: init() -> state, step(state, batch) -> (state, excess loss); `state` has its shardings."""
 
-    start: jax.stages.Compiled
+    init: jax.stages.Compiled
     step: jax.stages.Compiled
     state: TrainState
 
@@ -93,14 +93,14 @@ def compile_run(run: Run, mesh: Mesh) -> Program:
     def constrained(state: TrainState) -> TrainState:
         return jax.lax.with_sharding_constraint(state, shardings_of(state, mesh))
 
-    def start() -> TrainState:
-        return constrained(gpt_linen.start(model, run.keys[0], run.steps))
+    def init() -> TrainState:
+        return constrained(gpt_linen.init_train_state(model, run.keys[0], run.steps))
 
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         state, excess = gpt_linen.train_step(state, tokens, jax.random.fold_in(run.keys[2], state.step))
         return constrained(state), excess
 
-    lowered = jax.jit(start).lower()
+    lowered = jax.jit(init).lower()
     state = jax.tree.map(_shape_dtype_struct, lowered.out_info, shardings_of(lowered.out_info, mesh))
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH + 1), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
     return Program(lowered.compile(), jax.jit(step, donate_argnums=0).lower(state, tokens).compile(), state)
@@ -151,7 +151,7 @@ def fit(run: Run, mesh: Mesh, program: Program, directory: Path, every: int) -> 
     """Trains from the last complete checkpoint, or from the start, with a checkpoint after `every` steps."""
     with open_checkpoints(directory) as checkpoints:
         latest = checkpoints.latest_step()
-        state = program.start() if latest is None else restore(checkpoints, run, latest, program.state)
+        state = program.init() if latest is None else restore(checkpoints, run, latest, program.state)
         for step in range(latest or 0, run.steps):
             state, excess = program.step(state, batch(run, step, mesh))
             saved = (step + 1) % every == 0 or step + 1 == run.steps

@@ -12,7 +12,7 @@ from examples.source import Source
 
 SOURCE = Source()
 BATCH, LENGTH = 16, 32
-HELD_OUT = 64  # batches, about 31 thousand symbols
+HELD_OUT = 64  # batches, about 31 thousand tokens
 
 
 def rotary(x: jax.Array) -> jax.Array:
@@ -25,17 +25,17 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 def batches(key: jax.Array, count: int) -> jax.Array:
-    """Draws (count, BATCH, LENGTH + 1) symbols: inputs and, shifted by one, targets."""
+    """Draws (count, BATCH, LENGTH + 1) tokens: inputs and, shifted by one, targets."""
     return SOURCE.draw(key, (count, BATCH, LENGTH + 1))
 
 
 def loss_and_excess(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean loss of symbols after the first two, and its excess over that of a perfect model."""
+    """Returns the mean loss of tokens after the first two, and its excess over that of a perfect model."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits[:, 1:], tokens[:, 2:]).mean()
     return loss, loss - SOURCE.surprise(tokens).mean()
 
 
-def optimizer(steps: int) -> optax.GradientTransformation:
+def make_optimizer(steps: int) -> optax.GradientTransformation:
     return optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(20, steps // 2), steps, 5e-4))
 
 

@@ -41,25 +41,25 @@ class Experts(NamedTuple):
 
 
 class Model(NamedTuple):
-    symbols: jax.Array  # (2, symbols, width): an embedding table for each of the two input symbols
+    embeddings: jax.Array  # (2, vocab, width): a table for each of the two input tokens
     experts: Experts
-    head: jax.Array  # (width, symbols)
+    head: jax.Array  # (width, vocab)
 
 
-def start(key: jax.Array, width: int, hidden: int, experts: int) -> Model:
+def init_model(key: jax.Array, width: int, hidden: int, experts: int) -> Model:
     keys = iter(jax.random.split(key, 5))
 
     def normal(*shape: int, std: float) -> jax.Array:
         return std * jax.random.normal(next(keys), shape)
 
     return Model(
-        normal(2, SOURCE.symbols, width, std=0.7),
+        normal(2, SOURCE.vocab, width, std=0.7),
         Experts(
             normal(width, experts, std=width**-0.5),
             normal(experts, width, hidden, std=width**-0.5),
             normal(experts, hidden, width, std=hidden**-0.5),
         ),
-        normal(width, SOURCE.symbols, std=width**-0.5),
+        normal(width, SOURCE.vocab, std=width**-0.5),
     )
 
 
@@ -148,7 +148,7 @@ class Report(NamedTuple):
 
 def loss_and_report(model: Model, symbols: jax.Array, matmul: Matmul) -> tuple[jax.Array, Report]:
     """Returns the loss and the report for symbols (tokens, 3): two inputs and the target."""
-    x = (model.symbols[0, symbols[:, 0]] + model.symbols[1, symbols[:, 1]]).astype(jnp.bfloat16)
+    x = (model.embeddings[0, symbols[:, 0]] + model.embeddings[1, symbols[:, 1]]).astype(jnp.bfloat16)
     probabilities = probabilities_of(model.experts.router, x)
     chosen = choose(probabilities)
     x = x + grouped(model.experts, x, expert_weights(probabilities, chosen), chosen, matmul)
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"{args.recipe}, on a source of {SOURCE.entropy:.4f} nats per symbol."
     )
     start_key, data_key, comparison_key = jax.random.split(jax.random.key(0), 3)
-    model = start(start_key, args.width, args.hidden, args.experts)
+    model = init_model(start_key, args.width, args.hidden, args.experts)
     model = print_training(model, args.recipe, args.tokens, args.steps, data_key)
     print_comparison(model.experts, args.recipe, args.tokens, comparison_key)
     print_kernels(model.experts, args.recipe, args.tokens)

@@ -11,15 +11,15 @@ import numpy as np
 
 
 class Source:
-    def __init__(self, symbols: int = 16, concentration: float = 0.3, seed: int = 0):
+    def __init__(self, vocab: int = 16, concentration: float = 0.3, seed: int = 0):
         rng = np.random.default_rng(seed)
-        self.symbols = symbols
-        self.transitions = rng.dirichlet(np.full(symbols, concentration), size=(symbols, symbols))
+        self.vocab = vocab
+        self.transitions = rng.dirichlet(np.full(vocab, concentration), size=(vocab, vocab))
 
     @property
     def entropy(self) -> float:
         """The entropy rate in nats per symbol."""
-        pairs = np.full((self.symbols, self.symbols), self.symbols**-2.0)
+        pairs = np.full((self.vocab, self.vocab), self.vocab**-2.0)
         for _ in range(1000):  # the chain's stationary distribution over pairs of symbols
             pairs = np.einsum("ab,abc->bc", pairs, self.transitions)
         return float(np.einsum("ab,abc,abc->", pairs, self.transitions, -self._log))
@@ -43,6 +43,6 @@ class Source:
             return (pair[1], symbol), symbol
 
         start_key, *_ = keys = jax.random.split(key, length + 20)  # 20 burn-in steps
-        start = jax.random.randint(start_key, (2, *size), 0, self.symbols)
+        start = jax.random.randint(start_key, (2, *size), 0, self.vocab)
         _, symbols = jax.lax.scan(step, (start[0], start[1]), keys)
         return jnp.moveaxis(symbols[-length:], 0, -1)

@@ -134,7 +134,8 @@ class ScaledArray:
 def _no_conversion(q: ScaledArray) -> str:
     return (
         f"{q!r} does not convert to an array implicitly; write scaledot.dequantize(q) for dequantised values, "
-        "scaledot.matmul(x, q) for a matmul, or q.data for its codes"
+        "scaledot.matmul(x, q) for a matmul, or q.data for its codes. A Flax model takes quantised kernels through "
+        "scaledot.linen.with_quantized_params(model), or after scaledot.nnx.quantize_params(model, rules)"
     )
 
 

@@ -18,7 +18,7 @@ class Contraction:
     """Labels of lhs, rhs and result; a label of both operands that the result lacks is a contracting dim.
 
     >>> fwd = Contraction("bmk", "kn", "bmn")
-    >>> fwd.contracted, fwd.lhs_free, fwd.dimension_numbers
+    >>> fwd.contracting, fwd.lhs_free, fwd.dimension_numbers
     ('k', 'bm', (((2,), (0,)), ((), ())))
     >>> fwd.dgrad
     Contraction(lhs='bmn', rhs='kn', out='bmk')
@@ -35,7 +35,7 @@ class Contraction:
         return "".join(c for c in self.out if c in self.lhs and c in self.rhs)
 
     @property
-    def contracted(self) -> str:
+    def contracting(self) -> str:
         return "".join(c for c in self.lhs if c in self.rhs and c not in self.out)
 
     @property
@@ -47,7 +47,7 @@ class Contraction:
         return "".join(c for c in self.rhs if c not in self.lhs)
 
     @property
-    def natural(self) -> str:
+    def dot_general_out(self) -> str:
         """The labels of lax.dot_general's result, in its order: batch dims, free dims of lhs, free dims of rhs."""
         return self.batch + self.lhs_free + self.rhs_free
 
@@ -56,12 +56,12 @@ class Contraction:
         def axes(of: str, labels: str) -> tuple[int, ...]:
             return tuple(of.index(c) for c in labels)
 
-        contracted = axes(self.lhs, self.contracted), axes(self.rhs, self.contracted)
-        return contracted, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
+        contracting = axes(self.lhs, self.contracting), axes(self.rhs, self.contracting)
+        return contracting, (axes(self.lhs, self.batch), axes(self.rhs, self.batch))
 
-    def of(self, matmul: str) -> "Contraction":
+    def for_gemm(self, name: str) -> "Contraction":
         """The contraction of one matmul of training: "fwd" (this one), "dgrad" or "wgrad"."""
-        return self if matmul == "fwd" else getattr(self, matmul)
+        return self if name == "fwd" else getattr(self, name)
 
     @property
     def dgrad(self) -> "Contraction":
@@ -90,10 +90,10 @@ def from_dimension_numbers(numbers, lhs_ndim: int, rhs_ndim: int) -> Contraction
     >>> from_dimension_numbers((((1, 2), (2, 1)), ((0,), (0,))), 4, 3)
     Contraction(lhs='abcd', rhs='acb', out='ad')
     """
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = _checked_numbers(numbers, lhs_ndim, rhs_ndim)
+    (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = _checked_numbers(numbers, lhs_ndim, rhs_ndim)
     lhs = labels(lhs_ndim)
     rhs = [""] * rhs_ndim
-    for left, right in zip((*lhs_batch, *lhs_sum), (*rhs_batch, *rhs_sum), strict=True):
+    for left, right in zip((*lhs_batch, *lhs_contracting), (*rhs_batch, *rhs_contracting), strict=True):
         rhs[right] = lhs[left]
     free = iter(labels(rhs_ndim, lhs))
     rhs = "".join(c or next(free) for c in rhs)
@@ -101,34 +101,37 @@ def from_dimension_numbers(numbers, lhs_ndim: int, rhs_ndim: int) -> Contraction
     return Contraction(lhs, rhs, batch + _without(lhs, rhs) + _without(rhs, lhs))
 
 
-def _without(labels: str, excluded: str) -> str:
-    return "".join(c for c in labels if c not in excluded)
+def _without(text: str, excluded: str) -> str:
+    return "".join(c for c in text if c not in excluded)
 
 
 def _checked_numbers(numbers, lhs_ndim: int, rhs_ndim: int):
     try:
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers
-        axes = [tuple(int(a) for a in part) for part in (lhs_sum, rhs_sum, lhs_batch, rhs_batch)]
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers
+        axes = [tuple(int(a) for a in part) for part in (lhs_contracting, rhs_contracting, lhs_batch, rhs_batch)]
     except (TypeError, ValueError):
         raise TypeError(
             "`dimension_numbers` must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), "
             f"four sequences of axes, not {numbers!r}"
         ) from None
-    lhs_sum, rhs_sum, lhs_batch, rhs_batch = axes
-    if len(lhs_sum) != len(rhs_sum) or len(lhs_batch) != len(rhs_batch):
+    lhs_contracting, rhs_contracting, lhs_batch, rhs_batch = axes
+    if len(lhs_contracting) != len(rhs_contracting) or len(lhs_batch) != len(rhs_batch):
         raise ValueError(f"`dimension_numbers` {numbers} must have as many axes of lhs as of rhs in each pair")
-    for name, ndim, used in (("lhs", lhs_ndim, lhs_batch + lhs_sum), ("rhs", rhs_ndim, rhs_batch + rhs_sum)):
+    for name, ndim, used in (
+        ("lhs", lhs_ndim, lhs_batch + lhs_contracting),
+        ("rhs", rhs_ndim, rhs_batch + rhs_contracting),
+    ):
         if any(not 0 <= a < ndim for a in used):
             raise ValueError(
                 f"`dimension_numbers` name axes {used} of {name}, which has axes 0 to {ndim - 1}; use no negative axes"
             )
         if len(set(used)) != len(used):
             raise ValueError(f"`dimension_numbers` name an axis of {name} twice: {used}")
-    return (lhs_sum, rhs_sum), (lhs_batch, rhs_batch)
+    return (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)
 
 
 def for_matmul(lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Contraction:
-    """The contraction of numpy.matmul: the axis of a vector is dropped, leading axes are batch dims that broadcast.
+    """The contraction of numpy.matmul; leading axes are batch dims that broadcast, and a 1-d operand has no m (or n).
 
     >>> for_matmul((7, 5, 2, 3), (5, 3, 4))
     Contraction(lhs='abmk', rhs='bkn', out='abmn')
@@ -177,7 +180,7 @@ def _ellipsis_axes(text: str, part: str, ndim: int) -> int | None:
     """The number of axes that the `...` of one operand stands for; None without `...`."""
     named = len(part.replace("...", ""))
     if "." in part.replace("...", "", 1):
-        raise ValueError(f"`subscripts` {text!r}: {part!r} may contain one '...'")
+        raise ValueError(f"`subscripts` {text!r}: {part!r}: '.' may only occur as one '...'")
     if "..." not in part:
         if named != ndim:
             raise ValueError(f"`subscripts` {text!r}: {part!r} names {named} axes of an operand that has {ndim}")
@@ -189,7 +192,7 @@ def _ellipsis_axes(text: str, part: str, ndim: int) -> int | None:
 
 def _check_result(text: str, inputs: str, out: str) -> None:
     unknown = [c for c in out if c not in inputs]
-    if unknown or "." in out:
-        raise ValueError(f"`subscripts` {text!r}: the result names {unknown or '...'}, which no operand has")
+    if unknown:
+        raise ValueError(f"`subscripts` {text!r}: the result names {unknown}, which no operand has")
     if len(set(out)) != len(out):
         raise ValueError(f"`subscripts` {text!r}: the result names a label twice")

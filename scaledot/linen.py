@@ -4,6 +4,9 @@
     model = sd.linen.with_recipe(model, "fp8_delayed")        # every Dense, DenseGeneral, Einsum and Conv of a model
     print(sd.linen.explain(model, x))                         # the recipe of each layer, or why it has none
 
+    params = sd.linen.quantize_params(model, params, "int4", x)      # inference with quantised kernels, see
+    y = sd.linen.with_quantized_params(model).apply({"params": params}, x)         # `scaledot.inference`
+
 Parameters are unchanged. Only recipes with delayed scaling create variables, in the collection
 `_overwrite_with_gradient`, which Flax's TrainState overwrites with its gradient and hides from the optimizer: float32
 `x_scale` (the quantisation multiplier of x, of shape (1,)) and `x_amax_history`, and likewise for `kernel` and `grad`.
@@ -22,30 +25,64 @@ nn.scan with the collection broadcast), this needs a mutable collection:
 """
 
 import contextlib
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 try:
     from flax import linen as nn
 except ModuleNotFoundError as error:
     raise ImportError("scaledot.linen needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.core.scope import Scope
-from flax.linen import dtypes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from scaledot import train
-from scaledot.contraction import parse_einsum
-from scaledot.path_patterns import Given, PathPatterns, RecipesByPath, table, warn_of_overlooked
+from scaledot.flax_hooks import MatmulUnderRecipe
+from scaledot.flax_hooks.linen import (
+    NO_HOOK,
+    WITHOUT_HOOK,
+    InterceptedModel,
+    Run,
+    einsum_layer,
+    eval_shapes,
+    fields_set,
+    hook_of,
+    multiplies,
+    own_matmul,
+    promote_dtype,
+    promotes_itself,
+)
+from scaledot.inference.linen import WithQuantizedParams, quantize_params, with_quantized_params
+from scaledot.path_patterns import PathPatterns, RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import UNQUANTISED, Recipe, find_recipe
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
-from scaledot.train.weight_codes import promote_around
+
+__all__ = [
+    "ConvGeneralDilated",
+    "DotGeneral",
+    "Einsum",
+    "GroupedDense",
+    "OnMesh",
+    "Quantized",
+    "Run",
+    "WithQuantizedParams",
+    "WithRecipe",
+    "explain",
+    "make_conv_general_dilated_cls",
+    "make_dot_general_cls",
+    "make_einsum_cls",
+    "make_grouped_dense_cls",
+    "merge_states",
+    "promote_dtype",
+    "quantize_params",
+    "recipes_by_path",
+    "with_quantized_params",
+    "with_recipe",
+]
 
 STATE_COLLECTION = "_overwrite_with_gradient"
 KEY_STREAM = "sr_rng"
@@ -58,7 +95,7 @@ DEFAULT_STREAM = "params"  # linen's make_rng falls back to it if there is no st
 _RETURNED_STATES: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]] = weakref.WeakKeyDictionary()
 
 
-class Quantized(nn.Module):
+class Quantized(nn.Module, MatmulUnderRecipe):
     """Base class of matmuls under a recipe; its only variables are the state of delayed scaling."""
 
     recipe: Recipe
@@ -198,6 +235,7 @@ def make_dot_general_cls(
 ) -> type[DotGeneral]:
     """A class for `nn.Dense(..., dot_general_cls=cls)` or `nn.Dense(..., dot_general=cls())`.
 
+    >>> import jax.numpy as jnp
     >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"))
     >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
     {'params': {'bias': (8,), 'kernel': (32, 8)}}
@@ -245,7 +283,7 @@ def _with_default(base, recipe: str | Recipe, **fields):
 
 @contextlib.contextmanager
 def recipes_by_path(
-    rules: Given | RecipesByPath,
+    rules: Rules | RecipesByPath,
     *,
     specs: train.SpecsByPath | PathPatterns = None,
     overlap: str | tuple[str, ...] = (),
@@ -275,11 +313,11 @@ def _intercepted(recipes: RecipesByPath, specs: PathPatterns, overlap: str | tup
         layer_specs = specs.value_for("/".join(layer.path))
         on_mesh = {"specs": layer_specs, "overlap": overlap, "on_indivisible": on_indivisible}
         if isinstance(layer, nn.Einsum):
-            with _fields_set(layer, _promotion(layer)):
-                return _einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
-        seam, matmul = _SEAMS[isinstance(layer, nn.Conv)]
-        fields = {f"{seam}_cls": _with_default(matmul, recipe, **on_mesh), **_promotion(layer)}
-        with _fields_set(layer, fields):
+            with fields_set(layer, _promotion(layer)):
+                return einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
+        matmul = ConvGeneralDilated if isinstance(layer, nn.Conv) else DotGeneral
+        fields = {f"{hook_of(layer)}_cls": _with_default(matmul, recipe, **on_mesh), **_promotion(layer)}
+        with fields_set(layer, fields):
             return call(*args, **kwargs)
 
     return nn.intercept_methods(interceptor)
@@ -289,151 +327,59 @@ def _recipe_for(
     layer: nn.Module, method: str, recipes: RecipesByPath, args: tuple, kwargs: dict[str, Any]
 ) -> Recipe | None:
     """The recipe for this call of a layer's method; None if it has no kernel to multiply by or stays unquantised."""
-    multiplies = isinstance(layer, _MULTIPLIES) and method == "__call__"
-    if not multiplies and not (isinstance(layer, nn.Embed) and method == "attend"):
+    if not multiplies(layer, method):
         return None
     inputs = args[0] if args else kwargs.get("inputs")
     obstacle = functools.partial(_obstacle, layer, inputs)
-    return recipes.decide("/".join(layer.path), type(layer).__name__, _own_product(layer), obstacle)
-
-
-@contextlib.contextmanager
-def _fields_set(layer: nn.Module, fields: Mapping[str, Any]):
-    """A context manager that sets fields of a bound layer for one call.
-
-    Linen would record a call of a `layer.clone` with these fields as one more call: `capture_intermediates` would
-    return each output twice, and interceptors would run twice.
-    """
-    before = {name: getattr(layer, name) for name in fields}
-    try:
-        for name, value in fields.items():
-            object.__setattr__(layer, name, value)  # bound modules are frozen
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(layer, name, value)
-
-
-def promote_dtype(*args, dtype=None, inexact=True) -> list[Any]:
-    """`flax.linen.dtypes.promote_dtype` that also accepts a `train.CastWeight`, and returns it unchanged.
-
-    For layers with a `dot_general_cls` whose parameters come from `train.CastWeights.attach`; `with_recipe` sets it.
-    Raises ValueError for a weight that was quantised in another dtype than the layer computes in.
-
-    >>> layer = nn.Dense(8, dot_general_cls=make_dot_general_cls("mxfp8"), promote_dtype=promote_dtype)
-    >>> params = layer.init(jax.random.key(0), jnp.ones((2, 32)))["params"]
-    >>> cast = train.cast_weights(params, "mxfp8")
-    >>> layer.apply({"params": cast.attach(params)}, jnp.ones((2, 32))).shape
-    (2, 8)
-    """
-    return promote_around(lambda arrays: dtypes.promote_dtype(*arrays, dtype=dtype, inexact=inexact), args)
+    return recipes.decide("/".join(layer.path), type(layer).__name__, own_matmul(layer), obstacle)
 
 
 def _promotion(layer: nn.Module) -> dict[str, Any]:
     """The field `promote_dtype` with which a layer accepts a CastWeight; {} if the layer has one of its own."""
-    current = getattr(layer, "promote_dtype", None)
-    if current is None and isinstance(layer.get_variable("params", "kernel"), train.CastWeight):
+    if getattr(layer, "promote_dtype", None) is None and isinstance(
+        layer.get_variable("params", "kernel"), train.CastWeight
+    ):
         raise TypeError(
             f"{type(layer).__name__} {'/'.join(layer.path)!r} has no `promote_dtype` in this version of Flax, and so "
             "cannot take a CastWeight; leave its kernel out with `select` of cast_weights, or update Flax"
         )
-    return {"promote_dtype": promote_dtype} if current is dtypes.promote_dtype else {}
-
-
-_SEAMS = ("dot_general", DotGeneral), ("conv_general_dilated", ConvGeneralDilated)
-_WITHOUT_SEAM = (nn.ConvTranspose, nn.ConvLocal, nn.OptimizedLSTMCell, nn.Embed)  # nn.Embed: its method `attend`
-_MULTIPLIES = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, *_WITHOUT_SEAM[:-1])
-
-
-def _own_product(layer: nn.Module) -> str | None:
-    """The field, such as "dot_general", with which a layer was given a matmul of its own; None if it has none."""
-    fields = ((seam, f) for seam, _ in _SEAMS for f in (seam, f"{seam}_cls"))
-    return next((seam for seam, field in fields if getattr(layer, field, None) is not None), None)
+    return {} if promotes_itself(layer) else {"promote_dtype": promote_dtype}
 
 
 def _obstacle(layer: nn.Module, inputs: Any, recipe: Recipe) -> str | None:
     """Why a layer does not support a recipe; None if it does."""
-    if isinstance(layer, _WITHOUT_SEAM):
-        return "Flax has no hook for its contraction"
+    if isinstance(layer, WITHOUT_HOOK):
+        return NO_HOOK
     if isinstance(layer, nn.Conv):
         groups = layer.feature_group_count
         return groups_reason(recipe, groups, inputs.shape[-1] // groups, layer.features // groups)
     return None
 
 
-def _einsum_layer(layer: nn.Einsum, einsum: Einsum, inputs, einsum_str: str | None = None) -> jax.Array:
-    """`nn.Einsum.__call__` with another einsum function, for which nn.Einsum has no field."""
-    text = nn.module.merge_param("einsum_str", layer.einsum_str, einsum_str)
-    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
-    (_, kernel_labels), out = parse_einsum(text, [jnp.ndim(inputs), kernel.ndim])
-    sizes = dict(zip(kernel_labels, kernel.shape, strict=True))
-    bias = None
-    if layer.use_bias:
-        shape = [sizes[c] for c in out if c in sizes]
-        bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
-    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    y = einsum(text, inputs, kernel, precision=layer.precision, preferred_element_type=layer.preferred_element_type)
-    return y if bias is None else y + bias.reshape([sizes.get(c, 1) for c in out])
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A method of a WithRecipe. Equal for equal models and rules, so that jax.jit shares their traces."""
-
-    owner: "WithRecipe"
-    __name__: str
-
-    def __call__(self, *args, **kwargs):
-        return self.owner._run(self.__name__, *args, **kwargs)
-
-
-class WithRecipe:
+class WithRecipe(InterceptedModel):
     """A model whose `init`, `apply`, `lazy_init` and `tabulate` run under rules; other attributes are the model's.
 
     Two WithRecipes are equal if their models and rules are.
     """
 
-    _RUNS = ("init", "init_with_output", "lazy_init", "apply", "tabulate")
+    _LOST = "the rules; use apply, clone, or `with recipes_by_path(rules):`"
 
     def __init__(
         self,
         model: nn.Module,
-        rules: Given,
+        rules: Rules,
         specs: train.SpecsByPath = None,
         overlap: str | tuple[str, ...] = (),
         on_indivisible: str = "raise",
     ):
-        self.model, self._rules, self._specs, self._how = model, rules, specs, (overlap, on_indivisible)
-        by_path = (patterns.by_path for patterns in self._patterns())  # raises for a misspelt recipe
-        self._key = _frozen((model, *by_path, self._how))
-        self._hash = hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, WithRecipe) and self._key == other._key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self):
-        return WithRecipe, (self.model, self._rules, self._specs, *self._how)
-
-    def clone(self, **changes) -> "WithRecipe":
-        return WithRecipe(self.model.clone(**changes), self._rules, self._specs, *self._how)
-
-    def __getattr__(self, name: str):
-        if name.startswith("_") or name == "model":
-            raise AttributeError(name)
-        if name in ("bind", "unbind", "copy"):
-            raise AttributeError(f"{name!r} would lose the rules; use apply, clone, or `with recipes_by_path(rules):`")
-        if name not in self._RUNS:
-            return getattr(self.model, name)
-        self.__dict__[name] = Run(self, name)  # cached: jax.jit drops the traces of a function that is freed
-        return self.__dict__[name]
+        by_path = [patterns.by_path for patterns in _patterns(rules, specs)]  # raises for a misspelt recipe
+        super().__init__(model, rules, specs, overlap, on_indivisible, key=(*by_path, overlap, on_indivisible))
 
     def _run(self, name: str, *args, **kwargs):
         """Calls a method of the model under the rules."""
-        rules, specs = self._patterns()
-        with _intercepted(rules, specs, *self._how):
+        rules, specs, *how = self._settings
+        rules, specs = _patterns(rules, specs)
+        with _intercepted(rules, specs, *how):
             result = getattr(self.model, name)(*args, **kwargs)
         if kwargs.get("method") is None:  # other methods may use only some layers
             rules.check_all_matched()
@@ -442,38 +388,20 @@ class WithRecipe:
         return result
 
     def _explain(self, *args, **kwargs) -> str:
-        """See `explain`."""
-        rules, specs = self._patterns()
-        with _intercepted(rules, specs, *self._how):
-            jax.eval_shape(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
+        rules, specs, *how = self._settings
+        rules, specs = _patterns(rules, specs)
+        with _intercepted(rules, specs, *how):
+            eval_shapes(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
         return table(rules.layers)
 
-    def _patterns(self) -> tuple[RecipesByPath, PathPatterns]:
-        return RecipesByPath(self._rules), PathPatterns(self._specs, "specs")
 
-    def __repr__(self) -> str:
-        return f"WithRecipe({self.model!r}, {self._rules!r})"
-
-
-def _frozen(value: Any) -> Any:
-    """A hashable key that is equal for equal models: containers by contents, unhashable values by identity."""
-    if isinstance(value, nn.Module):
-        fields = (field.name for field in dataclasses.fields(value) if field.name != "parent")
-        return type(value), *(_frozen(getattr(value, name)) for name in fields)
-    if isinstance(value, (list, tuple)):
-        return type(value), *map(_frozen, value)
-    if isinstance(value, Mapping):
-        return type(value), *((key, _frozen(item)) for key, item in value.items())
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
+def _patterns(rules: Rules, specs: train.SpecsByPath) -> tuple[RecipesByPath, PathPatterns]:
+    return RecipesByPath(rules), PathPatterns(specs, "specs")
 
 
 def with_recipe(
     model: nn.Module,
-    rules: Given,
+    rules: Rules,
     *,
     specs: train.SpecsByPath = None,
     overlap: str | tuple[str, ...] = (),
@@ -490,6 +418,7 @@ def with_recipe(
       overlap: mesh axes along which collectives overlap with matmuls.
       on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that axis first.
 
+    >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
     >>> model = with_recipe(model, {"layers_0": "mxfp8", "*": None})
     >>> variables = model.init(jax.random.key(0), jnp.ones((2, 32)))
@@ -499,15 +428,29 @@ def with_recipe(
     return WithRecipe(model, rules, specs, overlap, on_indivisible)
 
 
-def explain(model: WithRecipe, *args, **kwargs) -> str:
+def explain(model: InterceptedModel, *args, **kwargs) -> str:
     """A table of the layers of a model that multiply by a kernel: the recipe of each, or why it has none.
 
     Nothing is computed. Other arguments are those of `model.init` after the key: arrays or ShapeDtypeStructs.
 
+    >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Conv(8, (3,)), nn.ConvTranspose(8, (3,)), nn.Dense(8)])
     >>> print(explain(with_recipe(model, {"layers_1": None, "*": "mxfp8"}), jnp.ones((2, 16, 32))))
     layers_0  Conv           mxfp8
     layers_1  ConvTranspose  none: no rule gives it one
     layers_2  Dense          mxfp8
+
+    For a model of `with_quantized_params`, arguments are those of `model.apply`, and the table has the format and block
+    of each kernel, its bytes before and after, and the kernel that computes the matmul on this machine; or why a kernel
+    is not quantised.
+
+    >>> model, x = nn.Sequential([nn.Dense(8), nn.Dense(8)]), jnp.ones((2, 32))
+    >>> params = model.init(jax.random.key(0), x)["params"]
+    >>> params = quantize_params(model, params, {"layers_0": "mxfp8", "*": None}, x)
+    >>> print(explain(with_quantized_params(model), {"params": params}, x))
+    layers_0  Dense  mxfp8  blocks (32, 1)  1024 -> 264 bytes  xla_codes
+    layers_1  Dense  none: its kernel is float32[8,8]
     """
+    if not isinstance(model, InterceptedModel):
+        raise TypeError(f"`model` must be one of `with_recipe` or `with_quantized_params`, not {type(model).__name__}")
     return model._explain(*args, **kwargs)

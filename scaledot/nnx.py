@@ -3,6 +3,7 @@
     model = sd.nnx.with_recipe(model, "fp8_delayed")          # every Linear, LinearGeneral, Einsum and Conv of a model
     print(sd.nnx.explain(model))                              # the recipe of each layer, or why it has none
     layer = sd.nnx.Linear(64, 32, recipe="mxfp8", rngs=rngs)  # or layer by layer
+    model = sd.nnx.quantize_params(model, "int4")             # inference with quantised kernels
 
 The state of delayed scaling is in Variables of type `ScalingState`, which optimizers over nnx.Param ignore. It is
 differentiated together with the parameters, and its gradient is its next value; `apply_gradients` updates both:
@@ -29,7 +30,7 @@ collectives overlap with matmuls, as in `scaledot.train.dot_general`.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -38,14 +39,36 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("scaledot.nnx needs Flax, which is not installed: pip install 'scaledot[flax]'") from error
 from flax.errors import TraceContextError
-from flax.nnx.nn import dtypes
 
 from scaledot import train
-from scaledot.path_patterns import Given, Layer, PathPatterns, RecipesByPath, table, warn_of_overlooked
+from scaledot.flax_hooks import MatmulUnderRecipe
+from scaledot.flax_hooks.nnx import NO_HOOK, WITHOUT_HOOK, hook_of, multiplying, promote_dtype, promotes_itself
+from scaledot.inference.nnx import quantize_params, quantized_layers
+from scaledot.path_patterns import Layer, PathPatterns, RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import Recipe, find_recipe
 from scaledot.state import TENSOR_NAMES, AmaxHistory, State, check_state, init_state, merge_named
 from scaledot.train.conv import groups_reason
-from scaledot.train.weight_codes import promote_around
+
+__all__ = [
+    "TRAINED",
+    "Conv",
+    "ConvGeneralDilated",
+    "DotGeneral",
+    "Einsum",
+    "EinsumOp",
+    "GroupedDense",
+    "Linear",
+    "LinearGeneral",
+    "OnMesh",
+    "Quantized",
+    "ScalingState",
+    "apply_gradients",
+    "explain",
+    "merge_states",
+    "promote_dtype",
+    "quantize_params",
+    "with_recipe",
+]
 
 KEY_STREAM = "sr_rng"
 
@@ -57,7 +80,7 @@ class ScalingState(nnx.Variable):
 TRAINED = nnx.Any(nnx.Param, ScalingState)  # the filter of Variables to differentiate with respect to
 
 
-class Quantized(nnx.Module):
+class Quantized(nnx.Module, MatmulUnderRecipe):
     """Base class of matmuls under a recipe, with the state of delayed scaling and the rng stream that these need."""
 
     def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None):
@@ -155,16 +178,6 @@ class GroupedDense(Quantized):
         )
 
 
-def promote_dtype(args: tuple, /, *, dtype=None, inexact=True) -> tuple:
-    """`flax.nnx.nn.dtypes.promote_dtype` that also accepts a `train.CastWeight`, and returns it unchanged.
-
-    For layers whose parameters come from `train.CastWeights.attach`; `with_recipe` and the layers of this module set
-    it. Raises ValueError for a weight that was quantised in another dtype than the layer computes in.
-    """
-    promote = functools.partial(dtypes.promote_dtype, dtype=dtype, inexact=inexact)
-    return tuple(promote_around(lambda arrays: promote(tuple(arrays)), args))
-
-
 class _WithDotGeneral:
     """Mixin: the constructor of layers whose matmul is a `DotGeneral`."""
 
@@ -239,32 +252,12 @@ class Conv(nnx.Conv):
         super().__init__(in_features, out_features, kernel_size, rngs=rngs, conv_general_dilated=conv, **options)
 
 
-class Seam(NamedTuple):
-    """The attribute of a layer class that has its matmul: Flax's default (`plain`), and the class that replaces it."""
-
-    layer_class: type[nnx.Module]
-    attribute: str
-    plain: Any
-    matmul_class: type[OnMesh]
-
-    def holds_other(self, layer: nnx.Module) -> bool:
-        """Whether a layer has a matmul that is neither Flax's default nor one of this module."""
-        matmul = getattr(layer, self.attribute)
-        return not isinstance(matmul, Quantized) and matmul not in (None, self.plain)
-
-
-_SEAMS = (
-    Seam(nnx.Linear, "dot_general", jax.lax.dot_general, DotGeneral),
-    Seam(nnx.LinearGeneral, "dot_general", jax.lax.dot_general, DotGeneral),
-    Seam(nnx.Einsum, "einsum_op", jax.numpy.einsum, EinsumOp),
-    Seam(nnx.Conv, "conv_general_dilated", jax.lax.conv_general_dilated, ConvGeneralDilated),
-)
-_WITHOUT_SEAM, _NO_SEAM = (nnx.ConvTranspose, nnx.LoRA), "Flax has no hook for its contraction"
+_MATMULS = {"dot_general": DotGeneral, "einsum_op": EinsumOp, "conv_general_dilated": ConvGeneralDilated}
 
 
 def with_recipe(
     model: nnx.Module,
-    rules: Given,
+    rules: Rules,
     *,
     rngs: nnx.Rngs | None = None,
     specs: train.SpecsByPath = None,
@@ -290,15 +283,15 @@ def with_recipe(
     (2, 8)
     """
     recipes, specs_by_path = RecipesByPath(rules), PathPatterns(specs, "specs")
-    for path, layer in _multiplying(model):
-        seam = _seam_of(layer)
-        own = seam.attribute if seam is not None and seam.holds_other(layer) else None
+    for path, layer in multiplying(model):
+        hook = hook_of(layer)
+        own = hook.attribute if hook is not None and hook.holds_other(layer) else None
         recipe = recipes.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
-        if recipe is not None and seam is not None:
+        if recipe is not None and hook is not None:
             on_mesh: dict[str, Any] = {"specs": specs_by_path.value_for(path), "overlap": overlap}
-            matmul = seam.matmul_class(recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
-            setattr(layer, seam.attribute, nnx.data(matmul))
-            if getattr(layer, "promote_dtype", None) is dtypes.promote_dtype:
+            matmul = _MATMULS[hook.attribute](recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
+            setattr(layer, hook.attribute, nnx.data(matmul))
+            if not promotes_itself(layer):
                 setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)
     recipes.check_all_matched()
     specs_by_path.check_all_matched()
@@ -306,32 +299,29 @@ def with_recipe(
     return model
 
 
-def explain(model: nnx.Module) -> str:
+def explain(model: nnx.Module, *args, **kwargs) -> str:
     """A table of the layers of a model that multiply by a kernel: the recipe of each, or why it has none.
 
-    >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
-    >>> print(explain(with_recipe(model, {"layers/0": "mxfp8", "*": None})))
+    Of layers that `quantize_params` quantised, it has the format and block of the kernel, and its bytes before and
+    after. With the arguments of a call of the model, arrays or ShapeDtypeStructs, it also has the kernel that computes
+    the matmul on this machine; nothing is computed.
+
+    >>> layers = [nnx.Linear(32, 32, rngs=nnx.Rngs(i)) for i in range(3)]
+    >>> model = with_recipe(nnx.Sequential(*layers), {"layers/0": "mxfp8", "*": None})
+    >>> model = quantize_params(model, {"layers/1": "int8", "*": None})
+    >>> print(explain(model, jax.numpy.ones((2, 32))))
     layers/0  Linear  mxfp8
+    layers/1  Linear  int8   blocks (0, 1)  4096 -> 1152 bytes  xla_codes
     layers/2  Linear  none: its dot_general is plain
     """
-    return table({path: _layer(layer) for path, layer in _multiplying(model)})
-
-
-def _multiplying(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
-    """(path, layer) for each layer that multiplies by a kernel."""
-    modules = list(nnx.iter_modules(model))
-    classes = (*(seam.layer_class for seam in _SEAMS), *_WITHOUT_SEAM)
-    return [("/".join(map(str, path)), layer) for path, layer in modules if isinstance(layer, classes)]
-
-
-def _seam_of(layer: nnx.Module) -> Seam | None:
-    return next((seam for seam in _SEAMS if isinstance(layer, seam.layer_class)), None)
+    quantized = quantized_layers(model, args, kwargs)
+    return table({path: quantized.get(path) or _layer(layer) for path, layer in multiplying(model)})
 
 
 def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
     """Why a layer does not support a recipe; None if it does."""
-    if isinstance(layer, _WITHOUT_SEAM):
-        return _NO_SEAM
+    if isinstance(layer, WITHOUT_HOOK):
+        return NO_HOOK
     if isinstance(layer, nnx.Conv):
         groups = layer.feature_group_count
         return groups_reason(recipe, groups, layer.in_features // groups, layer.out_features // groups)
@@ -340,13 +330,13 @@ def _obstacle(layer: nnx.Module, recipe: Recipe) -> str | None:
 
 def _layer(layer: nnx.Module) -> Layer:
     """The row of `explain` for a layer."""
-    type_name, seam = type(layer).__name__, _seam_of(layer)
-    if seam is None:
-        return Layer(type_name, None, _NO_SEAM)
-    matmul = getattr(layer, seam.attribute)
+    type_name, hook = type(layer).__name__, hook_of(layer)
+    if hook is None:
+        return Layer(type_name, None, NO_HOOK)
+    matmul = getattr(layer, hook.attribute)
     if isinstance(matmul, Quantized):
         return Layer(type_name, matmul.recipe)
-    reason = f"it has a {seam.attribute} of its own" if seam.holds_other(layer) else f"its {seam.attribute} is plain"
+    reason = f"it has a {hook.attribute} of its own" if hook.holds_other(layer) else f"its {hook.attribute} is plain"
     return Layer(type_name, None, reason)
 
 

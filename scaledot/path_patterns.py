@@ -1,4 +1,4 @@
-"""Recipes and other settings by layer: glob patterns over the paths of layers, of which the first match applies.
+"""Recipes, formats and other settings by layer: glob patterns over the paths of layers; the first match applies.
 
 "mxfp8"                                             every layer
 {"block_*/mlp/*": "fp8_block", "*": "mxfp8"}        by path, in this order
@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from scaledot.formats import Format, find_format
 from scaledot.recipes import Recipe, find_recipe
 
-Given = str | Recipe | Mapping[str, str | Recipe | None]
+Rules = str | Recipe | Mapping[str, str | Recipe | None]
+FormatRules = str | Format | Mapping[str, str | Format | None]
 
 
 class PathPatterns:
@@ -22,53 +24,56 @@ class PathPatterns:
     `name` is the argument's name in error messages.
     """
 
+    matching = "layer that takes a recipe"  # what a pattern should match, in error messages
+
     def __init__(self, value: Any, name: str):
         self.by_path = value if isinstance(value, Mapping) else {} if value is None else {"*": value}
         self.name = name
-        self.asked: set[str] = set()
+        self.looked_up: set[str] = set()
 
     def value_for(self, path: str) -> Any:
         """The value of the first pattern that matches `path`; None without a match."""
-        self.asked.add(path)
+        self.looked_up.add(path)
         return next((value for pattern, value in self.by_path.items() if fnmatch.fnmatchcase(path, pattern)), None)
 
     def check_all_matched(self) -> None:
         """Raises ValueError for a pattern that none of the paths looked up so far matches."""
         for pattern in self.by_path:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.asked):
-                paths = sorted(self.asked)
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in self.looked_up):
+                paths = sorted(self.looked_up)
                 nearest = ", ".join(difflib.get_close_matches(pattern, paths, n=4, cutoff=0.3) or paths[:8])
                 raise ValueError(
-                    f"{pattern!r} of `{self.name}` matches no layer that takes a recipe; "
-                    f"near paths: {nearest or 'none'}"
+                    f"{pattern!r} of `{self.name}` matches no {self.matching}; near paths: {nearest or 'none'}"
                 )
 
 
 class Layer(NamedTuple):
-    """A layer of a model: the name of its type, its recipe, and the `reason` if it has none."""
+    """A layer of a model: the name of its type, its recipe or the format of its kernel, and the `reason` if none."""
 
     type: str
-    recipe: Recipe | None
+    setting: Recipe | Format | None
     reason: str = ""
-    overlooked: bool = False  # a pattern assigns a recipe that the layer does not support
+    overlooked: bool = False  # a pattern assigns a setting that the layer does not support
+    details: tuple[str, ...] = ()  # further columns of the table
 
 
 def table(layers: Mapping[str, Layer]) -> str:
-    """A table with one line per layer: path, type, and recipe or the reason why it has none."""
+    """A table with one line per layer: path, type, and setting with details, or the reason why it has none."""
     rows = [
-        (path, layer.type, layer.recipe.name if layer.recipe else f"none: {layer.reason}")
+        (path, layer.type, *((layer.setting.name, *layer.details) if layer.setting else (f"none: {layer.reason}",)))
         for path, layer in layers.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:2] if rows else []
-    return "\n".join(f"{path:{widths[0]}}  {type:{widths[1]}}  {rest}" for path, type, rest in rows)
+    columns = max(map(len, rows), default=0)
+    widths = [max((len(row[i]) for row in rows if len(row) > i + 1), default=0) for i in range(columns)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def warn_of_overlooked(layers: Mapping[str, Layer], stacklevel: int) -> None:
-    """Warns of layers whose pattern assigns a recipe that they do not support."""
+def warn_of_overlooked(layers: Mapping[str, Layer], stacklevel: int, setting: str = "a recipe") -> None:
+    """Warns of layers whose pattern assigns a setting that they do not support."""
     names = [f"{path} ({layer.type}: {layer.reason})" for path, layer in layers.items() if layer.overlooked]
     if names:
         warnings.warn(
-            f"layers in full precision although `rules` assigns them a recipe: {'; '.join(names)}. If that is "
+            f"layers in full precision although `rules` assigns them {setting}: {'; '.join(names)}. If that is "
             "intended, map these paths to None in `rules`",
             stacklevel=stacklevel + 1,
         )
@@ -77,7 +82,7 @@ def warn_of_overlooked(layers: Mapping[str, Layer], stacklevel: int) -> None:
 class RecipesByPath(PathPatterns):
     """A mapping of patterns to recipes; `layers` records the decision for each layer."""
 
-    def __init__(self, rules: Given):
+    def __init__(self, rules: Rules):
         super().__init__(rules, "rules")
         if not self.by_path:
             raise ValueError("`rules` must be a recipe, or a mapping of path patterns to recipes, not empty")
@@ -96,7 +101,7 @@ class RecipesByPath(PathPatterns):
         """
         recipe = self.recipe_for(path)
         if recipe is None:
-            layer = Layer(type, None, "no rule gives it one")
+            layer = Layer(type, None, NO_RULE)
         elif own is not None:
             layer = Layer(type, None, f"it has a {own} of its own")
         elif (reason := obstacle(recipe)) is not None:
@@ -104,4 +109,30 @@ class RecipesByPath(PathPatterns):
         else:
             layer = Layer(type, recipe)
         self.layers[path] = layer
-        return layer.recipe
+        return recipe if layer.setting is not None else None
+
+
+class FormatsByPath(PathPatterns):
+    """A mapping of patterns to formats of kernels; `layers` records the decision for each layer."""
+
+    matching = "layer with a kernel"
+
+    def __init__(self, rules: FormatRules):
+        super().__init__(rules, "rules")
+        if not self.by_path:
+            raise ValueError("`rules` must be a format, or a mapping of path patterns to formats, not empty")
+        self.by_path = {p: None if f is None else find_format(f) for p, f in self.by_path.items()}
+        self.layers: dict[str, Layer] = {}
+
+    def decide(self, path: str, type: str, obstacle: Callable[[Format], str | None]) -> Format | None:
+        """The format of a layer's kernel, recorded in `layers`; None if the kernel stays as it is.
+
+        obstacle: returns the reason why the kernel cannot be quantised to a format, or None.
+        """
+        format = self.value_for(path)
+        reason = NO_RULE if format is None else obstacle(format)
+        self.layers[path] = Layer(type, format if reason is None else None, reason or "", reason not in (None, NO_RULE))
+        return self.layers[path].setting and format
+
+
+NO_RULE = "no rule gives it one"

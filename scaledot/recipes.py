@@ -29,7 +29,7 @@ from scaledot.hashing import hash_once
 from scaledot.numerics import calibrate
 from scaledot.numerics.hadamard import Hadamard
 
-PRODUCTS = {"fwd": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("x", "g")}  # matmul: (lhs, rhs)
+GEMM_OPERANDS = {"fwd": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("x", "g")}  # matmul: (lhs, rhs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Delayed:
 
     length: steps in the history.
     algorithm: "max" over the history, or "most_recent".
-    margin: headroom in powers of two: the quantisation multiplier is F / amax / 2^margin.
+    margin: headroom in powers of two: the quantisation multiplier is format.max / amax / 2^margin.
     """
 
     length: int = 1024
@@ -183,7 +183,7 @@ class Recipe:
     def __post_init__(self):
         if self.amax_scope not in ("global", "local"):
             raise ValueError(f"`amax_scope` {self.amax_scope!r} is not known; use 'global' or 'local'")
-        for matmul in PRODUCTS:
+        for matmul in GEMM_OPERANDS:
             gemm = getattr(self, matmul)
             if not isinstance(gemm, Gemm) and (gemm is not None or matmul == "fwd"):
                 raise TypeError(f"`{matmul}` of a Recipe must be a Gemm, not {gemm!r}")
@@ -201,7 +201,7 @@ class Recipe:
 
     def casts(self) -> Iterator[tuple[str, str, Cast]]:
         """Yields (matmul, tensor, cast) for each operand that is quantised."""
-        for matmul, tensors in PRODUCTS.items():
+        for matmul, tensors in GEMM_OPERANDS.items():
             gemm = getattr(self, matmul)
             for tensor, cast in zip(tensors, (gemm.lhs, gemm.rhs) if gemm else (), strict=False):
                 if cast is not None:
@@ -224,7 +224,7 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain Python values, without fields at their defaults; `Recipe.from_dict` is the inverse."""
-        gemms = {m: _gemm_to_dict(getattr(self, m)) for m in PRODUCTS if getattr(self, m) is not None}
+        gemms = {m: _gemm_to_dict(getattr(self, m)) for m in GEMM_OPERANDS if getattr(self, m) is not None}
         scope = {} if self.amax_scope == "global" else {"amax_scope": self.amax_scope}
         return {"name": self.name, **gemms, **scope}
 
@@ -235,11 +235,11 @@ class Recipe:
         >>> Recipe.from_dict({"name": "w8", "fwd": {"rhs": {"format": "int8"}}}).fwd.rhs.format
         Format('int8')
         """
-        _check_keys("recipe", fields, ("name", *PRODUCTS, "amax_scope"))
+        _check_keys("recipe", fields, ("name", *GEMM_OPERANDS, "amax_scope"))
         missing = [name for name in ("name", "fwd") if name not in fields]
         if missing:
             raise ValueError(f"a recipe needs {missing[0]!r}; it has {', '.join(fields) or 'nothing'}")
-        gemms = (_gemm_from_dict(fields.get(matmul)) for matmul in PRODUCTS)
+        gemms = (_gemm_from_dict(fields.get(matmul)) for matmul in GEMM_OPERANDS)
         return cls(fields["name"], *gemms, amax_scope=fields.get("amax_scope", "global"))
 
     def to_json(self) -> str:
@@ -252,12 +252,12 @@ class Recipe:
     def __str__(self) -> str:
         rows = [
             (matmul, *(f"{t} {_describe(c)}" for t, c in zip(tensors, (gemm.lhs, gemm.rhs), strict=True)))
-            for matmul, tensors in PRODUCTS.items()
+            for matmul, tensors in GEMM_OPERANDS.items()
             if (gemm := getattr(self, matmul)) is not None
         ]
         width = max(len(left) for _, left, _ in rows) + 5
         lines = [f"  {matmul:<5}  {left:<{width}} {right}" for matmul, left, right in rows]
-        unset = " and ".join(matmul for matmul in PRODUCTS if getattr(self, matmul) is None)
+        unset = " and ".join(matmul for matmul in GEMM_OPERANDS if getattr(self, matmul) is None)
         lines += [f"  {unset} straight through"] if unset else []
         lines += ["  amax of each shard"] if self.amax_scope == "local" else []
         return "\n".join([self.name, *lines])

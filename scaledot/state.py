@@ -12,13 +12,13 @@ for the next use, and its backward pass merges the cotangent of that state by ma
 over micro-batches and a rematerialised block all record the exact amax over their uses, if each use takes the state
 that the previous one returned. `merge` does the same for the states of separate gradient computations.
 
-A state that was used twice all the same has a sum of two states as its gradient. This is detected, because the
-multiplier of a valid state is at most the F / amax of its history: the smaller of the two is used, which saturates no
-element that a valid state would not, and the history is cleared.
+If a state is used twice without passing it on, JAX returns the sum of two next states. This is detected, because the
+multiplier of a valid state is at most format.max / amax of its history: the smaller of the two is used, which saturates
+no element that a valid state would not, and the history is cleared.
 
-A state that is not differentiated never advances: its history stays empty and its multiplier 1, at which small
+A state that is not differentiated never advances: its history stays all zeros and its multiplier 1, at which small
 gradients underflow to zero. `checked_use` raises if w is differentiated without the state, and warns once if a forward
-pass uses an empty state that is not traced. For a traced state it cannot tell whether the history is empty.
+pass uses a concrete state with an all-zero history. The elements of a traced state are not known, so it does not warn.
 """
 
 import contextlib
@@ -43,7 +43,10 @@ from scaledot.recipes import Cast, Recipe, find_recipe
 
 
 class AmaxHistory(NamedTuple):
-    """The float32 `history` of amaxes, newest last (slot 0 is for the next step), and the quantisation `multiplier`."""
+    """The amax history and the quantisation multiplier of one tensor, both float32.
+
+    history: (length,), newest last; slot 0 is for the next step. multiplier: a scalar, or of shape (1,) in Flax.
+    """
 
     history: Any
     multiplier: Any
@@ -71,10 +74,10 @@ def init_state(recipe: str | Recipe) -> State:
     >>> sorted(state), state["x"].history.shape, float(state["x"].multiplier)
     (['g', 'w', 'x'], (1024,), 1.0)
     """
-    return {tensor: _empty(cast) for tensor, cast in find_recipe(recipe).delayed.items()}
+    return {tensor: _zero_history(cast) for tensor, cast in find_recipe(recipe).delayed.items()}
 
 
-def _empty(cast: Cast) -> AmaxHistory:
+def _zero_history(cast: Cast) -> AmaxHistory:
     assert cast.delayed is not None
     return AmaxHistory(jnp.zeros(cast.delayed.length, jnp.float32), jnp.ones((), jnp.float32))
 
@@ -100,7 +103,10 @@ def merge(*states: Any) -> Any:
 
 
 def merged(*states: AmaxHistory) -> AmaxHistory:
-    """The elementwise maximum of histories, and the smallest multiplier of those with an amax above 0 in this step."""
+    """`merge` for the AmaxHistory of one tensor.
+
+    Returns the elementwise maximum of histories, and the smallest multiplier of those whose newest amax is not 0.
+    """
     updated = [(s.history[..., -1] > 0).reshape(s.multiplier.shape) for s in states]
     observed = [jnp.where(new, s.multiplier, np.float32(np.inf)) for new, s in zip(updated, states, strict=True)]
     smallest = functools.reduce(jnp.minimum, observed)
@@ -140,8 +146,8 @@ def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _differentiated_with(recipe_name: str, state: State, w: jax.Array) -> State:
-    """Returns `state`; its JVP rule raises if w is differentiated and no leaf of the state is.
+def _require_state_gradient(recipe_name: str, state: State, w: jax.Array) -> State:
+    """Returns `state`; its JVP rule raises ValueError if w is differentiated and no leaf of the state is.
 
     A gradient with respect to x alone is allowed: for a saliency map of a trained model, or a frozen layer with a
     trained history.
@@ -149,7 +155,7 @@ def _differentiated_with(recipe_name: str, state: State, w: jax.Array) -> State:
     return state
 
 
-@functools.partial(_differentiated_with.defjvp, symbolic_zeros=True)
+@functools.partial(_require_state_gradient.defjvp, symbolic_zeros=True)
 def _refuse_constant_state(recipe_name: str, primals: tuple[State, jax.Array], tangents: tuple[Any, Any]):
     state, w = tangents
     if not is_zero(w) and all(map(is_zero, jax.tree.leaves(state))):
@@ -184,17 +190,21 @@ def unchecked():
 
 
 def checked_use(recipe: Recipe, state: State, w: jax.Array) -> State:
-    """Returns `state` for a matmul with w; raises if w is differentiated without it, warns if its history is empty."""
+    """Returns `state`, and checks that the gradient of w is only computed together with that of the state.
+
+    Raises ValueError if w is differentiated and `state` is not. Warns once if `state` is concrete and all its histories
+    are zero.
+    """
     if _unchecked.get():
         return state
     if isinstance(w, Tracer):
-        return typing.cast(State, _differentiated_with(recipe.name, state, w))
-    if not _warn_once.cache_info().currsize and _is_known_to_be_empty(state):
+        return typing.cast(State, _require_state_gradient(recipe.name, state, w))
+    if not _warn_once.cache_info().currsize and _is_known_to_be_zero(state):
         _warn_once(recipe.name)
     return state
 
 
-def _is_known_to_be_empty(state: State) -> bool:
+def _is_known_to_be_zero(state: State) -> bool:
     """Whether all histories are zero; False if a leaf is traced or not fully addressable."""
     leaves = jax.tree.leaves(state)
     if any(isinstance(leaf, Tracer) or not getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
@@ -205,7 +215,7 @@ def _is_known_to_be_empty(state: State) -> bool:
 @functools.cache
 def _warn_once(recipe_name: str) -> None:
     warnings.warn(
-        f"a forward pass under {recipe_name} has an empty amax history and casts with quantisation multiplier 1. "
+        f"a forward pass under {recipe_name} has an all-zero amax history and casts with quantisation multiplier 1. "
         "Training steps, which differentiate with respect to the state, fill the history: pass the state they return. "
         "This warning is issued once, and only for a state that is not traced",
         stacklevel=2,
@@ -237,49 +247,49 @@ def described_leaves(tree: Any) -> Iterator[tuple[str, str]]:
         yield path, f"{jnp.result_type(leaf)}[{','.join(map(str, shape))}]"
 
 
-# compute(key, f, *scalars) returns f(*scalars) for float32 scalars, possibly in a kernel that is cached by the key.
+# compute(cache_key, f, *scalars) returns f(*scalars) for float32 scalars, possibly in a kernel cached by `cache_key`.
 Compute = Callable[..., jax.Array]
 
 
-def _inline(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> jax.Array:
+def _inline(cache_key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> jax.Array:
     return f(*scalars)
 
 
 def multiplier_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
-    """The quantisation multiplier of this step: the stored one, at most the F / amax of the history.
+    """The quantisation multiplier of this step: the stored one, at most format.max / amax of the history.
 
     The limit only applies to an invalid state, such as a sum of two. A multiplier of 0, the zero gradient of a state
     that no matmul used in the last step, is replaced by 1.
     """
     assert cast.delayed is not None
     amax = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
-    return compute(("multiplier", cast), functools.partial(_limited, cast), state.multiplier.reshape(()), amax)
+    return compute(("multiplier", cast), functools.partial(_clamp_multiplier, cast), state.multiplier.reshape(()), amax)
 
 
-def _limited(cast: Cast, multiplier: jax.Array, amax: jax.Array) -> jax.Array:
+def _clamp_multiplier(cast: Cast, multiplier: jax.Array, amax: jax.Array) -> jax.Array:
     multiplier = jnp.where(multiplier > 0, jnp.minimum(multiplier, LARGEST_MULTIPLIER), np.float32(1))
-    limit = _multiplier(cast, amax)  # 0 if the history is empty
+    limit = _multiplier_for_cast(cast, amax)  # 0 if the history is all zeros
     return jnp.where(limit > 0, jnp.minimum(multiplier, limit), multiplier)
 
 
-def _multiplier(cast: Cast, amax: jax.Array) -> jax.Array:
+def _multiplier_for_cast(cast: Cast, amax: jax.Array) -> jax.Array:
     assert cast.delayed is not None
     return multiplier_from(cast.format, amax, cast.delayed.margin)
 
 
 def multiplier_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
-    """The quantisation multiplier (F / amax) / 2^margin, at most 2^126; 0 if amax is 0."""
+    """The quantisation multiplier (format.max / amax) / 2^margin, at most 2^126; 0 if amax is 0."""
     multiplier = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_MULTIPLIER)
     return jnp.where(amax > 0, multiplier, np.float32(0))
 
 
 def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
-    """The next state, from the finite amax of each tensor in this step."""
+    """The next state of all tensors. amax: for each tensor, its finite amax in this step."""
     return {tensor: advance(cast, state[tensor], amax[tensor]) for tensor, cast in recipe.delayed.items()}
 
 
 def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = _inline) -> AmaxHistory:
-    """The next history of one tensor: records `amax`, computes the next multiplier, and clears the slot for it."""
+    """The next state of one tensor: records `amax`, computes the multiplier, and clears the slot of the next amax."""
     delayed = cast.delayed
     assert delayed is not None
     current = multiplier_of(cast, state, compute)
@@ -293,4 +303,4 @@ def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = 
 
 
 def _next_multiplier(cast: Cast, amax: jax.Array, current: jax.Array) -> jax.Array:
-    return jnp.where(amax > 0, _multiplier(cast, amax), current)
+    return jnp.where(amax > 0, _multiplier_for_cast(cast, amax), current)

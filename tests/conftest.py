@@ -1,23 +1,23 @@
-"""Fixtures that tests ask for by name."""
+"""Fixtures of several test modules."""
 
 import jax
 import pytest
 
-collect_ignore = ["conftest.py"]  # holds no examples, and docs has one of the same name
+collect_ignore = ["conftest.py"]  # this file has no doctests, and docs/conftest.py has the same module name
 
 
 @pytest.fixture
 def standard_promotion():
-    """JAX's own promotion rules, for code that is not ours."""
+    """Restores JAX's default promotion rules, for code of other libraries."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @pytest.fixture
 def hopper(request, monkeypatch, capfd):
-    """Kernels for Hopper are taken, for as many MULTIPROCESSORS as a module says, and no race may be found."""
+    """Enables interpreted Hopper kernels on `SM_COUNT` SMs, a constant of the test module, and fails on races."""
     from hopper import interpreted
 
-    with interpreted(monkeypatch, getattr(request.module, "MULTIPROCESSORS", 2)):
+    with interpreted(monkeypatch, getattr(request.module, "SM_COUNT", 2)):
         yield
     assert "RACE DETECTED" not in capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Compile for a GPU on a machine without one: needs jax's CUDA plugin (about 4 GB) and JAX_PLATFORMS=cpu."""
+"""Compiles for a GPU on a machine without one; needs JAX's CUDA plugin (about 4 GB) and JAX_PLATFORMS=cpu."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ DEVICES = {
     "B200": "core_count: 148 memory_bandwidth: 7672320000000 l2_cache_size: 132644864 clock_rate_ghz: 1.965 "
     "device_memory_size: 191514411008 cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }",
 }
-MISSING = "compiling for a GPU needs its plugin: make test-gpu-compile"
+MISSING = "compiling for a GPU needs the CUDA plugin: make test-gpu-compile"
 
 
 def is_possible() -> bool:
@@ -32,7 +32,7 @@ def is_possible() -> bool:
 
 
 def devices_of(device: str, count: int):
-    """So many devices of that kind, to compile for."""
+    """Returns a topology of `count` devices of that kind to compile for."""
     target = (
         f'gpu_device_info {{ {_FIELDS} {DEVICES[device]} name: "NVIDIA {device}" }} platform_name: "CUDA" '
         f'dnn_version_info {{ major: 9 minor: 12 patch: 0 }} device_description_str: "NVIDIA {device}"'
@@ -41,14 +41,14 @@ def devices_of(device: str, count: int):
 
 
 def compiled_for(device: str, f, *shapes: jax.ShapeDtypeStruct) -> str:
-    """The optimised HLO of f on one device of that kind."""
-    place = NamedSharding(topologies.make_mesh(devices_of(device, 1), (1,), ("x",)), PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place) for shape in shapes]
+    """Returns the optimised HLO of f for one device of that kind."""
+    sharding = NamedSharding(topologies.make_mesh(devices_of(device, 1), (1,), ("x",)), PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
     return jax.jit(f).lower(*placed).compile().as_text()
 
 
-def listings(monkeypatch, folder):
-    """The folder, in which the assembler will leave what it says of Mosaic kernels."""
+def ptxas_reports(monkeypatch, folder):
+    """Makes ptxas write its reports on Mosaic kernels to the folder, and returns the folder."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setattr(support, "sm_count", lambda: 132)
@@ -57,14 +57,14 @@ def listings(monkeypatch, folder):
 
 
 def spills(folder) -> list[int]:
-    """Bytes of registers that each kernel keeps in memory."""
+    """Returns the bytes of register spills of each kernel, from the reports of ptxas."""
     texts = [file.read_text() for file in folder.glob("*ptxas*")]
     return [int(found) for text in texts for found in re.findall(r"(\d+) bytes spill stores", text)]
 
 
 def spills_of_cast(device: str, case, folder) -> list[int]:
     key = jax.random.key(0)
-    compiled_for(device, lambda x: case.ours(x, key).arrays, jax.ShapeDtypeStruct((1024, 2048), case.dtype))
+    compiled_for(device, lambda x: case.by_kernel(x, key).arrays, jax.ShapeDtypeStruct((1024, 2048), case.dtype))
     found = spills(folder)
-    assert found, "the assembler left no listing"
+    assert found, "ptxas wrote no report"
     return found

@@ -1,4 +1,4 @@
-"""Kernels for Hopper without one: JAX interprets them, with a search for races, on programs for few multiprocessors."""
+"""Runs Hopper kernels without a GPU, in JAX's interpreter, with race detection and few SMs."""
 
 import contextlib
 import dataclasses
@@ -20,36 +20,36 @@ needs_mosaic = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def interpreted(monkeypatch, sm_count: int = 2):
-    """A process in which the kernels are taken, as if on a Hopper GPU."""
+    """Enables the Hopper kernels, in interpret mode, as on a GPU with this number of SMs."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     races = plgpu.InterpretGPUParams(detect_races=True)
-    with _taken(monkeypatch, sm_count), plgpu.force_gpu_interpret_mode(races):
+    with _enabled(monkeypatch, sm_count), plgpu.force_gpu_interpret_mode(races):
         yield
 
 
 @contextlib.contextmanager
 def lowered_for_hopper(monkeypatch):
-    """A process in which the kernels are lowered as for an H200; the programs cannot be run."""
-    with _taken(monkeypatch, support.DEFAULT_SM_COUNT) as patched:
+    """Lowers the Hopper kernels as for an H200; the programs cannot be run."""
+    with _enabled(monkeypatch, support.DEFAULT_SM_COUNT) as patched:
         patched.setattr(support, "machine_reason", lambda: None)
         patched.setattr(support, "is_interpreted", lambda: False)
         yield
 
 
 @contextlib.contextmanager
-def _taken(monkeypatch, sm_count: int):
+def _enabled(monkeypatch, sm_count: int):
     with monkeypatch.context() as patched:
         patched.setattr(support, "device_reason", lambda: None)
         patched.setattr(support, "sm_count", lambda: sm_count)
-        for name in ("DOT", "RAGGED", "CASTS"):  # tables of their own: no program that was traced before is taken
+        for name in ("DOT", "RAGGED", "CASTS"):  # new tables: cached programs with other kernels are not reused
             first, *others = getattr(table, name)
             patched.setattr(table, name, (dataclasses.replace(first), *others))
         yield patched
 
 
 def quantize(*arguments, **options) -> sd.ScaledArray:
-    """An operand for a test of matmuls. XLA casts it, because interpreted cast kernels are slow."""
+    """Quantises an operand by XLA, because interpreted cast kernels are slow."""
     return sd.quantize(*arguments, kernel="xla_cast", **options)
 
 

@@ -1,9 +1,9 @@
-"""Which cases of the suite run by default.
+"""Selects the cases of parametrised tests that run by default.
 
 A test over several `parametrize` tables runs a covering array of their product: of two tables every row of each, of
 three or more every pair of rows of any two tables (the pairwise selection of combinatorial testing). Rows marked
 `exhaustive` share every code path with another row; tests marked `end_to_end` run a whole example. `pytest --all` runs
-what these rules leave out; a test marked `whole_product` is never thinned.
+all cases; tests marked `whole_product` always do.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import pytest
 
 Row = tuple[int, ...]
 PARAM = type(pytest.param())
-LEFT_OUT = ("exhaustive", "end_to_end")
+EXCLUDED = ("exhaustive", "end_to_end")
 
 
 def selected(items: Iterable) -> list:
-    """The pytest items of a default run, in their order."""
+    """Returns the pytest items of a default run, in their order."""
     by_test: dict[object, list] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, LEFT_OUT)):
+        if not any(map(item.get_closest_marker, EXCLUDED)):
             by_test.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     return [item for cases in by_test.values() for item in _covering_cases(cases)]
 
@@ -30,44 +30,44 @@ def _covering_cases(cases: list) -> list:
         return cases
     rows = [_row(item) for item in cases]
     strength = max(len(rows[0]) - 1, 1)
-    kept = covering_array(rows, min(strength, 2))
-    return [item for item, row in zip(cases, rows, strict=True) if row in kept]
+    chosen = covering_array(rows, min(strength, 2))
+    return [item for item, row in zip(cases, rows, strict=True) if row in chosen]
 
 
 def _row(item) -> Row:
-    """The position of an item in each of its test's tables."""
+    """Returns the row of an item in each of its test's `parametrize` tables."""
     return tuple(_position(mark, item.callspec.params) for mark in item.iter_markers("parametrize"))
 
 
 def _position(mark, params: dict) -> int:
-    """The row of a `parametrize` table that a case's parameters are from."""
+    """Returns the row of a `parametrize` table that contains a case's parameters."""
     names = mark.args[0]
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    wanted = [params[name] for name in names]
+    arguments = [params[name] for name in names]
     for position, row in enumerate(mark.args[1]):
         values = row.values if isinstance(row, PARAM) else (row if len(names) > 1 else (row,))
-        if all(a is b for a, b in zip(values, wanted, strict=True)):
+        if all(a is b for a, b in zip(values, arguments, strict=True)):
             return position
-    raise ValueError(f"{wanted} is no row of the table {names}; give the table as a list, not as an iterator")
+    raise ValueError(f"{arguments} is no row of the table {names}; pass the table as a list, not as an iterator")
 
 
 def covering_array(rows: Sequence[Row], strength: int) -> set[Row]:
-    """Rows that hold every combination of `strength` columns' values that any row holds, chosen greedily.
+    """Returns rows, chosen greedily, with every combination of values of `strength` columns that occurs in any row.
 
     >>> sorted(covering_array([(a, b) for a in range(3) for b in range(2)], strength=1))
     [(0, 0), (1, 1), (2, 0)]
     """
     missing = set().union(*(_combinations(row, strength) for row in rows))
     used: dict[tuple[int, int], int] = {}
-    kept: set[Row] = set()
+    chosen: set[Row] = set()
     while missing:
-        # Of the rows that cover most, the one whose values were used least, so that no value is always met by the same.
+        # Of the rows that cover most, take the one whose values were used least, so that values occur in many pairings.
         best = max(rows, key=lambda row: (len(_combinations(row, strength) & missing), -_uses(row, used)))
-        kept.add(best)
+        chosen.add(best)
         missing -= _combinations(best, strength)
-        for place in enumerate(best):
-            used[place] = used.get(place, 0) + 1
-    return kept
+        for cell in enumerate(best):
+            used[cell] = used.get(cell, 0) + 1
+    return chosen
 
 
 def _combinations(row: Row, strength: int) -> set:
@@ -75,4 +75,4 @@ def _combinations(row: Row, strength: int) -> set:
 
 
 def _uses(row: Row, used: dict[tuple[int, int], int]) -> int:
-    return sum(used.get(place, 0) for place in enumerate(row))
+    return sum(used.get(cell, 0) for cell in enumerate(row))

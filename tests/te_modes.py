@@ -1,4 +1,4 @@
-"""What tests of TransformerEngine's surface share: its modes, a quantizer of each, and how tensors are compared."""
+"""Helpers of the tests of `compat.transformer_engine`: scaling modes, a quantizer for each, comparison of tensors."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ MODES = {
     ScalingMode.FP8_1D_BLOCK_SCALING: E4M3,
     ScalingMode.FP8_2D_BLOCK_SCALING: E4M3,
 }
-# Current scaling casts as delayed scaling does, 2-D blocks as 1-D ones, and blocks of float scales as those of MXFP8.
+# Covered by other modes: current scaling by delayed scaling, 1D by 2D blocks (NVFP4) and 2D by 1D (FP8), and FP8 blocks
+# by MXFP8.
 RELATED = ("CURRENT_TENSOR_SCALING", "NVFP4_1D_SCALING", "FP8_2D_BLOCK_SCALING", "FP8_1D_BLOCK_SCALING")
 MODE_ROWS = table_of(MODES, RELATED, lambda mode: mode.name)
 EACH_MODE = pytest.mark.parametrize("mode", MODE_ROWS)
@@ -33,7 +34,7 @@ def quantizer(mode, layout=QuantizeLayout.ROWWISE_COLWISE, **options):
     return te.QuantizerFactory.create(1, mode, MODES[mode], layout, **options)
 
 
-def same_leaves(a, b):
+def assert_same_leaves(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype

@@ -21,9 +21,9 @@ import scaledot as sd
 from scaledot import train
 from scaledot.kernels import table
 from scaledot.kernels.layouts import Transposed
-from scaledot.kernels.spec import CastArguments, CastProblem, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.kernels.table import Kernel
-from scaledot.ops.casts import make_casts
+from scaledot.ops.casts import run_casts
 from scaledot.parallel.custom_partition import Leaf, propagation_rule
 from scaledot.parallel.types import partition_reason
 from scaledot.recipes import RECIPES
@@ -51,8 +51,8 @@ def traced(monkeypatch):
     def run_cast(problem: CastProblem, x, arguments: CastArguments):
         traced.casts.add(problem.shape)
         result = table._reference_cast(problem, x, arguments)
-        pairs = zip(result.arrays, problem.views, strict=True)
-        return result._replace(arrays=tuple(Transposed(q.T) if view.contracted == 0 else q for q, view in pairs))
+        pairs = zip(result.arrays, problem.outputs, strict=True)
+        return result._replace(arrays=tuple(Transposed(q.T) if output.contracted == 0 else q for q, output in pairs))
 
     def run_matmul(problem, lhs, rhs, group_sizes=None):
         traced.matmuls.add((lhs.shape, rhs.shape))
@@ -65,7 +65,7 @@ def traced(monkeypatch):
         both = problem.lhs.format is not None and problem.rhs.format is not None
         return None if both and not problem.contraction.batch else "it multiplies scaled matrices"
 
-    place = {"place_reason": lambda p: None if p is None else partition_reason(p), "is_opaque": True}
+    place = {"environment_reason": lambda p: None if p is None else partition_reason(p), "is_opaque": True}
     cast = Kernel("opaque_cast", not_a_matrix, lambda problem: "an opaque cast", run_cast, **place)
     matmul = Kernel("opaque_matmul", not_scaled, lambda problem: "an opaque matmul", run_matmul, **place)
     monkeypatch.setattr(table, "CASTS", (cast, table.XLA_CAST))
@@ -101,8 +101,8 @@ def test_a_step_matches_one_device(traced, name, layout_name):
     assert smallest < tokens * 512 * 512 * 256 // devices
 
 
-def views_of(recipe, x) -> list[tuple[tuple[View, ...], bool]]:
-    """The views of a matrix for the casts of a recipe, and whether they use stochastic rounding."""
+def outputs_of(recipe, x) -> list[tuple[tuple[CastOutput, ...], bool]]:
+    """The outputs of a matrix for the casts of a recipe, and whether they use stochastic rounding."""
     found = []
     for matmul, tensor, cast in recipe.casts():
         if cast.delayed is None:
@@ -110,7 +110,7 @@ def views_of(recipe, x) -> list[tuple[tuple[View, ...], bool]]:
             dims = OperandDims("ab", "ab"[1 - axis], "ab"[axis])
             spec = ResolvedCast.on(cast, dims).spec(x.shape, x.dtype)
             is_stochastic = cast.rounding == "stochastic"
-            found.append(((View(spec, 0 if is_stochastic else None, axis),), is_stochastic))
+            found.append(((CastOutput(spec, 0 if is_stochastic else None, axis),), is_stochastic))
     return found
 
 
@@ -120,13 +120,13 @@ def test_codes_and_scales_are_bit_identical_to_single_device(traced, name, spec)
     """Also with stochastic rounding."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((1024, 1024)) * np.geomspace(0.01, 100, 1024), jnp.float32)
-    casts, key = views_of(RECIPES[name], x), jax.random.key(5)
+    casts, key = outputs_of(RECIPES[name], x), jax.random.key(5)
 
     def run(x, key):
         with_key = CastArguments(keys=(key,))
         return [
-            make_casts(x, views, with_key if is_stochastic else CastArguments()).arrays
-            for views, is_stochastic in casts
+            run_casts(x, outputs, with_key if is_stochastic else CastArguments()).arrays
+            for outputs, is_stochastic in casts
         ]
 
     expected = jax.jit(run)(x, key)
@@ -253,16 +253,15 @@ def test_rematerialised_layers_match_those_that_save_residuals(traced):
     np.testing.assert_array_equal(gradient(jax.checkpoint(layer)), gradient(layer))
 
 
-def test_explain_tells_that_kernels_run_on_shards(traced):
+def test_explain_says_that_kernels_run_on_shards(traced):
     _, x, w = fsdp_and_tensor_parallel()
     text = sd.explain(train.dense, x, w, recipe="fp8_current")
     assert "TAKEN: an opaque cast; each of 8 devices runs it on its shards" in text
-    assert (
-        "TAKEN: an opaque matmul; each of 8 devices runs it on its shards, and operands are gathered as codes" in text
-    )
+    sharded = "each of 8 devices runs it on its shards, and operands are all-gathered as codes"
+    assert f"TAKEN: an opaque matmul; {sharded}" in text
 
 
-def test_sizes_that_do_not_divide_have_factors_of_their_own():
+def test_sizes_that_do_not_divide_have_separate_factors_in_the_sharding_rule():
     rule = propagation_rule([Leaf((96, 5), ("m", "k"))], [Leaf((96,), ("m",)), Leaf((7,), ("m",)), Leaf((), ())])
     assert rule == ("l0_0 l1_0 -> l0_0, own0, ", (), {})
 

@@ -1,4 +1,4 @@
-"""Cast kernels and the fields of a format: each is refused with a reason, or computed to the bits of the reference."""
+"""Cast kernels and the fields of a Format: a kernel returns a reason, or codes bit-identical to the reference."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from scaledot.kernels.hopper import cast_8bit, cast_microscaled
 
 pytestmark = pytest.mark.jax_versions
 
-# Values of every field. A new field needs values here, and a decision in `COMPUTED` of the cast kernels.
+# Values of every field. A new field needs values here, and a decision in `SUPPORTED_FIELDS` of the cast kernels.
 VALUES = {
     "name": ("another",),
     "element": ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float6_e2m3fn", "int8", "int4", "uint4"),
@@ -25,7 +25,7 @@ VALUES = {
     "two_level": (False, True),
     "guard": (False, True),
     "search": (None, "four_over_six"),
-    "quirks": (),  # by its own fields
+    "quirks": (),  # see QUIRKS
 }
 QUIRKS = {
     "divide": True,
@@ -38,53 +38,54 @@ QUIRKS = {
     "least_scale": 0.01,
     "empty_scale": "eps",
 }
-# A format of each cast kernel and its blocks there; then what of all of the above the kernel computes.
-KERNELS = {
+# For each kind of cast, a format and its block; SUPPORTED lists the values of VALUES that the kernel also supports.
+KINDS = {
     "one scale": (sd.FORMATS["fp8_e4m3"], None),
-    "lines": (sd.FORMATS["int8"], (128,)),
-    "squares": (sd.FORMATS["fp8_e4m3"], (128, 128)),
+    "1x128": (sd.FORMATS["int8"], (128,)),
+    "128x128": (sd.FORMATS["fp8_e4m3"], (128, 128)),
     "mxfp8": (sd.FORMATS["mxfp8"], (32,)),
     "nvfp4": (sd.FORMATS["nvfp4"], (16,)),
 }
-_TILES = {
+_8BIT = {
     "name": ("another",),
     "element": ("float8_e4m3fn", "float8_e5m2", "int8"),
     "rule": FLOAT_RULES,
     "pow2": (True,),
     "bound": ("half",),
 }
-COMPUTED = {
-    "one scale": _TILES | {"block": ((128,), (128, 128))},
-    "lines": _TILES | {"block": (None, (128, 128))},
-    "squares": _TILES | {"block": (None, (128,))},
+SUPPORTED = {
+    "one scale": _8BIT | {"block": ((128,), (128, 128))},
+    "1x128": _8BIT | {"block": (None, (128, 128))},
+    "128x128": _8BIT | {"block": (None, (128,))},
     "mxfp8": {"name": ("another",), "element": ("float8_e5m2",), "rule": E8M0_RULES, "block": ((32, 32),)},
     "nvfp4": {"name": ("another",), "block": ((16, 16),)},
 }
 
 
-def changed(kernel: str) -> list[tuple[str, object, Format, tuple | None]]:
-    """(field, value, format, block) for every value of every field that differs from the kernel's format."""
-    row, block = KERNELS[kernel]
+def variants(kind: str) -> list[tuple[str, object, Format, tuple | None]]:
+    """Returns (field, value, format, block) for each value of each field that differs from the format of this kind."""
+    format, block = KINDS[kind]
     rows = [
-        (field, value, dataclasses.replace(row, **{field: value}), value if field == "block" else block)
+        (field, value, dataclasses.replace(format, **{field: value}), value if field == "block" else block)
         for field, values in VALUES.items()
         for value in values
-        if value != (block if field == "block" else getattr(row, field))
+        if value != (block if field == "block" else getattr(format, field))
     ]
     quirks = ((field, value, Quirks(**{field: value})) for field, value in QUIRKS.items())
-    return rows + [(f, value, dataclasses.replace(row, quirks=quirk), block) for f, value, quirk in quirks]
+    return rows + [(f, value, dataclasses.replace(format, quirks=quirk), block) for f, value, quirk in quirks]
 
 
-def wanted(row: Format, block):
-    """Both orientations, as training asks for them."""
+def both_outputs(format: Format, block):
+    """Returns the row-wise and the column-wise cast that training requests."""
     from benchmarks.gpu.cast import MatrixCast
 
-    kept, summed = sd.Cast(row, (0, 0) if block is None else block).tile
-    return MatrixCast(row, (kept, summed), 1, is_residual=True), MatrixCast(row, (summed, kept), 0, is_residual=True)
+    free, contracting = sd.Cast(format, (0, 0) if block is None else block).tile
+    rowwise = MatrixCast(format, (free, contracting), 1, is_residual=True)
+    return rowwise, MatrixCast(format, (contracting, free), 0, is_residual=True)
 
 
 def reason_of(case) -> str | None:
-    """Why no kernel makes what a case asks for."""
+    """Returns why no kernel supports a case, or None."""
     problems = case.problems(jnp.ones((256, 256), case.dtype))
     reasons = [(cast_8bit.problem_reason(p), cast_microscaled.problem_reason(p)) for p in problems]
     return next((f"{first}; {second}" for first, second in reasons if first and second), None)
@@ -96,23 +97,23 @@ def test_every_field_of_a_format_has_values_here():
     assert all(value != getattr(Quirks(), field) for field, value in QUIRKS.items())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_cast_kernel_refuses_what_it_does_not_compute(kernel):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cast_kernel_returns_a_reason_for_unsupported_fields(kind):
     from benchmarks.gpu import cast
 
-    computed = COMPUTED[kernel]
-    for field, value, row, block in changed(kernel):
-        reason = reason_of(cast.Case("", jnp.bfloat16, wanted(row, block)))
-        in_groups = reason_of(cast.GroupCase("", jnp.bfloat16, wanted(row, block)[:1]))
-        assert (reason is None) == (value in computed.get(field, ())), (field, value, reason)
-        assert reason is None or in_groups is not None, (field, value)
+    supported = SUPPORTED[kind]
+    for field, value, format, block in variants(kind):
+        reason = reason_of(cast.Case("", jnp.bfloat16, both_outputs(format, block)))
+        group_reason = reason_of(cast.GroupCase("", jnp.bfloat16, both_outputs(format, block)[:1]))
+        assert (reason is None) == (value in supported.get(field, ())), (field, value, reason)
+        assert reason is None or group_reason is not None, (field, value)
 
 
-# Casts that together have every value that is computed, but for those of `benchmarks.gpu.cast.CASES`, whose bytes
-# test_hopper_kernels compares.
-PROOFS = [
+# Casts that have every supported value of a field between them, except for those of `benchmarks.gpu.cast.CASES`, which
+# test_hopper_kernels compares with the reference.
+CHECKED = [
     ("one scale", {"rule": "amax_over_f", "pow2": True}),
-    ("lines", {"rule": "f_over_amax", "bound": "half"}),
+    ("1x128", {"rule": "f_over_amax", "bound": "half"}),
     ("mxfp8", {"element": "float8_e5m2", "rule": "floor", "block": (32, 32)}),
     ("mxfp8", {"rule": "even"}),
     ("mxfp8", {"rule": "even1"}),
@@ -120,28 +121,28 @@ PROOFS = [
 ]
 
 
-def test_every_value_that_a_cast_kernel_accepts_is_held_to_the_reference():
+def test_every_supported_value_of_a_field_is_compared_with_the_reference():
     from benchmarks.gpu import cast
 
-    proven: dict[str, set] = {"name": {"another"}}
-    for kernel, fields in PROOFS:
-        _, block = KERNELS[kernel]
+    checked: dict[str, set] = {"name": {"another"}}
+    for kind, fields in CHECKED:
+        _, block = KINDS[kind]
         for field, value in {"block": block, **fields}.items():
-            proven.setdefault(field, set()).add(value)
-    for view in (view for case in cast.CASES for view in case.casts):
+            checked.setdefault(field, set()).add(value)
+    for output in (output for case in cast.CASES for output in case.casts):
         for field in ("element", "rule", "pow2", "bound"):
-            proven.setdefault(field, set()).add(getattr(view.format, field))
-        proven["block"] |= {None if view.tile == (0, 0) else tuple(b for b in view.tile if b > 1)}
-    for fields in COMPUTED.values():
-        computed = {(field, value) for field, values in fields.items() for value in values}
-        assert not {(field, value) for field, value in computed if value not in proven[field]}
+            checked.setdefault(field, set()).add(getattr(output.format, field))
+        checked["block"] |= {None if output.tile == (0, 0) else tuple(b for b in output.tile if b > 1)}
+    for fields in SUPPORTED.values():
+        supported = {(field, value) for field, values in fields.items() for value in values}
+        assert not {(field, value) for field, value in supported if value not in checked[field]}
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("kernel", "fields"), PROOFS)
-def test_a_value_that_a_cast_kernel_accepts_has_the_bits_of_the_reference(hopper, kernel, fields):
+@pytest.mark.parametrize(("kind", "fields"), CHECKED)
+def test_casts_with_supported_fields_are_bit_identical_to_the_reference(hopper, kind, fields):
     from benchmarks.gpu import cast
 
-    row, block = KERNELS[kernel]
-    made = wanted(dataclasses.replace(row, **fields), fields.get("block", block))
-    cast.check(cast.Case(row.name, jnp.bfloat16, made if "block" in fields else made[:1]), (104, 128))
+    format, block = KINDS[kind]
+    outputs = both_outputs(dataclasses.replace(format, **fields), fields.get("block", block))
+    cast.check(cast.Case(format.name, jnp.bfloat16, outputs if "block" in fields else outputs[:1]), (104, 128))

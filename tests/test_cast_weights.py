@@ -134,7 +134,7 @@ def test_losses_and_gradients_are_those_of_casting_in_each_micro_batch(recipe, m
     assert_equal(plain, cast)
 
 
-def casts_of_weights(step, params, program="quantize_parts", shape=(WIDTH, WIDTH), dtypes=(jnp.float32, jnp.bfloat16)):
+def casts_of_weights(step, params, program="quantize_leaves", shape=(WIDTH, WIDTH), dtypes=(jnp.float32, jnp.bfloat16)):
     """The numbers of casts of a weight outside and inside the loop over micro-batches; program: their jit name."""
 
     def is_cast(equation):

@@ -41,7 +41,7 @@ def counts(f, *args):
     counter = Counter(
         "dot" if e.primitive.name == "dot_general" else "cast"
         for e in equations(jaxpr.jaxpr)
-        if e.primitive.name == "dot_general" or e.params.get("name") == "quantize_parts"
+        if e.primitive.name == "dot_general" or e.params.get("name") == "quantize_leaves"
     )
     return counter["dot"], counter["cast"]
 

@@ -1,4 +1,4 @@
-"""The command line: what every command prints, as text and as JSON, its exit codes and its errors."""
+"""The command line: output of every command as text and as JSON, exit codes and errors."""
 
 import json
 import os
@@ -13,23 +13,23 @@ import scaledot as sd
 from scaledot import cli
 from scaledot.cli import formats, main, tune
 from scaledot.kernels.hopper import autotune
-from scaledot.plan import child, fit
+from scaledot.plan import compile_process, fit
 from scaledot.plan.gemm_kinds import find_recipe
 
 COMMANDS = pytest.mark.parametrize("command", cli.COMMANDS)
 
 
-def said(capsys, *words: str, code: int = 0) -> str:
+def printed(capsys, *words: str, code: int = 0) -> str:
     assert main(list(words)) == code
     return capsys.readouterr().out
 
 
-def record(capsys, *words: str, code: int = 0):
-    return json.loads(said(capsys, *words, "--json", code=code))
+def printed_json(capsys, *words: str, code: int = 0):
+    return json.loads(printed(capsys, *words, "--json", code=code))
 
 
-def refused(capsys, *words: str) -> tuple[object, str]:
-    """The exit code, and the one line on stderr; stdout stays empty."""
+def error_of(capsys, *words: str) -> tuple[object, str]:
+    """Returns the exit code and the one line on stderr; stdout must be empty."""
     try:
         code = main(list(words))
     except SystemExit as ended:  # wrong usage
@@ -51,7 +51,7 @@ def help_of(capsys, *words: str) -> str:
 # The program
 
 
-def test_it_says_its_version(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -76,7 +76,7 @@ EVERY_EXAMPLE = [*cli.EXAMPLES, *(example for name in cli.COMMANDS for example i
 
 
 @pytest.mark.parametrize("example", EVERY_EXAMPLE)
-def test_examples_are_commands_that_are_understood(example):
+def test_examples_in_help_parse(example):
     program, *words = shlex.split(example.partition(" > ")[0])
     assert program == "scaledot"
     options = cli._parser(cli._command(words)).parse_args(words)
@@ -107,7 +107,7 @@ WRONG_USAGE = {
     "explain 8x64 64x32": "one of the arguments --recipe --formats is required",
     "explain 8xk 64x32 --recipe mxfp8": "'8xk' must be sizes of at least 1, such as 8192x4096",
     "explain 8x64 64x32 --recipe mxpf8": "`recipe` 'mxpf8' is not in RECIPES; did you mean 'mxfp8'",
-    "explain 8x64 64x32 --recipe mxfp8 --block 32": "`--block` is for `--formats`; a recipe has blocks of its own",
+    "explain 8x64 64x32 --recipe mxfp8 --block 32": "`--block` is for `--formats`; the blocks of `--recipe`",
     "explain 8x64 32x32 --recipe mxfp8": "the last axis of `x` (8, 64) must be as long as the first of `w` (32, 32)",
     "explain 8x64 64x32 --formats bfloat16 int44": "`format` 'int44' is not in FORMATS; did you mean 'int4'",
     "explain 8x64 64x32 --formats bfloat16 mxfp8 --block 1 2 3": "`--block` takes one block for both operands or one",
@@ -123,13 +123,13 @@ WRONG_USAGE = {
 
 @pytest.mark.parametrize("words", WRONG_USAGE)
 def test_wrong_usage_and_bad_values_exit_with_2_and_one_line(words, capsys):
-    code, line = refused(capsys, *words.split())
+    code, line = error_of(capsys, *words.split())
     assert code == 2
     assert WRONG_USAGE[words] in line
 
 
 @pytest.mark.parametrize("words", ["--debug formats mxfp9", "formats mxfp9 --debug", "formats --debug mxfp9"])
-def test_debug_raises(words):
+def test_debug_raises_the_exception(words):
     with pytest.raises(ValueError, match="'mxfp9' is not in FORMATS"):
         main(words.split())
 
@@ -139,23 +139,23 @@ def test_debug_raises(words):
     [
         (RuntimeError("the child\n  ended"), 1, "the child ended"),
         (PermissionError(13, "Permission denied", "table.json"), 1, "[Errno 13] Permission denied: 'table.json'"),
-        (KeyError("lost"), 1, "KeyError: 'lost'; --debug shows where"),
+        (KeyError("lost"), 1, "KeyError: 'lost'; --debug prints the traceback"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_failures_are_one_line(error, code, line, capsys, monkeypatch):
+def test_failures_are_printed_as_one_line(error, code, line, capsys, monkeypatch):
     def run(options):
         raise error
 
     monkeypatch.setattr(formats, "run", run)
-    assert refused(capsys, "formats") == (code, f"scaledot: error: {line}\n")
+    assert error_of(capsys, "formats") == (code, f"scaledot: error: {line}\n")
     with pytest.raises(type(error)):
         main(["--debug", "formats"])
 
 
 @pytest.mark.parametrize("words", ["formats", "formats --debug", "formats --help"])
-def test_a_reader_that_is_gone_is_no_error(words, capsys, monkeypatch):
-    """As behind `| head`."""
+def test_a_closed_output_pipe_is_no_error(words, capsys, monkeypatch):
+    """As in `scaledot formats | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -166,14 +166,14 @@ def test_a_reader_that_is_gone_is_no_error(words, capsys, monkeypatch):
 
 # formats and recipes
 
-KEYS = {
+FORMAT_KEYS = {
     *("name", "element", "scale", "block", "rule", "pow2", "codebook", "bound", "two_level", "guard", "search"),
     *("quirks", "bits", "bits_per_element", "max", "code_dtype", "rules"),
 }
 
 
 def test_formats_are_listed(capsys):
-    title, *rows = said(capsys, "formats").splitlines()
+    title, *rows = printed(capsys, "formats").splitlines()
     assert title.split() == ["name", "element", "scale", "block", *["scale", "rule", "bits", "per", "element", "max"]]
     assert [row.split()[0] for row in rows] == list(sd.FORMATS)
     (nvfp4,) = (row.split() for row in rows if row.startswith("nvfp4 "))
@@ -182,32 +182,32 @@ def test_formats_are_listed(capsys):
 
 @pytest.mark.parametrize("format", EACH_FORMAT)
 def test_a_format_is_shown(format, capsys):
-    text, fields = said(capsys, "formats", format), record(capsys, "formats", format)
+    text, fields = printed(capsys, "formats", format), printed_json(capsys, "formats", format)
     assert text.startswith(f"{format}\n")
-    assert fields in record(capsys, "formats")["formats"]
-    assert set(fields) == KEYS
+    assert fields in printed_json(capsys, "formats")["formats"]
+    assert set(fields) == FORMAT_KEYS
     assert f"bits per element  {fields['bits_per_element']:g}\n" in text
     block = None if fields["block"] is None else tuple(fields["block"])
     assert (fields["element"], block) == (sd.FORMATS[format].element, sd.FORMATS[format].block)
 
 
-def test_details_say_what_codes_stand_for(capsys):
-    assert "codes             -7 to 7\n" in said(capsys, "formats", "int4")
-    assert "codebook          -1, -0.6962," in said(capsys, "formats", "nf4")
+def test_details_list_integer_range_and_codebook(capsys):
+    assert "codes             -7 to 7\n" in printed(capsys, "formats", "int4")
+    assert "codebook          -1, -0.6962," in printed(capsys, "formats", "nf4")
 
 
 def test_recipes_are_listed(capsys):
-    _, *rows = said(capsys, "recipes").splitlines()
+    _, *rows = printed(capsys, "recipes").splitlines()
     assert [row.split()[0] for row in rows] == list(sd.RECIPES)
     assert "w4a16_qat            not cast                int4 1×128              straight-through" in rows
-    assert [row["name"] for row in record(capsys, "recipes")["recipes"]] == list(sd.RECIPES)
+    assert [row["name"] for row in printed_json(capsys, "recipes")["recipes"]] == list(sd.RECIPES)
 
 
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
-def test_a_recipe_is_shown_and_its_json_makes_it_again(recipe, capsys):
+def test_a_recipe_is_shown_and_from_json_reads_its_json(recipe, capsys):
     name = recipe if isinstance(recipe, str) else recipe.name
-    assert said(capsys, "recipes", name) == f"{sd.RECIPES[name]}\n"
-    assert sd.Recipe.from_json(said(capsys, "recipes", name, "--json")) == sd.RECIPES[name]
+    assert printed(capsys, "recipes", name) == f"{sd.RECIPES[name]}\n"
+    assert sd.Recipe.from_json(printed(capsys, "recipes", name, "--json")) == sd.RECIPES[name]
 
 
 # explain
@@ -216,181 +216,184 @@ def test_a_recipe_is_shown_and_its_json_makes_it_again(recipe, capsys):
 @pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "w4a16_qat"])
 def test_a_training_step_is_explained(recipe, capsys):
     words = ["explain", "256x128", "128x384", "--recipe", recipe]
-    text, fields = said(capsys, *words), record(capsys, *words)
-    problems = {of["role"]: of for of in fields["problems"]}
+    text, fields = printed(capsys, *words), printed_json(capsys, *words)
+    problems = {problem["role"]: problem for problem in fields["problems"]}
     assert set(problems) == {"cast", "fwd", "dgrad", "wgrad"}
     assert (fields["x"], fields["w"], fields["recipe"], fields["formats"]) == ([256, 128], [128, 384], recipe, None)
     for role in ("fwd", "dgrad", "wgrad"):
         assert f"\n{role}: {problems[role]['problem']}\n" in text
     taken = [row.split()[0] for row in text.splitlines() if " TAKEN: " in row]
-    assert taken == [of["taken"] for of in fields["problems"]]
+    assert taken == [problem["taken"] for problem in fields["problems"]]
 
 
 def test_every_kernel_has_a_verdict_and_a_reason(capsys):
-    for problem in record(capsys, "explain", "256x128", "128x384", "--recipe", "mxfp8")["problems"]:
+    for problem in printed_json(capsys, "explain", "256x128", "128x384", "--recipe", "mxfp8")["problems"]:
         assert sum(row["verdict"] == "taken" for row in problem["kernels"]) == 1
         assert all(row["reason"] and row["verdict"] in ("taken", "could", "no") for row in problem["kernels"])
 
 
 def test_nothing_is_allocated_for_an_explanation(capsys):
     huge = f"{2**22}x{2**22}"
-    assert "fwd: dot" in said(capsys, "explain", huge, huge, "--recipe", "fp8_current")
-    assert "dot mk,kn->mn" in said(capsys, "explain", huge, huge, "--formats", "mxfp8", "mxfp8")
+    assert "fwd: dot" in printed(capsys, "explain", huge, huge, "--recipe", "fp8_current")
+    assert "dot mk,kn->mn" in printed(capsys, "explain", huge, huge, "--formats", "mxfp8", "mxfp8")
 
 
 def test_a_matmul_of_formats_is_explained(capsys):
     words = ["explain", "8x4096", "4096x14336", "--formats", "bfloat16", "int4", "--block", "128"]
-    fields = record(capsys, *words)
-    assert [of["role"] for of in fields["problems"]] == ["cast", "matmul"]
+    fields = printed_json(capsys, *words)
+    assert [problem["role"] for problem in fields["problems"]] == ["cast", "matmul"]
     expected = "dot mk,kn->mn: bfloat16[8,4096] x int4[4096,14336] in blocks of (128, 1) -> bfloat16"
     assert fields["problems"][1]["problem"] == expected
-    assert f"\n{expected}\n" in said(capsys, *words)
+    assert f"\n{expected}\n" in printed(capsys, *words)
 
 
-def test_each_operand_may_have_its_own_block(capsys):
+def test_each_operand_can_have_its_own_block(capsys):
     words = ["explain", "512x4096", "4096x256", "--formats", "fp8_e4m3", "fp8_e4m3", "--block", "1x128", "64x128"]
-    *_, matmul = record(capsys, *words)["problems"]
-    sides = "fp8_e4m3[512,4096] in blocks of (128,) x fp8_e4m3[4096,256] in blocks of (128, 64)"
-    assert matmul["problem"] == f"dot mk,kn->mn: {sides} -> bfloat16"
+    *_, matmul = printed_json(capsys, *words)["problems"]
+    operands = "fp8_e4m3[512,4096] in blocks of (128,) x fp8_e4m3[4096,256] in blocks of (128, 64)"
+    assert matmul["problem"] == f"dot mk,kn->mn: {operands} -> bfloat16"
 
 
-def test_dtypes_before_casts_may_be_others(capsys):
+def test_dtypes_before_casts_can_be_chosen(capsys):
     words = ["explain", "256x128", "128x384", "--recipe", "mxfp8", "--dtype", "float32", "--weight-dtype", "bfloat16"]
-    x, w, *_ = record(capsys, *words)["problems"]
+    x, w, *_ = printed_json(capsys, *words)["problems"]
     assert x["problem"].startswith("cast float32[256,128]")
     assert w["problem"].startswith("cast bfloat16[128,384]")
 
 
-# plan: programs are not compiled here but estimated, see test_plan
+# plan: compilation is replaced by estimates here; tests/test_plan.py compiles
 
 
 @pytest.fixture
-def _estimated(monkeypatch):
-    def run(jobs):
-        parts = {
-            "layer": lambda job: fit.layer(job.setup, find_recipe(job.recipe)),
-            "head": lambda job: fit.head(job.setup),
+def _estimated_programs(monkeypatch):
+    def estimate_jobs(jobs):
+        estimates = {
+            "layer": lambda job: fit.estimate_layer(job.setup, find_recipe(job.recipe)),
+            "head": lambda job: fit.estimate_head(job.setup),
         }
-        return [parts[job.part](job) for job in jobs]
+        return [estimates[job.module](job) for job in jobs]
 
-    monkeypatch.setattr(child, "run", run)
+    monkeypatch.setattr(compile_process, "compile_jobs", estimate_jobs)
 
 
 PLAN_KEYS = {
-    *("environment", "model", "mesh", "why", "compiled_mesh", "batch", "sequence", "sequence_parallel"),
+    *("environment", "model", "mesh", "mesh_reason", "compiled_mesh", "batch", "sequence", "sequence_parallel"),
     *("tokens_per_step", "fits", "rates", "recipes", "proposal"),
 }
 
 
-@pytest.mark.usefixtures("_estimated")
+@pytest.mark.usefixtures("_estimated_programs")
 def test_a_plan_that_fits_proposes_nothing(capsys, tmp_path):
     words = ["plan", "--model", "llama3-8b", "--devices", "64", "--recipes", "fp8_current"]
-    text, fields = said(capsys, *words), record(capsys, *words)
+    text, fields = printed(capsys, *words), printed_json(capsys, *words)
     assert set(fields) == PLAN_KEYS
     assert fields["fits"]
     assert fields["proposal"] is None
     assert list(fields["recipes"]) == ["bf16", "fp8_current"]
     assert "does not fit" not in text
     path = tmp_path / "plan.json"
-    assert said(capsys, *words, "--json", str(path)) == text
+    assert printed(capsys, *words, "--json", str(path)) == text
     del fields["environment"]
     assert fields.items() <= json.loads(path.read_text()).items()
 
 
-@pytest.mark.usefixtures("_estimated")
+@pytest.mark.usefixtures("_estimated_programs")
 @pytest.mark.parametrize(
     ("words", "code", "mesh", "proposed"),
     [
-        # A chosen mesh that does not fit: another one of as many devices does.
+        # The chosen mesh does not fit; another one with the same number of devices does.
         ("llama3-70b --devices 128 --device h100 --recipes bf16", 0, (4, 8, 4), (1, 16, 8)),
-        # The mesh that was asked for does not fit.
+        # The mesh of --mesh does not fit.
         ("llama3-70b --mesh dp=8,tp=8 --recipes fp8_current", 1, (8, 1, 8), (4, 2, 8)),
-        # Nothing fits: the fewest devices.
+        # No mesh of 8 devices fits; the smallest number of devices that fits is proposed.
         ("llama3-70b --devices 8 --recipes bf16 fp8_current", 1, (1, 2, 4), (1, 2, 8)),
     ],
 )
 def test_a_mesh_that_fits_is_proposed(words, code, mesh, proposed, capsys):
     words = ["plan", "--model", *words.split()]
-    fields, text = record(capsys, *words, code=code), said(capsys, *words, code=code)
+    fields, text = printed_json(capsys, *words, code=code), printed(capsys, *words, code=code)
     proposal = fields["proposal"]
     assert fields["mesh"] == dict(zip(("dp", "fsdp", "tp"), mesh, strict=True))
     assert proposal["mesh"] == dict(zip(("dp", "fsdp", "tp"), proposed, strict=True))
     assert (fields["fits"], proposal["fits"]) == (False, True)
     name = ",".join(f"{axis}={size}" for axis, size in proposal["mesh"].items())
     assert f" GB\nproposed: {name}\n\n" in text
-    assert text.count("collectives and steps beside bf16") == 2
-    room = 1e9 * fields["rates"]["memory"]["gb"]
-    asked = words[words.index("--recipes") + 1 :]
-    assert any(sum(fields["recipes"][name]["memory_bytes"].values()) > room for name in asked)
-    assert all(sum(proposal["recipes"][name]["memory_bytes"].values()) <= room for name in asked)
+    assert text.count("comparison with bf16") == 2
+    capacity = 1e9 * fields["rates"]["memory"]["gb"]
+    required = words[words.index("--recipes") + 1 :]
+    assert any(sum(fields["recipes"][name]["memory_bytes"].values()) > capacity for name in required)
+    assert all(sum(proposal["recipes"][name]["memory_bytes"].values()) <= capacity for name in required)
 
 
-@pytest.mark.usefixtures("_estimated")
+@pytest.mark.usefixtures("_estimated_programs")
 @pytest.mark.parametrize(("devices", "hint"), [(64, ", but dp=1,fsdp=16,tp=4 would with --sequence-parallel"), (8, "")])
-def test_a_proposal_of_more_devices_says_whether_parallel_sequences_would_do(devices, hint, capsys):
+def test_a_proposal_of_more_devices_says_whether_sequence_parallelism_would_fit(devices, hint, capsys):
     words = ["plan", "--model", "llama3-70b", "--devices", str(devices), "--device", "h100", "--recipes", "bf16"]
-    why = record(capsys, *words, code=1)["proposal"]["why"]
-    assert why == f"the fewest devices that fit; no mesh of {devices} does{hint}"
+    reason = printed_json(capsys, *words, code=1)["proposal"]["mesh_reason"]
+    assert reason == f"the fewest devices that fit; no mesh of {devices} does{hint}"
 
 
-@pytest.mark.usefixtures("_estimated")
-def test_a_chosen_mesh_cuts_no_blocks(capsys):
+@pytest.mark.usefixtures("_estimated_programs")
+def test_shards_on_a_chosen_mesh_are_whole_blocks(capsys):
     words = ["plan", "--model", "gpt-tiny", "--devices", "16", "--device", "gb200", "--recipes"]
-    assert record(capsys, *words, "bf16")["mesh"] == {"dp": 1, "fsdp": 16, "tp": 1}
-    assert record(capsys, *words, "fp8_block")["mesh"] == {"dp": 2, "fsdp": 8, "tp": 1}
+    assert printed_json(capsys, *words, "bf16")["mesh"] == {"dp": 1, "fsdp": 16, "tp": 1}
+    assert printed_json(capsys, *words, "fp8_block")["mesh"] == {"dp": 2, "fsdp": 8, "tp": 1}
 
 
-@pytest.mark.usefixtures("_estimated")
-def test_a_baseline_that_nobody_asked_for_need_not_fit(capsys):
+@pytest.mark.usefixtures("_estimated_programs")
+def test_bf16_need_not_fit_unless_it_is_among_the_recipes(capsys):
     words = ["plan", "--model", "llama3-70b", "--mesh", "fsdp=4,tp=4", "--sequence", "7168", "--recipes"]
-    assert record(capsys, *words, "fp8_current")["fits"]
-    assert not record(capsys, *words, "bf16", code=1)["fits"]
+    assert printed_json(capsys, *words, "fp8_current")["fits"]
+    assert not printed_json(capsys, *words, "bf16", code=1)["fits"]
 
 
-@pytest.mark.usefixtures("_estimated")
+@pytest.mark.usefixtures("_estimated_programs")
 @pytest.mark.parametrize(
     ("more", "options"),
-    [([], "`--sequence-parallel`, `--batch`"), (["--sequence-parallel"], "`--batch`, `--sequence`")],
+    [
+        ([], "`--sequence-parallel` or a smaller `--batch`"),
+        (["--sequence-parallel"], "a smaller `--batch` or `--sequence`"),
+    ],
 )
-def test_where_nothing_fits_it_says_what_would_help(more, options, capsys):
+def test_if_no_mesh_fits_the_text_says_what_would_help(more, options, capsys):
     words = ["plan", "--model", "llama3-8b", "--devices", "4", "--batch", "640", "--recipes", "nvfp4", *more]
-    assert record(capsys, *words, code=1)["proposal"] is None
-    text = said(capsys, *words, code=1)
-    assert f"no mesh fits 640 × 8192 tokens on a device; with fewer of them ({options})" in text
+    assert printed_json(capsys, *words, code=1)["proposal"] is None
+    text = printed(capsys, *words, code=1)
+    assert f"no mesh fits 640 × 8192 tokens per tp group; {options} would reduce the residuals" in text
 
 
 def test_a_model_file_that_is_not_json_is_named(capsys, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text("{layers: 2}")
-    code, line = refused(capsys, "plan", "--model", str(path), "--devices", "8")
+    code, line = error_of(capsys, "plan", "--model", str(path), "--devices", "8")
     assert code == 2
-    assert f"`model` {str(path)!r} is not JSON: Expecting property name" in line
+    assert f"`model` file {str(path)!r} is not JSON: Expecting property name" in line
 
 
 # tune
 
 
-def test_kinds_and_defaults_are_those_of_the_tuner():
+def test_tune_has_the_kinds_and_defaults_of_the_autotuner():
     assert list(tune.KINDS) == list(autotune.KINDS)
     assert cli._parser(tune).parse_args(["tune"]).groups == autotune.GROUPS
 
 
-def test_without_a_gpu_there_is_nothing_to_tune(capsys):
-    code, line = refused(capsys, "tune")
+def test_tune_fails_without_a_gpu(capsys):
+    code, line = error_of(capsys, "tune")
     assert code == 1
     assert "cannot tune matmuls here: needs" in line
 
 
-def test_what_was_measured_is_printed(capsys, monkeypatch, tmp_path):
+def test_tune_prints_what_it_measured(capsys, monkeypatch, tmp_path):
     path, measured = tmp_path / "table.json", [{"shape": {"m": 256}, "config": {"columns": 128}, "gain": 0.02}]
 
-    def measure(shapes, path, say):
-        say("[1/1] measured")
+    def measure(shapes, path, report):
+        report("[1/1] measured")
         return measured
 
     monkeypatch.setattr(autotune, "tune", measure)
     words = ["tune", "--kind", "integers", "--output", str(path)]
-    assert record(capsys, *words) == {"path": str(path), "measured": measured}
+    assert printed_json(capsys, *words) == {"path": str(path), "measured": measured}
     assert main(words) == 0
     found = capsys.readouterr()
     assert (found.out, found.err) == (f"wrote {path}\n", "[1/1] measured\n")

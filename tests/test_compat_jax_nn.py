@@ -1,4 +1,4 @@
-"""scaledot.compat.jax_nn: jax.nn's own examples, its semantics, and its faults that are not here."""
+"""`compat.jax_nn`: the examples of jax.nn's documentation, its semantics, and bugs of jax.nn that are fixed here."""
 
 import functools
 import warnings
@@ -63,7 +63,7 @@ def test_example_of_scaled_dot_general(mode, global_scale):
 
 
 @pytest.mark.parametrize("mode", table_of(["mxfp8", "nvfp4", "int8"], ["nvfp4", "int8"]))
-def test_as_a_flax_hook(mode):
+def test_scaled_dot_general_as_dot_general_of_a_flax_layer(mode):
     linen = pytest.importorskip("flax.linen")
     nnx = pytest.importorskip("flax.nnx")
     dot = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode))
@@ -79,7 +79,7 @@ def test_as_a_flax_hook(mode):
 # -------------------------------------------------------------------------------------------------- semantics
 
 
-def test_configs_have_the_fields_of_jax():
+def test_configs_have_the_fields_of_jax_nn():
     theirs = jax.nn.get_scaled_dot_general_config("mxfp8")
     ours = jax_nn.get_scaled_dot_general_config("mxfp8")
     for field in ("mode", "block_size", "data_type", "scale_type", "global_scale", "infer_only"):
@@ -101,7 +101,7 @@ def test_every_format_is_a_mode(mode):
     assert [g.shape for g in pull(y)] == [(4, 64), (64, 8)]
 
 
-def test_operands_are_quantised_along_the_sum_and_multiplied_exactly():
+def test_operands_are_quantised_along_the_contracting_dim_and_multiplied_exactly():
     x, w = normal(0, (8, 96)), normal(1, (96, 16))
     y = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"))
     check_einsum(y, "mk,kn->mn", sd.quantize(x, "mxfp8"), sd.quantize(w, "mxfp8", axis=0))
@@ -111,7 +111,7 @@ def test_operands_are_quantised_along_the_sum_and_multiplied_exactly():
     check_einsum(y, "mk,kn->mn", lhs, sd.quantize(w, "nvfp4", axis=0, tensor_scale=2.0))
 
 
-def test_mxfp8_gradients_are_quantised_along_their_own_sums():
+def test_mxfp8_gradients_are_quantised_along_their_contracting_dims():
     x, w, g = normal(0, (64, 96)), normal(1, (96, 32)), normal(2, (64, 32))
     dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("mxfp8"), precision="highest")
     _, pull = jax.vjp(lambda x, w: dot(x, w, MATRIX), x, w)
@@ -120,7 +120,7 @@ def test_mxfp8_gradients_are_quantised_along_their_own_sums():
     check_einsum(dw, "mk,mn->kn", sd.quantize(x, "mxfp8", axis=0), sd.quantize(g, "mxfp8", axis=0))
 
 
-def test_nvfp4_gradients_are_plain_and_zero_where_the_operand_was_out_of_range():
+def test_nvfp4_gradients_are_unquantised_and_zero_where_the_operand_was_clipped():
     limit = 6 * 448 * 0.001
     x, w, g = normal(0, (8, 32)).at[0, 0].set(2 * limit), 0.1 * normal(1, (32, 4)), normal(2, (8, 4))
     scale = jnp.array([0.001], jnp.float32)
@@ -133,7 +133,7 @@ def test_nvfp4_gradients_are_plain_and_zero_where_the_operand_was_out_of_range()
     np.testing.assert_allclose(dw, np.asarray(x).T @ np.asarray(g), rtol=1e-4, atol=1e-4)
 
 
-def test_without_configs_it_is_the_plain_dot():
+def test_without_configs_it_is_a_plain_dot_general():
     x, w = normal(0, (4, 8)), normal(1, (8, 2))
     np.testing.assert_array_equal(jax_nn.scaled_dot_general(x, w, MATRIX), jax.lax.dot_general(x, w, MATRIX))
 
@@ -144,7 +144,7 @@ def test_implementation_is_ignored_with_a_deprecation_warning():
         jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"), implementation="cudnn")
 
 
-# ---------------------------------------------------------------------------------- faults of jax.nn's own
+# ---------------------------------------------------------------------------------- bugs of jax.nn that are fixed here
 
 
 @pytest.mark.parametrize("mode", table_of(["mxfp8", "nvfp4", "mxfp4"], ["mxfp4"]))
@@ -157,7 +157,7 @@ def test_blocks_of_zeros_give_zeros(mode):
     assert not np.any(jax_nn.scaled_dot_general(x[1:], x[1:].T, MATRIX, configs=configs(mode)))
 
 
-def test_pairs_of_axes_stay_paired():
+def test_contracting_axes_keep_their_pairs():
     x, w = normal(0, (3, 4, 32)), normal(1, (5, 32, 4))
     y = jax_nn.scaled_dot_general(x, w, (((1, 2), (2, 1)), ((), ())), configs=configs("mxfp8"))
     exact = jnp.einsum("mjk,nkj->mn", x, w)
@@ -177,7 +177,7 @@ def test_gradients_have_the_dtypes_of_their_primals(mode, dtype):
     assert (dx.dtype, dw.dtype) == (dtype, jnp.float32)
 
 
-def test_precision_out_sharding_and_numpy_arrays_are_taken():
+def test_precision_out_sharding_and_numpy_arrays_are_accepted():
     x, w = np.ones((4, 32), np.float32), np.ones((32, 8), np.float32)
     y = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"), precision="highest", out_sharding=None)
     np.testing.assert_array_equal(y, np.full((4, 8), 32.0))
@@ -193,7 +193,7 @@ def test_a_global_scale_computed_inside_a_differentiated_function():
     assert np.any(dx)
 
 
-def test_axes_need_not_divide_by_the_block():
+def test_axes_need_not_be_multiples_of_the_block():
     x, w = normal(0, (5, 100)), normal(1, (100, 7))
     dot = functools.partial(jax_nn.scaled_dot_general, configs=configs("mxfp8"))
     (dx, dw), y = jax.grad(lambda x, w: jnp.sum(dot(x, w, MATRIX) ** 2), argnums=(0, 1))(x, w), dot(x, w, MATRIX)
@@ -244,13 +244,13 @@ def test_inside_shard_map_and_vmap(mode):
         ([(1, 2, 64), (1, 2, 64), (1, 2, 3), (1, 2, 2)], r"`lhs_scales` of shape \(1, 2, 3\) does not fit"),
     ],
 )
-def test_wrong_shapes_of_scaled_matmul_are_told(shapes, message):
+def test_wrong_shapes_of_scaled_matmul_raise_errors_that_name_them(shapes, message):
     with pytest.raises(ValueError, match=message):
         jax_nn.scaled_matmul(*(jnp.ones(shape) for shape in shapes))
 
 
 @pytest.mark.parametrize(
-    ("lhs", "given", "error", "message"),
+    ("lhs", "passed_configs", "error", "message"),
     [
         (jnp.ones((4, 32)), ["mxfp8"] * 3, TypeError, "from get_scaled_dot_general_config"),
         (jnp.ones((4, 32)), configs("mxfp8")[0], TypeError, "must be \\[lhs, rhs, gradient\\]"),
@@ -259,19 +259,19 @@ def test_wrong_shapes_of_scaled_matmul_are_told(shapes, message):
         (sd.quantize(jnp.ones((4, 32)), "mxfp8"), configs("mxfp8"), TypeError, "`lhs` is already quantised"),
     ],
 )
-def test_wrong_arguments_are_told_what_is_wrong(lhs, given, error, message):
+def test_wrong_arguments_raise_errors_that_say_why(lhs, passed_configs, error, message):
     with pytest.raises(error, match=message):
-        jax_nn.scaled_dot_general(lhs, jnp.ones((32, 2)), MATRIX, configs=given)
+        jax_nn.scaled_dot_general(lhs, jnp.ones((32, 2)), MATRIX, configs=passed_configs)
 
 
-def test_configs_of_jax_itself_are_taken():
+def test_configs_of_jax_nn_are_accepted():
     x, w = normal(0, (4, 32)), normal(1, (32, 8))
     theirs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
     ours = jax_nn.scaled_dot_general(x, w, MATRIX, configs=configs("mxfp8"))
     np.testing.assert_array_equal(jax_nn.scaled_dot_general(x, w, MATRIX, configs=theirs), ours)
 
 
-def test_results_are_those_of_jax_nn_where_it_has_none_of_its_faults():
+def test_results_equal_those_of_jax_nn_where_it_has_no_bug():
     x, w = normal(0, (2, 64, 128)), normal(1, (2, 32, 128))
     ours = jax_nn.scaled_dot_general(x, w, ROWS, configs=configs("mxfp8"))
     try:
@@ -283,8 +283,8 @@ def test_results_are_those_of_jax_nn_where_it_has_none_of_its_faults():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_ours_may_be_put_in_place_of_jax_nn(monkeypatch):
-    # Two blocks of 32 each: the program for another platform holds jax.nn's own block-scaled matmul.
+def test_functions_of_jax_nn_can_be_replaced(monkeypatch):
+    # Two blocks of 32 each: the program for other platforms contains jax.nn's block-scaled matmul.
     codes = [jnp.ones((1, rows, 64), jnp.float8_e4m3fn) for rows in (4, 8)]
     scales = [jnp.ones((1, rows, 2), jnp.float8_e8m0fnu) for rows in (4, 8)]
     for name in ("scaled_matmul", "scaled_dot_general", "get_scaled_dot_general_config"):
@@ -295,7 +295,7 @@ def test_ours_may_be_put_in_place_of_jax_nn(monkeypatch):
     assert jax.eval_shape(jax.grad(lambda x: dot(x, w, MATRIX).sum()), x).shape == (4, 64)
 
 
-def test_two_configs_serve_the_forward_pass_alone():
+def test_two_configs_are_enough_for_a_forward_pass():
     x, w, three = jnp.ones((4, 32)), jnp.ones((32, 8)), configs("mxfp8")
     for of in (jax.nn, jax_nn):
         y = jax.eval_shape(lambda x, of=of: of.scaled_dot_general(x, w, MATRIX, configs=three[:2]), x)
@@ -308,7 +308,7 @@ def test_two_configs_serve_the_forward_pass_alone():
             loss(x, wrong)
 
 
-def test_configs_are_mutable_and_hold_scalar_types_as_those_of_jax():
+def test_configs_are_mutable_and_contain_scalar_types_as_in_jax_nn():
     theirs, ours = (of.get_scaled_dot_general_config("nvfp4") for of in (jax.nn, jax_nn))
     for config in (theirs, ours):
         config.global_scale = jnp.full((2,), 2.0, jnp.float32)
@@ -316,5 +316,5 @@ def test_configs_are_mutable_and_hold_scalar_types_as_those_of_jax():
         assert config.scale_type in {jnp.float8_e4m3fn}
         with pytest.raises(AttributeError):
             config.global_scales = None  # no such field
-    with pytest.raises(ValueError, match="must be one number"):  # what was assigned is what is read
+    with pytest.raises(ValueError, match="must be one number"):  # the assigned value is used
         jax_nn.scaled_dot_general(jnp.ones((4, 32)), jnp.ones((32, 8)), MATRIX, configs=[ours] * 3)

@@ -1,4 +1,4 @@
-"""scaledot.compat.qwix: the names, what is promised of each, and the real library beside them."""
+"""`compat.qwix`: names, their documented behaviour, and comparison with Qwix itself."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def name(qtype):
 EACH_QTYPE = table_of(QTYPES, ("int2", "int3", "int5", "int6", "int7", "float8_e5m2"), name)
 
 
-def test_all_names_are_there():
+def test_all_names_exist():
     assert sorted(NAMES.split()) == sorted(qwix.__all__)
     assert all(hasattr(qwix, each) for each in NAMES.split())
 
@@ -63,7 +63,7 @@ def test_a_qarray_is_values_times_scale_repeated_over_tiles():
 @pytest.mark.parametrize(
     "verb", [lambda x: x.T, lambda x: x.mT, lambda x: x.transpose(1, 2, 0), lambda x: x.swapaxes(0, 1)]
 )
-def test_transposition_moves_values_and_scales(verb):
+def test_transposition_permutes_values_and_scales(verb):
     q = qwix.quantize_api(normal(0, (2, 4, 6)), jnp.int8, channelwise_axes=[0], tiled_axes={2: 3})
     np.testing.assert_array_equal(qwix.dequantize(verb(q)), verb(qwix.dequantize(q)))
 
@@ -80,7 +80,7 @@ def test_transposition_moves_values_and_scales(verb):
         ((4, 6), (1, 6), (24,), None),
     ],
 )
-def test_reshape_keeps_scales_where_tiles_stay_whole(shape, scale, new, fits):
+def test_reshape_keeps_scales_if_tiles_stay_whole(shape, scale, new, fits):
     codes, scales = np.arange(np.prod(shape), dtype=np.int8), np.arange(1, 1 + np.prod(scale), dtype=np.float32)
     q = QArray(jnp.asarray(codes.reshape(shape)), jnp.asarray(scales.reshape(scale)))
     if fits is None:
@@ -100,7 +100,7 @@ def test_reshape_keeps_scales_where_tiles_stay_whole(shape, scale, new, fits):
     ],
     ids=str,
 )  # fmt: skip
-def test_indexing(index):
+def test_indexing_commutes_with_dequantize(index):
     q = qwix.quantize_api(normal(0, (2, 4, 6)), jnp.int8, channelwise_axes=[0], tiled_axes={2: 3})
     at = tuple(index) if isinstance(index, list) else index
     np.testing.assert_array_equal(qwix.dequantize(q[index]), qwix.dequantize(q)[at])
@@ -124,7 +124,7 @@ def test_a_slice_through_a_tile_is_an_error():
         (QArray(jnp.ones((2, 4), jnp.int8), jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int4)), "`zero_point` is int4"),
     ],
 )
-def test_validation(q, message):
+def test_invalid_qarrays_are_refused(q, message):
     with pytest.raises(ValueError, match=message):
         qwix.validate_qarray(q)
     with pytest.raises(ValueError, match=message):
@@ -134,7 +134,7 @@ def test_validation(q, message):
 # ------------------------------------------------------------------------------------------- HowToQuantize
 
 
-def test_how_is_frozen_and_by_keyword():
+def test_how_to_quantize_is_frozen_and_has_keyword_arguments_only():
     how = HowToQuantize(qtype=jnp.int8)
     assert (how.channelwise_axes, dict(how.tiled_axes), how.calibration_method, how.noise_fn) == (
         (),
@@ -160,13 +160,13 @@ def test_how_is_frozen_and_by_keyword():
         ({"tiled_axes": {1: 1 / 4}}, (1, 4)),
     ],
 )
-def test_axes_may_be_negative_and_tiles_fractions(axes, expected):
+def test_axes_can_be_negative_and_tile_sizes_fractions(axes, expected):
     how = HowToQuantize(qtype=jnp.int8, **axes)
     assert qwix.get_scale_shape((8, 64), how) == expected
     assert qwix.quantize(normal(0, (8, 64)), how).scale.shape == expected
 
 
-def test_an_axis_is_not_both_channelwise_and_tiled():
+def test_an_axis_cannot_be_both_channelwise_and_tiled():
     with pytest.raises(ValueError, match="both channelwise and tiled"):
         qwix.quantize(normal(0, (8, 64)), HowToQuantize(qtype=jnp.int8, channelwise_axes=[1], tiled_axes={-1: 16}))
     with pytest.raises(ValueError, match="cannot be tiled"):
@@ -189,7 +189,7 @@ def test_mx_types_have_tiles_of_32_on_the_last_axis(qtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("qtype", EACH_QTYPE)
-def test_scales_are_in_the_arrays_dtype(qtype, dtype):
+def test_scales_have_the_dtype_of_the_array(qtype, dtype):
     x = normal(0, (8, 64), dtype)
     q = qwix.quantize_api(x, qtype, channelwise_axes=[0])
     assert (q.scale.dtype, q.dtype, qwix.dequantize(q).dtype, q.qtype) == (dtype, dtype, dtype, qtype)
@@ -215,7 +215,7 @@ def test_float16_arrays_keep_small_scales():
 
 
 @pytest.mark.parametrize("qtype", [jnp.int8, jnp.int4])
-def test_a_range_gives_a_zero_point_of_the_qvalues_dtype(qtype):
+def test_asymmetric_calibration_gives_a_zero_point_of_the_qvalue_dtype(qtype):
     x = jnp.array([[1.0, 5.0, 3.0, 2.0], [-1.0, 3.0, 0.0, 1.0]])
     q = qwix.quantize_api(x, qtype, channelwise_axes=[0], calibration_method="minmax")
     assert q.zero_point.dtype == q.qvalue.dtype
@@ -227,7 +227,7 @@ def test_a_range_gives_a_zero_point_of_the_qvalues_dtype(qtype):
         qwix.quantize_api(x, jnp.float8_e4m3fn, calibration_method="minmax")
 
 
-def test_calibrations():
+def test_calibration_methods():
     x = normal(0, (4, 64))
     how = HowToQuantize(qtype=jnp.int8, channelwise_axes=[0])
 
@@ -252,7 +252,7 @@ def test_calibrations():
         qwix.quantize_with_scale_zero_point(x.astype(jnp.int32), jnp.int8, scale, None)
 
 
-def test_noise_moves_the_rounding():
+def test_a_noise_function_makes_rounding_stochastic():
     x = jnp.full((1, 1000), 0.25).at[0, 0].set(127.5)
 
     def noise(shape):
@@ -264,7 +264,7 @@ def test_noise_moves_the_rounding():
     assert 150 < int(jnp.sum(q.qvalue[0, 1:] == 1)) < 350
 
 
-def test_clipping():
+def test_clip_to_calibration():
     x = jnp.array([[-3.0, -0.5, 0.5, 3.0]])
     bounds = {"absmax": jnp.array([[1.0, 2.0]])}
     np.testing.assert_array_equal(qwix.clip_to_calibration(x, bounds, {1: 2}), [[-1.0, -0.5, 0.5, 2.0]])
@@ -278,7 +278,7 @@ def test_clipping():
         qwix.clip_to_calibration(x, {"mean": x}, {})
 
 
-def test_small_helpers():
+def test_helpers_split_transpose_and_broadcast():
     assert qwix.split_axis(jnp.ones((4, 6)), {-1: 2, 0: 1 / 2}).shape == (2, 2, 3, 2)
     with pytest.raises(ValueError, match="cannot be tiled"):
         qwix.split_axis(jnp.ones((4, 6)), {1: 4})
@@ -315,7 +315,7 @@ def test_accumulator_and_result_types(dtypes, preferred, expected):
 
 
 @pytest.mark.parametrize("qtype", EACH_QTYPE)
-def test_operators_are_those_of_the_values(qtype):
+def test_operators_compute_with_dequantised_values(qtype):
     x, w = normal(0, (8, 64)), normal(1, (64, 4))
     tiles = {} if not name(qtype).startswith("mx") else {0: 32}
     qx, qw = (
@@ -337,7 +337,7 @@ def test_operators_are_those_of_the_values(qtype):
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-def test_int32_sums_are_scaled_in_float32():
+def test_int32_accumulators_are_scaled_in_float32():
     x = jnp.full((1, 1024), 127.0, jnp.bfloat16).at[0, 0].set(1)
     one = jnp.ones((1, 1), jnp.bfloat16)
     q = QArray(x.astype(jnp.int8), one)
@@ -345,7 +345,7 @@ def test_int32_sums_are_scaled_in_float32():
     assert float(y[0, 0]) == 127**2 * 1023 + 1
 
 
-def test_convolution():
+def test_convolutions_compute_with_dequantised_values():
     image, kernel = normal(0, (2, 5, 5, 4)) + 1, normal(1, (3, 3, 4, 6))
     qi = qwix.quantize_api(image, jnp.int8, channelwise_axes=[0], calibration_method="minmax")
     qk = qwix.quantize_api(kernel, jnp.int8, channelwise_axes=[3])
@@ -368,11 +368,11 @@ def test_a_second_scale_is_not_dropped_silently():
         qwix.quantize_api(normal(0, (4, 64)), "nvfp4")
 
 
-# ------------------------------------------------------------------------------------------- the real thing
+# ------------------------------------------------------------------------------------------- comparison with Qwix
 
 
 @pytest.mark.parametrize("format", EACH_FORMAT)
-def test_conversion_to_the_real_qarray_keeps_every_value(format):
+def test_conversion_to_and_from_qwix_keeps_every_value(format):
     real = pytest.importorskip("qwix")
     q = sd.quantize(normal(0, (4, 64)), format)
     if format in ("nvfp4", "mxfp6_e2m3", "mxfp6_e3m2"):
@@ -388,7 +388,7 @@ def test_conversion_to_the_real_qarray_keeps_every_value(format):
     np.testing.assert_allclose(sd.dequantize(qwix.from_qwix(converted)), expected, rtol=0 if exact else 1e-6)
 
 
-def test_what_a_qarray_cannot_hold_is_told():
+def test_arrays_that_a_qarray_cannot_represent_are_refused():
     pytest.importorskip("qwix")
     x = normal(0, (4, 48))
     with pytest.raises(ValueError, match="rotated"):
@@ -401,7 +401,7 @@ def test_what_a_qarray_cannot_hold_is_told():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("qtype", [q for q in QTYPES if not name(q).startswith("mx")], ids=name)
-def test_codes_are_the_real_ones_up_to_the_last_bit_of_a_division(qtype, dtype):
+def test_codes_equal_those_of_qwix_up_to_the_last_bit_of_a_division(qtype, dtype):
     real = pytest.importorskip("qwix")
     x = normal(0, (16, 128), dtype)
     options = {"channelwise_axes": [0], "tiled_axes": {1: 32}}
@@ -420,7 +420,7 @@ def test_codes_are_the_real_ones_up_to_the_last_bit_of_a_division(qtype, dtype):
         np.asarray(q.qvalue.astype(jnp.int8 if "int" in q.qvalue.dtype.name else jnp.float32), np.float32)
         for q in (ours, theirs)
     ]
-    # XLA multiplies by reciprocals: a code on the edge between two may fall to either side.
+    # XLA multiplies by reciprocals: near a tie either of two codes may result.
     assert np.mean(codes[0] != codes[1]) < 0.02
 
 
@@ -441,21 +441,22 @@ def test_plain_narrow_arrays_accumulate_as_qwix_does(operator):
     real = pytest.importorskip("qwix")
     x_shape, w_shape, call = OPERATORS[operator]
     pairs = [(jnp.int8, jnp.int8), (jnp.int4, jnp.int4), (jnp.float8_e4m3fn, jnp.float8_e4m3fn)]
-    if operator != "conv_general_dilated":  # jax.lax, and so Qwix, takes no convolution of two dtypes
+    if operator != "conv_general_dilated":  # jax.lax, and so Qwix, has no convolutions of two dtypes
         pairs += [(jnp.int8, jnp.int4), (jnp.int8, jnp.float8_e4m3fn)]
     for dtypes in pairs:
         x, w = (jnp.full(shape, 2, dtype) for shape, dtype in zip((x_shape, w_shape), dtypes, strict=True))
         y = call(qwix, x, w)
         with jax.numpy_dtype_promotion("standard"):
             theirs = jax.eval_shape(lambda x, w: call(real, x, w), x, w)
-            if dtypes in ((jnp.int8,) * 2, (jnp.float8_e4m3fn,) * 2):  # XLA's CPU has no int4 x int4 for Qwix
+            # Qwix would need int4 x int4 matmuls for the others, which XLA does not have on CPUs.
+            if dtypes in ((jnp.int8,) * 2, (jnp.float8_e4m3fn,) * 2):
                 np.testing.assert_array_equal(y, call(real, x, w))
         assert (y.dtype, y.shape) == (theirs.dtype, theirs.shape)
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.full(y.shape, 2 * 2 * 200, np.float32))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_plain_narrow_arrays_beside_a_qarray_accumulate_as_qwix_does(operator):
+def test_plain_narrow_arrays_times_a_qarray_accumulate_as_qwix_does(operator):
     real = pytest.importorskip("qwix")
     x_shape, w_shape, call = OPERATORS[operator]
     scale = jnp.full((1,) * len(w_shape), 0.5, jnp.float16)
@@ -470,7 +471,7 @@ def test_plain_narrow_arrays_beside_a_qarray_accumulate_as_qwix_does(operator):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_plain_integers_accumulate_in_int32_whatever_dtype_is_preferred(operator):
+def test_plain_integers_accumulate_in_int32_for_every_preferred_dtype(operator):
     x_shape, w_shape, call = OPERATORS[operator]
     x, w = jnp.ones(x_shape, jnp.int8), jnp.ones(w_shape, jnp.int8)
     for rhs in (w, QArray(w, jnp.ones((1,) * w.ndim))):

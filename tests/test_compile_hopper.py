@@ -28,7 +28,7 @@ E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 
 @pytest.fixture
 def listed(monkeypatch, tmp_path):
-    return gpu_compile.listings(monkeypatch, tmp_path)
+    return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
 
 
 def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
@@ -42,8 +42,8 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
         {},
         {"cluster_dimension": "rows"},
         {"cluster_dimension": "columns"},
-        {"columns": 128, "stages": 6, "parts": 1},
-        {"columns": 128, "parts": 1, "consumers": 3, "epilogue_columns": 32},
+        {"wg_n": 128, "stages": 6, "n_splits": 1},
+        {"wg_n": 128, "n_splits": 1, "consumer_warpgroups": 3, "epilogue_columns": 32},
     ],
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
@@ -67,13 +67,13 @@ def test_blockwise_matmuls_do_not_spill(listed, out, columns):
     """With scales for 128×128 blocks of b, and for its 1×128 blocks."""
     from scaledot.kernels.hopper.matmul import matmul
 
-    accumulation = tile_configs.accumulation_mode(promote=True, blockwise=True, square_blocks=columns < 2048)
+    accumulation = tile_configs.accumulation_mode(promote=True, has_k_block_scales=True, square_blocks=columns < 2048)
     config = tile_configs.heuristic(
-        tile_configs.Shape(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, accumulation)
+        tile_configs.GemmKey(2048, 2048, 2048, "float8", jnp.dtype(out).itemsize, accumulation)
     )
 
     def run(a, b, rows, columns):
-        options = {"out_dtype": out, "config": config, "promote": True, "blockwise": True, "ctas": 132}
+        options = {"out_dtype": out, "config": config, "promote": True, "has_k_block_scales": True, "ctas": 132}
         return matmul(a, b, rows, columns, None, **options)
 
     codes, scales = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
@@ -86,10 +86,16 @@ def test_int8_matmuls_do_not_spill(listed, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
 
     accumulation = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=blockwise)
-    config = tile_configs.heuristic(tile_configs.Shape(2048, 2048, 2048, "int8", 2, accumulation))
+    config = tile_configs.heuristic(tile_configs.GemmKey(2048, 2048, 2048, "int8", 2, accumulation))
 
     def run(a, b, rows, columns):
-        options = {"out_dtype": BF16, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
+        options = {
+            "out_dtype": BF16,
+            "config": config,
+            "promote": blockwise,
+            "has_k_block_scales": blockwise,
+            "ctas": 132,
+        }
         return matmul(a, b, rows, columns, None, **options)
 
     scales = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if blockwise else [((1,), jnp.float32)] * 2
@@ -108,15 +114,21 @@ def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
     accumulation = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=rows)
     groups = {"row_groups" if rows else "k_groups": count}
     config = tile_configs.heuristic(
-        tile_configs.Shape(size, size, size, "float8", jnp.dtype(out).itemsize, accumulation, **groups)
+        tile_configs.GemmKey(size, size, size, "float8", jnp.dtype(out).itemsize, accumulation, **groups)
     )
 
     def run(a, b, rows_of, columns, sizes):
         groups = groups_of_rows(sizes, size, config) if rows else groups_of_k(sizes)
-        options = {"out_dtype": out, "config": config, "promote": blockwise, "blockwise": blockwise, "ctas": 132}
+        options = {
+            "out_dtype": out,
+            "config": config,
+            "promote": blockwise,
+            "has_k_block_scales": blockwise,
+            "ctas": 132,
+        }
         return matmul(a, b, rows_of, columns, None, **options, groups=groups)
 
-    steps, padded = size // 128, -(-size // config.cta_rows) * config.cta_rows + config.cta_rows
+    steps, padded = size // 128, -(-size // config.cta_m) * config.cta_m + config.cta_m
     if blockwise:
         scales = [(steps, padded), (count, steps, steps) if rows else (steps, size)]
     else:
@@ -130,7 +142,7 @@ def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
 
 @pytest.mark.parametrize(
     "shape",
-    autotune.shapes_of([kind for kind in autotune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
+    autotune.gemm_keys([kind for kind in autotune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
     ids=lambda shape: "-".join(map(str, dataclasses.astuple(shape)[3:])),
 )
 def test_autotuned_configs_do_not_spill(listed, shape):

@@ -26,7 +26,7 @@ ROW = train.Specs(P(None, "tp"), P("tp"), P("tp"))
 @pytest.fixture
 def mesh(monkeypatch, tmp_path):
     """A mesh of eight H200s; the Hopper kernels are enabled, as on a machine that has these devices."""
-    gpu_compile.listings(monkeypatch, tmp_path)
+    gpu_compile.ptxas_reports(monkeypatch, tmp_path)
     for reason in ("device_reason", "machine_reason"):
         monkeypatch.setattr(support, reason, lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

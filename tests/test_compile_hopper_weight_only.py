@@ -23,7 +23,7 @@ WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  #
 def listed(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return gpu_compile.listings(monkeypatch, tmp_path)
+    return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
 
 
 def compiled(format: str, rows: int, k: int, columns: int, count: int = 1, out=BF16) -> str:

@@ -23,9 +23,9 @@ def test_batch_axes_come_first_in_the_order_of_dimension_numbers():
 @given(st.permutations("bmk"), st.permutations("bkn"), st.permutations("bmn"))
 def test_gradients_contract_the_same_labels(lhs, rhs, out):
     fwd = Contraction("".join(lhs), "".join(rhs), "".join(out))
-    assert (fwd.contracted, fwd.batch, fwd.lhs_free, fwd.rhs_free) == ("k", "b", "m", "n")
-    assert (fwd.dgrad.contracted, fwd.dgrad.out) == ("n", fwd.lhs)
-    assert (fwd.wgrad.contracted, fwd.wgrad.out) == ("m", fwd.rhs)
+    assert (fwd.contracting, fwd.batch, fwd.lhs_free, fwd.rhs_free) == ("k", "b", "m", "n")
+    assert (fwd.dgrad.contracting, fwd.dgrad.out) == ("n", fwd.lhs)
+    assert (fwd.wgrad.contracting, fwd.wgrad.out) == ("m", fwd.rhs)
     assert fwd.dgrad.dgrad == fwd
     assert fwd.wgrad.wgrad == fwd
 
@@ -73,7 +73,7 @@ def test_einsum_subscripts_are_expanded(text, ndims, expected):
         ("ij->ik", (2,), "which no operand has"),
         ("ij->ii", (2,), "names a label twice"),
         ("i1->i", (2,), "labels are letters"),
-        ("i....->i", (3,), "may contain one"),
+        ("i....->i", (3,), "may only occur as one"),
     ],
 )
 def test_invalid_einsum_subscripts_are_refused(text, ndims, message):

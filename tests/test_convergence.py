@@ -1,4 +1,4 @@
-"""The convergence suite: its page matches its results, its gates can fail, and an interrupted run resumes."""
+"""The convergence suite: its page matches its results, its bounds can fail, and an interrupted run resumes."""
 
 import dataclasses
 import functools
@@ -31,12 +31,12 @@ class Progress:
 
 
 def test_the_page_is_generated_from_the_results():
-    assert page.PAGE.read_text() == page.text(page.QUOTED, page.MENTIONED)
-    assert page.PICTURE.stat().st_size > 10_000
+    assert page.PAGE.read_text() == page.text(page.GPU_RESULTS, page.CPU_RESULTS)
+    assert page.FIGURE.stat().st_size > 10_000
 
 
-def test_the_quoted_results_are_as_expected_and_the_gpt_meets_its_gates():
-    record = page.read(page.QUOTED)
+def test_the_results_of_the_page_are_as_expected_and_the_gpt_meets_its_bounds():
+    record = page.read(page.GPU_RESULTS)
     assert record["seeds"] >= 3
     assert all(row["as_expected"] for row in record["bias"] + record["stall"])
     assert [row["name"] for row in record["gpt"]] == [row.name for row in gpt.rows()]
@@ -65,9 +65,9 @@ def test_verdicts_of_the_stall_probe(error, verdict):
     assert stall.verdict(error) == verdict
 
 
-def test_a_gap_outside_its_bounds_fails_its_gate():
+def test_a_gap_outside_its_bounds_fails():
     float32 = {"name": "float32", "excess": [0.1, 0.2, 0.3]}
-    row = gpt.Row("row", least=0.01, most=0.03)
+    row = gpt.Row("row", min_gap=0.01, max_gap=0.03)
     for shift, met in ((0.0, False), (0.02, True), (0.05, False), (np.nan, False)):
         shifted = {"name": "row", "excess": [e + shift for e in float32["excess"]]}
         assert gpt._judged(row, shifted, float32)["met"] is met
@@ -76,7 +76,7 @@ def test_a_gap_outside_its_bounds_fails_its_gate():
 
 @pytest.mark.end_to_end
 def test_an_interrupted_run_resumes_where_it_stopped(tmp_path, monkeypatch):
-    rows = [gpt.Row("float32"), gpt.Row("mxfp8", {"block_*": "mxfp8"}, most=1.0)]
+    rows = [gpt.Row("float32"), gpt.Row("mxfp8", {"block_*": "mxfp8"}, max_gap=1.0)]
     monkeypatch.setattr(gpt, "rows", lambda: iter(rows))
     monkeypatch.setattr(gpt, "HELD_OUT", 2)
     monkeypatch.setattr(gpt, "CHUNK", gpt.POINT)

@@ -12,7 +12,7 @@ from scaledot.kernels import table
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.ATTRIBUTES.items())
-def test_an_attribute_of_the_package(old, new):
+def test_old_attributes_of_the_package_warn_and_work(old, new):
     module, _, attribute = f"scaledot.{new}".rpartition(".")
     with pytest.warns(DeprecationWarning, match=f"'{old}' was renamed to '{new}'"):
         found = getattr(sd, old)
@@ -21,27 +21,27 @@ def test_an_attribute_of_the_package(old, new):
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.KERNELS.items())
-def test_a_kernel(old, new):
+def test_old_names_of_kernels_warn_and_select_the_renamed_kernel(old, new):
     names = {row.name for rows in table.tables() for row in rows}
     assert new in names
     assert old not in names
     x = jnp.ones((4, 32))
-    verb = (lambda: sd.quantize(x, "mxfp8", kernel=old)) if "cast" in old else (lambda: sd.matmul(x, x.T, kernel=old))
+    call = (lambda: sd.quantize(x, "mxfp8", kernel=old)) if "cast" in old else (lambda: sd.matmul(x, x.T, kernel=old))
     with (
         pytest.warns(DeprecationWarning, match=f"'{old}' was renamed to '{new}'"),
         pytest.raises((NotImplementedError, ValueError), match=f"`kernel` '{new}'"),  # no GPU, or no groups
     ):
-        verb()
+        call()
 
 
 @pytest.mark.parametrize(("old", "new"), deprecated.SCALE_RULES.items())
-def test_a_scale_rule(old, new):
+def test_old_names_of_scale_rules_warn_and_work(old, new):
     with pytest.warns(DeprecationWarning, match=f"'{old}' was renamed to '{new}'"):
-        format = sd.Format("own", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule=old, two_level=True)
+        format = sd.Format("custom", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule=old, two_level=True)
     assert format.rule == new
 
 
-def test_the_multiplier_of_a_cast_and_of_a_history():
+def test_factor_is_the_old_name_of_multiplier():
     x = jnp.array([1.0, 2.0])
     with pytest.warns(DeprecationWarning, match="`factor` of quantize was renamed to `multiplier`"):
         old = sd.quantize(x, "fp8_e4m3", factor=np.float32(8))

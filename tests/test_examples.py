@@ -1,4 +1,4 @@
-"""The examples run and learn, and the source has the entropy that it says."""
+"""The examples run and learn, and the data source has the entropy that it states."""
 
 import contextlib
 import functools
@@ -30,8 +30,8 @@ def test_a_tiny_gpt_learns_with_delayed_scaling(example, monkeypatch):
     assert excess < np.mean(curve[:5]) - 0.2
 
 
-def test_the_source_has_the_entropy_it_says():
-    """The mean surprise of 100k symbols under the true transitions; one standard error is about 0.004 nats."""
+def test_the_source_has_the_stated_entropy():
+    """It is the mean surprisal of 100k symbols under the true transitions; one standard error is about 0.004 nats."""
     source = Source()
     surprise = source.surprise(source.draw(jax.random.key(0), (256, 402)))
     assert abs(float(surprise.mean()) - source.entropy) < 0.02
@@ -40,7 +40,7 @@ def test_the_source_has_the_entropy_it_says():
 @pytest.fixture(scope="module")
 def state():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return gpt_linen.start(gpt_linen.Gpt(), jax.random.key(0), steps=1)
+        return gpt_linen.init_train_state(gpt_linen.Gpt(), jax.random.key(0), steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def test_the_layers_of_the_demo_are_those_of_the_model(state, layers):
         np.testing.assert_allclose(jnp.einsum("bsk,bsn->kn", x, g), expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_bytes_that_the_demo_counts(layers):
-    """x is (16, 32, 64) and w (64, 192): a byte each in fp8, and 9/16 of one with scales and squares of 16 in nvfp4."""
+def test_the_demo_counts_bytes_of_residuals(layers):
+    """x is (16, 32, 64), w (64, 192). Bytes per element: 1 in FP8, 33/32 in MXFP8, 9/16 in NVFP4 (w: 16x16 blocks)."""
     layer, x, w = layers["block_0/qkv"], 16 * 32 * 64, 64 * 192
     assert demo_layers.residual_bytes("float32", layer) == 4 * x
     assert demo_layers.residual_bytes("bfloat16", layer) == 2 * x
@@ -72,15 +72,15 @@ def test_bytes_that_the_demo_counts(layers):
 
 
 @pytest.mark.parametrize(("recipe", "low", "high"), [("fp8_delayed", 22, 35), ("mxfp8", 26, 35), ("nvfp4", 12, 23)])
-def test_ratios_are_those_of_the_formats(layers, recipe, low, high):
-    """A product of two casts has 3 dB less than each: e4m3 31.5, e5m2 25.6, nvfp4 20.4 or, stochastic, 17.3 dB."""
+def test_snr_of_the_demo_is_that_of_the_formats(layers, recipe, low, high):
+    """A matmul has 3 dB less than each operand: E4M3 31.5, E5M2 25.6, NVFP4 20.4, stochastically rounded 17.3 dB."""
     found = demo_layers.snr(recipe, layers["block_1/up"])
     assert set(found) == {"y", "dx", "dw"}
     assert all(low < ratio < high for ratio in found.values())
 
 
 class Bar(tqdm):
-    """A progress bar that remembers where it ended."""
+    """A progress bar that records its final state."""
 
     ends: ClassVar[list] = []
 
@@ -90,8 +90,8 @@ class Bar(tqdm):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The demo with one block, in float32 and mxfp8: what it printed and its page, written as if there were a GPU."""
+def output(tmp_path_factory):
+    """Runs the demo with one block, in float32 and mxfp8, as on a GPU; returns what it printed and its page."""
     directory, printed, steps = tmp_path_factory.mktemp("demo"), io.StringIO(), 4
     small = {"Gpt": functools.partial(gpt_linen.Gpt, blocks=1), "LAYERS": 4, "PLAIN": ("float32",)}
     timed = [demo_times.Timed(name, ms, 1e3 / ms) for name, ms in (("bfloat16", 4.0), ("mxfp8", 2.5))]
@@ -108,21 +108,21 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.end_to_end
-def test_the_demo_prints_how_long_it_takes_and_a_table(ran):
-    printed, _ = ran
+def test_the_demo_prints_its_expected_time_and_a_table(output):
+    printed, _ = output
     assert "two to three minutes on two idle cores" in printed.splitlines()[1]
     assert [line.split()[0] for line in printed.splitlines()[4:6]] == ["float32", "mxfp8"]
 
 
 @pytest.mark.end_to_end
-def test_the_demo_shows_progress_of_the_whole(ran):
+def test_the_progress_bar_of_the_demo_ends_at_its_total(output):
     (done, total), *_ = Bar.ends
     assert done == total == demo.COMPILING * 2 + 4 * 2 + demo.LAYER * 4 + demo.TIMING * 2
 
 
 @pytest.mark.end_to_end
-def test_the_page_of_the_demo_has_all_its_parts(ran):
-    _, page = ran
+def test_the_page_of_the_demo_has_all_its_parts(output):
+    _, page = output
     assert page.count("<svg") == 2
     assert f"scaledot {sd.__version__}" in page
     assert "{" not in page.split("</style>")[1].split("<svg")[0]
@@ -132,15 +132,15 @@ def test_the_page_of_the_demo_has_all_its_parts(ran):
 
 
 @pytest.mark.end_to_end
-def test_the_page_of_the_demo_has_a_next_step_that_exists(ran):
-    _, page = ran
+def test_links_and_commands_on_the_page_of_the_demo_exist(output):
+    _, page = output
     root, advice = Path(demo.__file__).parents[1], page.split("What next?")[1]
     assert all((root / link).is_file() for link in re.findall('<a href="(.*?)"', page))
     assert all((root / "examples" / f"{name}.py").is_file() for name in re.findall(r"-m examples\.(\w+)", advice))
     assert all(f"\n{target}:" in (root / "Makefile").read_text() for target in re.findall(r"\nmake (\w+)", advice))
 
 
-def test_without_a_gpu_the_page_says_where_times_are():
+def test_without_a_gpu_the_page_links_to_measured_times():
     assert "docs/notes/performance.md" in demo_page.times_section([], "cpu")
 
 

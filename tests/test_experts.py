@@ -176,12 +176,12 @@ def test_a_step_on_a_mesh_matches_one_device(name, layout_name, mode):
         assert value.sharding.is_equivalent_to(sharding, value.ndim), result
 
 
-@pytest.mark.parametrize("flavour", [sd.linen, sd.nnx], ids=["linen", "nnx"])
-def test_grouped_layers_accept_specs(flavour):
+@pytest.mark.parametrize("library", [sd.linen, sd.nnx], ids=["linen", "nnx"])
+def test_grouped_layers_accept_specs(library):
     layout, (x, w, bias, _) = LAYOUTS["column"], arrays()
     recipe = RECIPES["fp8_current"]
-    layer = flavour.GroupedDense(recipe, specs=layout.specs)
-    apply = functools.partial(layer.apply, {}) if flavour is sd.linen else layer
+    layer = library.GroupedDense(recipe, specs=layout.specs)
+    apply = functools.partial(layer.apply, {}) if library is sd.linen else layer
     mesh = layout.mesh(AxisType.Auto)
     with jax.set_mesh(mesh):
         y = jax.jit(lambda *operands: apply(*operands))(x, w, jnp.asarray(SIZES), bias)
@@ -209,7 +209,7 @@ def test_wrong_shardings_raise_errors_that_name_them():
         raises("'k' .* has global size 256 in `x` and 512 in `w`", valid, w=(8, 512, 64))
 
 
-def test_groups_that_cannot_be_split_evenly_are_told_what_would_fit():
+def test_groups_that_do_not_divide_raise_errors_that_say_what_would_fit():
     mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     x, w = jnp.ones((8, 32)), jnp.ones((3, 32, 16))
     specs = train.Specs(P(), P("ep"), P())

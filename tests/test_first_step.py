@@ -1,4 +1,4 @@
-"""Tracing and lowering before the first step: every kernel is lowered once, however many layers use it.
+"""Tracing and lowering before the first step: every kernel is lowered once, regardless of the number of layers.
 
 Steps are lowered for a Hopper GPU on a machine without one. Nothing is compiled or run.
 """
@@ -19,13 +19,13 @@ from scaledot.recipes import RECIPES
 pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 
 WITH_KERNELS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "int8_block", "fp8_qat")
-MAX_SECONDS = 0.06  # of CPU time for each further layer
+MAX_SECONDS = 0.06  # CPU time per additional layer
 FEW, MANY = 4, 16
 TOKENS, WIDTH = 8192, 4096
 
 
 def lowered(recipe: str, layers: int, **options) -> str:
-    """The StableHLO text of a training step of equal layers."""
+    """Returns the StableHLO text of a training step of equal layers."""
     delayed = bool(RECIPES[recipe].delayed)
 
     def loss(weights, states, x, key):
@@ -43,7 +43,7 @@ def lowered(recipe: str, layers: int, **options) -> str:
 
 
 def kernel_count(text: str) -> int:
-    """The number of distinct kernels in StableHLO text."""
+    """Returns the number of distinct kernels in StableHLO text."""
     return len(set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)))
 
 
@@ -67,7 +67,7 @@ def seconds(recipe: str, layers: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
-def test_a_further_layer_adds_little_time_and_no_kernel(monkeypatch, recipe):
+def test_an_additional_layer_adds_little_time_and_no_kernel(monkeypatch, recipe):
     with lowered_for_hopper(monkeypatch):
         lowered(recipe, 2)  # work that is done once per process
         few, first = seconds(recipe, FEW)

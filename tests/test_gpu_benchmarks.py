@@ -1,4 +1,4 @@
-"""The suites for GPUs, where they need none: their bookkeeping, and the page that is made of their results."""
+"""The GPU suites as far as they need no GPU: bookkeeping, and the page generated from their results."""
 
 import json
 
@@ -30,21 +30,21 @@ def counting(name: str, calls: list[str], first_s: float = 0.0) -> implementatio
 
 
 @pytest.fixture
-def short_turns(monkeypatch):
+def short_rounds(monkeypatch):
     monkeypatch.setattr(implementations, "ROUND_S", 1e-4)
 
 
-def test_the_page_says_what_the_results_say():
-    assert page.PAGE.read_text() == page.text(json.loads((record.RESULTS / page.QUOTED).read_text()))
+def test_the_page_is_generated_from_the_results():
+    assert page.PAGE.read_text() == page.text(published())
 
 
-def test_the_readme_says_what_the_results_say():
-    words = page.README.read_text()
-    assert words == page.readme(words, quoted())
+def test_the_readme_is_generated_from_the_results():
+    text = page.README.read_text()
+    assert text == page.readme(text, published())
 
 
-def test_the_page_can_be_made_while_rows_of_models_are_missing():
-    results = quoted()
+def test_the_page_can_be_generated_while_rows_of_models_are_missing():
+    results = published()
     about = results["model"]["cases"][0]
     results["model"]["cases"] = [case for case in results["model"]["cases"] if case["case"] == "4 blocks/fp8_current"]
     assert "| 4 blocks | fp8_current | " in page.text(results)
@@ -53,24 +53,24 @@ def test_the_page_can_be_made_while_rows_of_models_are_missing():
     results["model"]["cases"] = [{**about, "case": row} for row in names]
     results["model"]["cases"][-1]["first"] = {"all": 3.0}
     assert model_page.table(results).count("\n") == len(names) + 1
-    assert {axis.get_title("left") for axis in model_page.picture(results).axes} >= {"4 blocks, NNX", "16 blocks"}
+    assert {axis.get_title("left") for axis in model_page.figure_of(results).axes} >= {"4 blocks, NNX", "16 blocks"}
 
 
-def test_sides_take_turns_and_absent_ones_are_named(short_turns):
+def test_implementations_alternate_and_missing_ones_are_listed(short_rounds):
     calls: list[str] = []
     absent = implementations.Implementation("absent", lambda: pytest.fail("was built"), needs=("no_such_module",))
-    timed, missing = implementations.measure([counting("a", calls), absent, counting("b", calls)], 3, frozenset())
+    timed, not_run = implementations.measure([counting("a", calls), absent, counting("b", calls)], 3, frozenset())
     assert set(timed) == {"a", "b"}
-    assert all(len(side.seconds) == 3 for side in timed.values())
-    assert missing == {"absent": "not installed: no_such_module"}
+    assert all(len(times.seconds) == 3 for times in timed.values())
+    assert not_run == {"absent": "not installed: no_such_module"}
 
 
-def test_a_peer_may_fail_and_ours_may_not(short_turns):
+def test_another_library_may_fail_and_scaledot_may_not(short_rounds):
     def broken():
         raise ValueError("cannot be built\nfor a long reason")
 
-    _, missing = implementations.measure([implementations.Implementation("peer", broken)], 1, frozenset())
-    assert missing == {"peer": "failed: ValueError: cannot be built"}
+    _, not_run = implementations.measure([implementations.Implementation("torch", broken)], 1, frozenset())
+    assert not_run == {"torch": "failed: ValueError: cannot be built"}
     with pytest.raises(ValueError, match="cannot be built"):
         implementations.measure([implementations.Implementation("scaledot", broken, ours=True)], 1, frozenset())
 
@@ -88,24 +88,26 @@ def test_cases_that_were_not_run_again_stay_in_the_file(monkeypatch, tmp_path):
 
 
 def test_rows_of_models_have_targets_and_something_to_compare_with():
-    assert {*model_targets.SPEEDS, *model_targets.BEYOND, model_targets.SECOND} <= set(model.rows())
+    assert {*model_targets.SPEEDUPS, *model_targets.EXTRA_FIRST_STEP_S, model_targets.SECOND_PROCESS_ROW} <= set(
+        model.rows()
+    )
     assert {model.base_row(row) for row in model.rows()} <= set(model.rows())
     with pytest.raises(SystemExit, match=r"no row '5 blocks/fp8_current'; rows are: 4 blocks/bfloat16; "):
         model.run(("5 blocks/fp8_current",), 1, frozenset())
 
 
-def test_targets_of_models_are_held_to_what_was_measured():
-    def found(seconds, first, peak=1e9):
+def test_targets_of_models_are_compared_with_measurements():
+    def row(seconds, first, peak=1e9):
         return {"seconds": seconds, "first": {"compile": first}, "peak_bytes": peak}
 
     plain, ours = "8 blocks, scanned, dots saved/bfloat16", "8 blocks, scanned, dots saved/fp8_current"
-    cases = {"4 blocks/bfloat16": found(3, 10), "4 blocks/fp8_current": found(2, 18), plain: found(3, 1)}
-    cases |= {"16 blocks/bfloat16": found(3, 20), "16 blocks/fp8_current": found(2.5, 34)}
-    cases |= {ours: found(1, 1, 2e9), "8 blocks, scanned, residuals saved/fp8_current": found(2, 1)}
+    cases = {"4 blocks/bfloat16": row(3, 10), "4 blocks/fp8_current": row(2, 18), plain: row(3, 1)}
+    cases |= {"16 blocks/bfloat16": row(3, 20), "16 blocks/fp8_current": row(2.5, 34)}
+    cases |= {ours: row(1, 1, 2e9), "8 blocks, scanned, residuals saved/fp8_current": row(2, 1)}
     results = {"model": {"cases": [{"case": name, **case} for name, case in cases.items()]}}
-    reached = [(aim.target, aim.reached, aim.met) for aim in model_targets.aims(results) if aim.reached is not None]
-    assert reached == [(1.45, 1.5, True), (1.5, 1.2, False), (1.43, 1.5, True), (8, 8, True), (0.3, 0.5, False)]
-    assert [row.met for row in targets.rows(results)] == [met for *_, met in reached]
+    measured = [(t.target, t.measured, t.met) for t in model_targets.targets(results) if t.measured is not None]
+    assert measured == [(1.45, 1.5, True), (1.5, 1.2, False), (1.43, 1.5, True), (8, 8, True), (0.3, 0.5, False)]
+    assert [row.met for row in targets.rows(results)] == [met for *_, met in measured]
 
 
 def small(row: str, steps: int = 1) -> list[float]:
@@ -147,7 +149,7 @@ def test_a_tiny_row_runs_in_a_process_of_its_own_and_is_not_written(monkeypatch,
         run.main(["--suite", "dense", "--tiny"])
 
 
-def test_rows_of_peers_that_are_absent_or_fail_are_left_out(monkeypatch, capsys):
+def test_rows_of_other_libraries_that_are_missing_or_fail_are_skipped(monkeypatch, capsys):
     def broken(row, *options):
         raise model.RowError("it failed")
 
@@ -162,35 +164,35 @@ def test_rows_of_peers_that_are_absent_or_fail_are_left_out(monkeypatch, capsys)
         model.run(("4 blocks/fp8_current",), 1, frozenset())
 
 
-def quoted() -> dict:
-    return json.loads((record.RESULTS / page.QUOTED).read_text())
+def published() -> dict:
+    return report.read(page.RESULTS_FILE)
 
 
 def test_every_target_of_the_suites_is_a_row_of_the_table():
-    aims = [aim for aim in model_targets.aims(quoted()) if aim.reached is not None]
-    others = list(targets.rows(quoted()))[: -len(aims)]
-    found = [(row.over, row.target) for row in others]
+    of_models = [target for target in model_targets.targets(published()) if target.measured is not None]
+    others = list(targets.rows(published()))[: -len(of_models)]
+    rows = [(row.relative_to, row.target) for row in others]
     steps = [(dense.BASE, block.STEP_TARGET) for _ in block.STEPS]
-    products = [(product.peer, product.target) for product in block.MATMULS.values() if product.target]
-    experts = [(targets.OVER[over], target) for case in grouped.TARGETS.values() for over, target in case.items()]
+    matmuls = [(matmul.baseline, matmul.target) for matmul in block.MATMULS.values() if matmul.target]
+    experts = [(targets.BASELINES[key], target) for case in grouped.TARGETS.values() for key, target in case.items()]
     decoding = [(decode.BASE, target) for _ in decode.SHAPES for target in decode.TARGETS.values()]
-    assert found == steps + products + experts + decoding
+    assert rows == steps + matmuls + experts + decoding
     assert all(row.errors for row in others)
 
 
-def test_rows_of_the_table_say_what_was_reached_and_what_limits_them():
-    results = quoted()
+def test_rows_of_the_table_have_the_measurement_and_what_limits_it():
+    results = published()
     (case,) = (case for case in results["block"]["cases"] if case["case"] == "1x128 and 128x128")
-    case["sides"]["scaledot"]["of_peer"] = 1.05
-    words = remarks.remark("block", "1x128 and 128x128", "scaledot", 1.1, 1.05)
+    case["implementations"]["scaledot"]["of_baseline"] = 1.05
+    remark = remarks.remark("block", "1x128 and 128x128", "scaledot", 1.1, 1.05)
     lines = targets.text(results, ("1x128 and 128x128",)).splitlines()
-    assert lines[1].split(" | ")[1:] == [f"{block.PEER:<28}", ">= 1.1 ", "1.05   ", "missed"]
+    assert lines[1].split(" | ")[1:] == [f"{block.TORCH:<28}", ">= 1.1 ", "1.05   ", "missed"]
     assert lines[2].split("errors of ")[1].startswith("scaledot, K = 528: ")
-    assert words
-    assert " ".join(line.strip() for line in lines[3:]) == words
-    case["sides"]["scaledot"]["of_peer"] = 1.1
+    assert remark
+    assert " ".join(line.strip() for line in lines[3:]) == remark
+    case["implementations"]["scaledot"]["of_baseline"] = 1.1
     assert targets.text(results, ("1x128 and 128x128",)).splitlines()[1].endswith("met")
-    case["sides"]["scaledot"]["of_peer"], case["missing"] = None, {block.PEER: "not installed: torch"}
+    case["implementations"]["scaledot"]["of_baseline"], case["not_run"] = None, {block.TORCH: "not installed: torch"}
     (row,) = targets.rows(results, ("1x128 and 128x128",))
     assert row.met is None
     assert row.remark == "torch._scaled_mm was not measured: not installed: torch"
@@ -198,7 +200,7 @@ def test_rows_of_the_table_say_what_was_reached_and_what_limits_them():
 
 @pytest.fixture
 def untimed(monkeypatch, tmp_path):
-    """Suites whose data are shapes and whose sides are not run: ours take 1 ms, others 2 ms."""
+    """Suites whose data are shapes and whose implementations are not run: scaledot's take 1 ms, others 2 ms."""
 
     def measured(implementations_of_case, rounds, skipped):
         names: list[str] = []
@@ -221,8 +223,8 @@ def test_one_run_measures_the_cases_that_have_targets(untimed, capsys):
     assert {name: {case["case"] for case in suite["cases"]} for name, suite in results.items()} == {
         name: set(cases) for name, cases in targets.CASES.items()
     }
-    reached = {(row.over, row.reached) for row in targets.rows(results)}
-    assert reached == {(block.FP8, 1), (block.PEER, 2), (grouped.DENSE, 1), (grouped.PEER, 2), (dense.BASE, 2)}
+    measured = {(row.relative_to, row.measured) for row in targets.rows(results)}
+    assert measured == {(block.FP8, 1), (block.TORCH, 2), (grouped.DENSE, 1), (grouped.LAX, 2), (dense.BASE, 2)}
     assert capsys.readouterr().out.endswith(f"\n\n{targets.text(results)}\n")
 
 
@@ -233,5 +235,5 @@ def test_a_run_of_some_targets_prints_these(untimed, capsys):
     assert [line.split(" | ")[1].strip() for line in table.splitlines() if " | " in line] == [
         "relative to",
         grouped.DENSE,
-        grouped.PEER,
+        grouped.LAX,
     ]

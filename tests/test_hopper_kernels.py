@@ -1,4 +1,4 @@
-"""Kernels for Hopper: held to the reference on the cases that tuning and benchmarks use, by JAX's interpreter."""
+"""Hopper kernels, compared with the reference in JAX's interpreter, on the cases of tuning and benchmarks."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ import scaledot as sd
 from scaledot import train
 from scaledot.cli import main
 from scaledot.kernels.hopper import autotune, cast_8bit, cast_microscaled, support, tile_configs
-from scaledot.kernels.spec import CastProblem, View
+from scaledot.kernels.spec import CastOutput, CastProblem
 from scaledot.kernels.table import CASTS
 from scaledot.parallel import types
 
@@ -27,7 +27,7 @@ DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
 def taken(explained: str) -> str:
-    """The row of the kernel that was chosen."""
+    """Returns the line of the kernel that is chosen."""
     (row,) = (line.strip() for line in explained.splitlines() if "  TAKEN: " in line)
     return row
 
@@ -36,14 +36,14 @@ def exact(x: sd.ScaledArray, w: sd.ScaledArray) -> np.ndarray:
     return values(x) @ values(w)
 
 
-MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis first in either operand
+MATMULS = [  # (M, N, K), dtypes, fields of the config, promote, k_first of either operand
     ((128, 256, 512), (E4M3, E4M3), {}, False, (False, False)),
     ((384, 256, 640), (E4M3, E5M2), {}, False, (False, False)),
     ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
     ((384, 512, 256), (E4M3, E4M3), {"cluster_dimension": "rows"}, False, (False, False)),
     ((128, 512, 384), (E4M3, E4M3), {"cluster_dimension": "columns"}, True, (False, False)),
-    ((256, 256, 256), (E4M3, E4M3), {"columns": 128, "stages": 6, "parts": 1}, True, (False, False)),
-    ((128, 256, 256), (E4M3, E4M3), {"rows": 64, "columns": 128, "wg_dimension": "columns"}, False, (False, False)),
+    ((256, 256, 256), (E4M3, E4M3), {"wg_n": 128, "stages": 6, "n_splits": 1}, True, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"wg_m": 64, "wg_n": 128, "wg_dimension": "columns"}, False, (False, False)),
     ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
     ((192, 256, 192), (BF16, BF16), {"cluster_dimension": "rows"}, False, (False, True)),
     ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
@@ -51,8 +51,8 @@ MATMULS = [  # (M, N, K), dtypes, changes of the config, promoted, summed axis f
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("sizes", "dtypes", "changed", "promote", "turned"), MATMULS)
-def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, turned):
+@pytest.mark.parametrize(("sizes", "dtypes", "fields", "promote", "k_first"), MATMULS)
+def test_matmuls_agree_with_float64(hopper, sizes, dtypes, fields, promote, k_first):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import Config
 
@@ -60,24 +60,24 @@ def test_products_are_those_of_float64(hopper, sizes, dtypes, changed, promote, 
     a, b = normal(0, (m, k), jnp.float32).astype(dtypes[0]), normal(1, (n, k), jnp.float32).astype(dtypes[1])
     scale = jnp.array([3.0], jnp.float32), jnp.array([0.25], jnp.float32)
     found = matmul(
-        a.T if turned[0] else a,
-        b.T if turned[1] else b,
+        a.T if k_first[0] else a,
+        b.T if k_first[1] else b,
         *scale,
         None,
         out_dtype=jnp.float32,
-        config=dataclasses.replace(Config(), **changed),
+        config=dataclasses.replace(Config(), **fields),
         promote=promote,
         ctas=4,
-        k_first=turned,
+        mn_major=k_first,
     )
     expected = 0.75 * np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
-    # float32 sums of k products: far inside k rounding errors of 2^-24.
+    # The bound of float32 accumulation over k elements: k rounding errors of 2^-24.
     assert relative(found, expected) < k * 2.0**-24
 
 
 @needs_mosaic
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
-def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
+def test_scales_per_row_and_column_and_a_bias_are_applied(hopper, out):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import Config
 
@@ -94,7 +94,7 @@ def test_rows_and_columns_have_scales_of_their_own_and_a_bias(hopper, out):
 @pytest.mark.parametrize(
     ("shapes", "blocks"), [(((50, 200), (200, 70)), (None, (0,))), (((2, 3, 40), (40, 5)), ((0,), None))]
 )
-def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blocks):
+def test_the_fp8_kernel_is_chosen_for_all_sizes(hopper, precision, shapes, blocks):
     x = quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
     w = quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
     assert taken(sd.explain(sd.matmul, x, w, precision=precision)).startswith("hopper_fp8")
@@ -109,7 +109,7 @@ def test_the_table_takes_the_kernel_for_any_sizes(hopper, precision, shapes, blo
     [((1, 128), (128, 128)), ((1, 128), (128, 1)), ((128, 128), (128, 128)), ((128, 128), (0, 0)), ((1, 0), (128, 1))],
 )
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_fp8"), ("int8", "hopper_int8")])
-def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, format, kernel, x_block, w_block):
+def test_blockwise_scales_are_applied_to_partial_accumulators(hopper, format, kernel, x_block, w_block):
     x = quantize(normal(0, (150, 700)), format, axis=(0, 1), block=x_block, pad=True)
     w = quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
     row = taken(sd.explain(sd.matmul, x, w))
@@ -120,8 +120,8 @@ def test_scales_that_change_every_128_terms_are_applied_to_their_sums(hopper, fo
 
 @needs_mosaic
 @pytest.mark.parametrize(("x_format", "w_format"), [("int8", "int8"), ("int8", "int4")])
-def test_integers_are_summed_exactly(hopper, x_format, w_format):
-    """Sums in int32, and one rounding for each of two scales and for the result."""
+def test_integer_codes_accumulate_exactly(hopper, x_format, w_format):
+    """int32 accumulation is exact; the product with each of two scales and the result are rounded."""
     x = quantize(normal(0, (50, 700)), x_format, axis=(0, 1), block=(1, 0))
     w = quantize(normal(1, (700, 70)), w_format, axis=(0, 1), block=(0, 1))
     assert taken(sd.explain(sd.matmul, x, w)).startswith("hopper_int8")
@@ -130,7 +130,7 @@ def test_integers_are_summed_exactly(hopper, x_format, w_format):
 
 
 @needs_mosaic
-def test_block_scaled_operands_are_multiplied_as_values(hopper):
+def test_microscaled_operands_are_multiplied_in_bfloat16(hopper):
     for format in ("mxfp8", "nvfp4"):
         x, w = quantize(normal(0, (96, 256)), format), quantize(normal(1, (256, 64)), format, axis=0)
         assert "hopper_bf16" in sd.explain(sd.matmul, x, w)
@@ -138,7 +138,7 @@ def test_block_scaled_operands_are_multiplied_as_values(hopper):
 
 
 @needs_mosaic
-def test_a_mapped_axis_is_looped_over(hopper):
+def test_vmap_agrees_with_a_loop(hopper):
     x = quantize(normal(0, (2, 64, 128)), "fp8_e4m3", axis=(1, 2), block=(0, 0))
     w = quantize(normal(1, (128, 32)), "fp8_e4m3")
     found = jax.vmap(lambda x: sd.matmul(x, w))(x)
@@ -147,32 +147,36 @@ def test_a_mapped_axis_is_looped_over(hopper):
 
 
 @needs_mosaic
-def test_casts_with_factors_of_different_kinds_are_not_made_in_one_pass(hopper):
-    """Delayed scaling in one product and the tensor's own scale in the other."""
+def test_delayed_and_current_scaling_of_one_tensor_are_not_fused(hopper):
+    """x has delayed scaling in fwd and current scaling in wgrad."""
     current = sd.Cast("fp8_e4m3")
-    late = sd.Cast("fp8_e4m3", delayed=sd.Delayed(4))
-    recipe = sd.Recipe("mixed", sd.Gemm(late, current), sd.Gemm(current, current), sd.Gemm(current, current))
-    x, w = 300 * normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16))  # beyond what a first factor of 1 holds
+    delayed = sd.Cast("fp8_e4m3", delayed=sd.Delayed(4))
+    recipe = sd.Recipe("mixed", sd.Gemm(delayed, current), sd.Gemm(current, current), sd.Gemm(current, current))
+    x, w = 300 * normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16))  # overflows with the initial multiplier of 1
 
     def result(kernel):
-        how = {"recipe": recipe, "kernel": kernel}
-        return jax.vjp(lambda w, state: train.dense(x, w, state=state, **how)[0], w, sd.init_state(recipe))[0]
+        options = {"recipe": recipe, "kernel": kernel}
+        return jax.vjp(lambda w, state: train.dense(x, w, state=state, **options)[0], w, sd.init_state(recipe))[0]
 
     assert relative(result(None), result("xla_codes")) < 2.0**-8
 
 
 @needs_mosaic
 @pytest.mark.parametrize("recipe", table_of(["fp8_block", "fp8_current"], ["fp8_current"]))
-def test_a_step_runs_mapped_and_inside_a_shard_map(hopper, recipe):
+def test_gradients_under_vmap_and_in_a_shard_map_agree_with_the_reference(hopper, recipe):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
 
     def gradients(x, w, dy, kernel=None):
         return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, kernel=kernel), x, w)[1](dy)
 
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    here, everywhere = jax.P("d"), jax.P()
+    sharded_spec, replicated = jax.P("d"), jax.P()
     sharded = jax.shard_map(
-        gradients, mesh=mesh, in_specs=(here, everywhere, here), out_specs=(here, everywhere), check_vma=True
+        gradients,
+        mesh=mesh,
+        in_specs=(sharded_spec, replicated, sharded_spec),
+        out_specs=(sharded_spec, replicated),
+        check_vma=True,
     )
     mapped = jax.vmap(gradients, in_axes=(0, None, 0))
     for found, expected in (
@@ -191,7 +195,7 @@ def cast_cases():
 
 @needs_mosaic
 @pytest.mark.parametrize("case", cast_cases())
-def test_casts_have_the_bytes_of_the_reference(hopper, case):
+def test_casts_are_bit_identical_to_the_reference(hopper, case):
     from benchmarks.gpu import cast
 
     cast.check(case, (175, 600))
@@ -199,11 +203,11 @@ def test_casts_have_the_bytes_of_the_reference(hopper, case):
 
 @needs_mosaic
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_cast_8bit"), ("mxfp8", "hopper_cast_microscaled")])
-def test_quantize_takes_kernels_for_more_axes_and_under_transformations(hopper, monkeypatch, format, kernel):
-    """Leading axes merge into rows; codes have no gradient, with a kernel as without one."""
+def test_quantize_uses_kernels_for_3d_arrays_under_vmap_and_grad(hopper, monkeypatch, format, kernel):
+    """Leading dims are merged into rows; the gradient of codes is zero, as without a kernel."""
     from scaledot.kernels.hopper import cast_8bit_kernel
 
-    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
     assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
     require_equal(sd.quantize(x, format), quantize(x, format))
@@ -219,16 +223,16 @@ def require_equal(found: sd.ScaledArray, expected: sd.ScaledArray) -> None:
 
 
 @needs_mosaic
-def test_one_scale_of_integers_is_nan_where_an_element_is_not_finite(hopper, monkeypatch):
-    """8-bit floats have NaN codes instead; see the cases above, all of which hold NaN and an infinity."""
+def test_the_scale_of_an_int8_tensor_is_nan_if_an_element_is_not_finite(hopper, monkeypatch):
+    """8-bit floats have NaN codes instead; the data of `cast.check` has NaN and an infinity."""
     from benchmarks.gpu import cast
     from scaledot.kernels.hopper import cast_8bit_kernel
 
-    monkeypatch.setattr(cast_8bit_kernel, "SEARCHERS", 2)
+    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.MatrixCast(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
 
 
-SCALED = [  # format, blocks of x and w, and the kernel that applies their scales
+SCALED = [  # format, blocks of x and w, kernel
     ("fp8_e4m3", (1, 128), (128, 128), "hopper_fp8"),
     ("int8", (1, 0), (0, 1), "hopper_int8"),
     ("mxfp8", (1, 32), (32, 1), "hopper_bf16"),
@@ -237,8 +241,8 @@ SCALED = [  # format, blocks of x and w, and the kernel that applies their scale
 
 @needs_mosaic
 @pytest.mark.parametrize(("format", "x_block", "w_block", "kernel"), SCALED)
-def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
-    """Whatever the codes are: zeros here, as in integers whose scale is NaN."""
+def test_nan_scales_give_nan_results(hopper, format, x_block, w_block, kernel):
+    """Also if the codes are zeros, as those of integers with a NaN scale are."""
     x = quantize(normal(0, (16, 256)).at[3].set(0), format, axis=(0, 1), block=x_block)
     w = quantize(normal(1, (256, 16)), format, axis=(0, 1), block=w_block, pad=True)
     x = dataclasses.replace(x, scale=x.scale.at[3, -1].set(np.array(np.nan, x.scale.dtype)))
@@ -248,16 +252,16 @@ def test_nan_scales_make_nan_results(hopper, format, x_block, w_block, kernel):
 
 
 @needs_mosaic
-def test_sums_of_columns_come_with_the_cast(hopper):
+def test_the_cast_kernel_returns_column_sums_and_amax(hopper):
     from benchmarks.gpu import cast
 
     x = normal(0, (300, 260), jnp.bfloat16)
     case = cast.Case("", jnp.bfloat16, tuple(cast.MatrixCast(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)))
     (problem,) = case.problems(x)
     problem = dataclasses.replace(problem, amax=True, column_sums=True)
-    made = cast_8bit.run(problem, x, case.arguments(x, jax.random.key(0)))
-    np.testing.assert_allclose(made.column_sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
-    assert made.amax == sd.amax(x)
+    result = cast_8bit.run(problem, x, case.arguments(x, jax.random.key(0)))
+    np.testing.assert_allclose(result.column_sums, jnp.sum(x.astype(jnp.float32), axis=0), rtol=1e-5, atol=1e-4)
+    assert result.amax == sd.amax(x)
 
 
 RECIPES = {
@@ -271,7 +275,7 @@ RECIPES = {
 
 
 def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int] = (30, 72, 40)):
-    """Result, gradients and next state of a layer whose sizes are no multiples of anything."""
+    """Returns the result, gradients and next state of a layer whose sizes are not multiples of a tile."""
     tokens, inputs, outputs = sizes
     x, w = normal(0, (3, tokens, inputs), jnp.bfloat16), normal(1, (inputs, outputs))
     dy = normal(2, (3, tokens, outputs), jnp.bfloat16)
@@ -290,38 +294,41 @@ def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int
 
 @needs_mosaic
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_of_training_is_the_reference_s(hopper, monkeypatch, recipe):
-    fused = []
+def test_a_training_step_agrees_with_the_reference(hopper, monkeypatch, recipe):
+    casts = []
     for module in (cast_8bit, cast_microscaled):
-        monkeypatch.setattr(module, "run", lambda *how, run=module.run: fused.append(how) or run(*how))
-    jax.clear_caches()  # what was traced before is not traced again
-    sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # whole groups of a rotation
+        monkeypatch.setattr(
+            module, "run", lambda *arguments, run=module.run: casts.append(arguments) or run(*arguments)
+        )
+    jax.clear_caches()  # so that the step is traced again
+    sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # multiples of the rotation size
     found = step(recipe, None, sizes)
-    assert len(fused) == 3, "a tensor was cast by XLA"
+    assert len(casts) == 3, "a tensor was cast by XLA"
     expected = step(recipe, RECIPES[recipe], sizes)
     for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
         other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
         assert other.dtype == leaf.dtype
         assert other.shape == leaf.shape
-        # Codes are equal; float32 sums in another order may round a bfloat16 result to its neighbour.
+        # Codes are equal; float32 accumulation in another order may change a bfloat16 result by one ulp.
         np.testing.assert_allclose(
             np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5, err_msg=str(path)
         )
 
 
-def rounding_gradients(line: sd.Cast, square: sd.Cast) -> sd.Recipe:
-    """A recipe that rounds gradients by chance."""
-    gradient = dataclasses.replace(line, rounding="stochastic")
-    return sd.Recipe("by_chance", sd.Gemm(line, square), sd.Gemm(gradient, square), sd.Gemm(line, gradient))
+def stochastic_recipe(cast: sd.Cast, weight_cast: sd.Cast) -> sd.Recipe:
+    """Returns a recipe with stochastic rounding of gradients."""
+    gradient = dataclasses.replace(cast, rounding="stochastic")
+    gemms = sd.Gemm(cast, weight_cast), sd.Gemm(gradient, weight_cast), sd.Gemm(cast, gradient)
+    return sd.Recipe("stochastic", *gemms)
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
     "blocks", [pytest.param((None, None), marks=pytest.mark.exhaustive), ((1, 128), (128, 128))], ids=str
 )
-def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
-    recipe = rounding_gradients(*(sd.Cast("fp8_e4m3", block) for block in blocks))
-    sizes = (50, 72, 40) if blocks[0] is None else (50, 300, 200)  # more than one block along every sum
+def test_gradients_with_stochastic_rounding_agree_with_the_reference(hopper, blocks):
+    recipe = stochastic_recipe(*(sd.Cast("fp8_e4m3", block) for block in blocks))
+    sizes = (50, 72, 40) if blocks[0] is None else (50, 300, 200)  # more than one block along every contracting dim
     found, expected = step(recipe, None, sizes), step(recipe, "xla_codes", sizes)
     for other, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(other, np.float32), np.asarray(leaf, np.float32), rtol=2.0**-7, atol=1e-5)
@@ -329,8 +336,8 @@ def test_gradients_rounded_by_chance_are_the_reference_s(hopper, blocks):
 
 @needs_mosaic
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, recipe):
-    """Where an array is put on a CPU of a machine with a GPU, the reference stands in, and must take the operands."""
+def test_programs_on_a_gpu_machine_also_have_the_xla_kernels(monkeypatch, recipe):
+    """They run if arrays are placed on the CPU, and must take operands in the layouts of the Hopper kernels."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -340,7 +347,7 @@ def test_a_program_for_a_gpu_traces_what_xla_would_do_beside_it(monkeypatch, rec
 
 
 @needs_mosaic
-def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
+def test_residuals_are_codes(hopper):
     bits = {"fp8_current": 8, "mxfp8": 8, "nvfp4": 4, "int8_block": 8}
     for recipe, each in bits.items():
         x, w = normal(0, (64, 512), jnp.bfloat16), normal(1, (512, 512))
@@ -348,12 +355,12 @@ def test_what_is_kept_for_the_backward_pass_is_codes(hopper):
         def backward(x, w, recipe=recipe):
             return jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=jax.random.key(0)), x, w)[1]
 
-        kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w)))
+        residuals = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(backward, x, w)))
         codes = (x.size + w.size) * each // 8
-        assert codes <= kept < 1.3 * codes, recipe
+        assert codes <= residuals < 1.3 * codes, recipe
 
 
-def test_a_kernel_that_this_process_cannot_use_says_why():
+def test_a_kernel_that_cannot_run_here_returns_a_reason():
     q = quantize(normal(0, (32, 32)), "fp8_e4m3")
     reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
     with pytest.raises(NotImplementedError, match=reason):
@@ -362,40 +369,40 @@ def test_a_kernel_that_this_process_cannot_use_says_why():
 
 
 @pytest.mark.parametrize(
-    ("x", "w", "wanted", "reason"),
+    ("x", "w", "options", "reason"),
     [
         (("int8", None), ("fp8_e4m3", None), {}, "both sides must be 8-bit floats"),
         (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the contracting dim"),
         (("fp8_e4m3", None), ("fp8_e4m3", None), {"preferred_element_type": jnp.float64}, "not float64"),
     ],
 )
-def test_problems_that_it_does_not_solve_have_reasons(monkeypatch, x, w, wanted, reason):
+def test_unsupported_matmuls_have_reasons(monkeypatch, x, w, options, reason):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     x, w = (quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match=reason):
-        sd.matmul(x, w, kernel="hopper_fp8", **wanted)
+        sd.matmul(x, w, kernel="hopper_fp8", **options)
 
 
-def view_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> View:
+def output_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> CastOutput:
     from benchmarks.gpu.cast import MatrixCast
 
-    return MatrixCast(format, tile, contracted, rotation=rotation).view(dtype, 0)
+    return MatrixCast(format, tile, contracted, rotation=rotation).output(dtype, 0)
 
 
 @pytest.mark.parametrize(
-    ("view", "reason"),
+    ("output", "reason"),
     [
         ((sd.FORMATS["int4"], (1, 128), 1, None), "is not an 8-bit float or integer"),
         ((sd.FORMATS["mxfp8"], (1, 16), 1, None), "is not an 8-bit float or integer"),
         ((sd.FORMATS["nvfp4"], (1, 16), 1, sd.Hadamard()), "down columns"),
-        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along lines of 128"),
-        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "32 is longer than 16"),
-        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not whole groups"),
+        ((sd.FORMATS["int8"], (0, 0), 1, sd.Hadamard()), "along 1x128 blocks"),
+        ((sd.FORMATS["int8"], (1, 128), 1, sd.Hadamard(32)), "at most 16 elements, not 32"),
+        ((sd.FORMATS["int8"], (128, 1), 0, sd.Hadamard()), "72 is not a multiple of the rotation size 16"),
     ],
 )
-def test_casts_that_no_kernel_makes_have_reasons(view, reason):
+def test_unsupported_casts_have_reasons(output, reason):
     def reasons(shape, dtype) -> str:
-        problem = CastProblem(shape, (view_of(*view, dtype),))
+        problem = CastProblem(shape, (output_of(*output, dtype),))
         return f"{cast_8bit.problem_reason(problem)} {cast_microscaled.problem_reason(problem)}"
 
     assert reason in reasons((72, 64), jnp.bfloat16)
@@ -404,7 +411,7 @@ def test_casts_that_no_kernel_makes_have_reasons(view, reason):
         assert "matrices" in reasons((2, 64, 64), jnp.bfloat16)
 
 
-def test_other_and_several_devices_are_left_to_xla(monkeypatch):
+def test_kernels_need_a_hopper_gpu_and_automatic_partitioning(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -423,88 +430,88 @@ def test_other_and_several_devices_are_left_to_xla(monkeypatch):
 
 
 @needs_mosaic
-def test_tiles_are_chosen_by_the_work_that_they_leave():
-    wide = tile_configs.heuristic(tile_configs.Shape(16384, 32768, 8192, "float8", 2))
-    assert (wide.columns, wide.cluster_dimension) == (256, "rows")
+def test_the_heuristic_uses_clusters_for_large_matmuls_only():
+    wide = tile_configs.heuristic(tile_configs.GemmKey(16384, 32768, 8192, "float8", 2))
+    assert (wide.wg_n, wide.cluster_dimension) == (256, "rows")
     assert (
-        tile_configs.heuristic(tile_configs.Shape(128, 16384, 4096, "float8", 2)).cluster_dimension is None
-    )  # one row of tiles has no pairs
+        tile_configs.heuristic(tile_configs.GemmKey(128, 16384, 4096, "float8", 2)).cluster_dimension is None
+    )  # one row of tiles cannot form clusters
 
 
-MEASURED = [  # of each way that tiles can be asked for
-    tile_configs.Shape(128, 256, 128, "float8", 2),
-    tile_configs.Shape(128, 128, 128, "float8", 2, "promoted"),
-    tile_configs.Shape(128, 128, 256, "int8", 2, "blocks_128x128"),
-    tile_configs.Shape(128, 128, 128, "float8", 2, row_groups=3),
-    tile_configs.Shape(128, 128, 512, "float8", 4, "blocks_1x128", k_groups=3),
+TUNED = [  # one of each kind of shape
+    tile_configs.GemmKey(128, 256, 128, "float8", 2),
+    tile_configs.GemmKey(128, 128, 128, "float8", 2, "promoted"),
+    tile_configs.GemmKey(128, 128, 256, "int8", 2, "blocks_128x128"),
+    tile_configs.GemmKey(128, 128, 128, "float8", 2, row_groups=3),
+    tile_configs.GemmKey(128, 128, 512, "float8", 4, "blocks_1x128", k_groups=3),
 ]
 
 
 @pytest.fixture
 def table(monkeypatch, tmp_path):
-    """The file of a device that has none yet."""
+    """The file of tuned configs of a device that has none yet."""
     monkeypatch.setattr(tile_configs, "_path", lambda kind: tmp_path / "table.json")
     tile_configs._table.cache_clear()
     yield tmp_path / "table.json"
     tile_configs._table.cache_clear()
 
 
-def tuned(monkeypatch, shapes, table, taken: list[float]) -> None:
-    """With one candidate; taken: the seconds of the heuristic's tiles and of its own."""
-    seconds = itertools.cycle(taken)
-    monkeypatch.setattr(autotune, "_seconds", lambda program, arguments: next(seconds))
+def tune(monkeypatch, shapes, table, seconds: list[float]) -> None:
+    """Tunes with these times of the heuristic's config and of the only candidate."""
+    times = itertools.cycle(seconds)
+    monkeypatch.setattr(autotune, "_seconds", lambda program, arguments: next(times))
     autotune.tune(shapes, table)
 
 
 @needs_mosaic
-@pytest.mark.parametrize("shape", MEASURED, ids=lambda s: f"{s.accumulation} {s.row_groups} {s.k_groups}")
-def test_measured_tiles_are_taken_where_they_were_measured(hopper, monkeypatch, table, shape):
+@pytest.mark.parametrize("shape", TUNED, ids=lambda s: f"{s.accumulation} {s.row_groups} {s.k_groups}")
+def test_tuned_configs_are_used_for_their_shapes_only(hopper, monkeypatch, table, shape):
     faster = autotune.variants(shape)[0]
     monkeypatch.setattr(autotune, "variants", lambda shape: [faster])
-    tuned(monkeypatch, [shape], table, [2.0, 1.0])
+    tune(monkeypatch, [shape], table, [2.0, 1.0])
     assert tile_configs.config_for(shape) == faster
     other = dataclasses.replace(shape, m=256)
     assert tile_configs.config_for(other) == tile_configs.heuristic(other)
 
 
 @needs_mosaic
-def test_what_is_measured_later_does_not_take_the_place_of_other_products(hopper, monkeypatch, table):
-    shape = MEASURED[0]
-    ours = dataclasses.replace(tile_configs.heuristic(shape), grid_tile_width=2)
+def test_tuning_another_shape_keeps_earlier_configs(hopper, monkeypatch, table):
+    shape = TUNED[0]
+    tuned = dataclasses.replace(tile_configs.heuristic(shape), grid_tile_width=2)
     other = dataclasses.replace(shape, n=512)
-    monkeypatch.setattr(autotune, "best", lambda of: (ours if of == shape else tile_configs.heuristic(of), 0.0))
+    monkeypatch.setattr(autotune, "best", lambda of: (tuned if of == shape else tile_configs.heuristic(of), 0.0))
     autotune.tune([shape], table)
     autotune.tune([other], table)
-    assert tile_configs.config_for(shape) == ours
+    assert tile_configs.config_for(shape) == tuned
     assert tile_configs.config_for(other) == tile_configs.heuristic(other)
 
 
 @needs_mosaic
-def test_tiles_that_give_another_product_are_refused(hopper, monkeypatch, table):
+def test_tuning_raises_for_configs_with_wrong_results(hopper, monkeypatch, table):
     run = autotune._compile
 
-    def spoilt(shape, config, arguments):
+    def compile_wrong(shape, config, arguments):
         program = run(shape, config, arguments)
-        # One number in the last tile, of tiles that are not the heuristic's.
-        wrong = config != tile_configs.heuristic(shape)
-        return lambda *given: program(*given).at[-1, -1].multiply(2 if wrong else 1)
+        # One element of the last tile is wrong, if the config is not the heuristic's.
+        is_wrong = config != tile_configs.heuristic(shape)
+        return lambda *arrays: program(*arrays).at[-1, -1].multiply(2 if is_wrong else 1)
 
-    monkeypatch.setattr(autotune, "_compile", spoilt)
+    monkeypatch.setattr(autotune, "_compile", compile_wrong)
     with pytest.raises(AssertionError, match="differs from"):
-        tuned(monkeypatch, MEASURED[:1], table, [2.0, 1.0])
+        tune(monkeypatch, TUNED[:1], table, [2.0, 1.0])
     assert not table.exists()
 
 
 @needs_mosaic
-def test_candidates_are_new_and_groups_of_rows_have_no_pairs():
-    for shape in autotune.shapes_of(autotune.KINDS):
-        found = autotune.variants(shape)
-        assert len(found) > 1
-        assert len({tile_configs.heuristic(shape), *found}) == len(found) + 1
-        assert not shape.row_groups or all(config.cluster_dimension is None for config in found)
+def test_candidates_are_distinct_and_row_groups_have_no_clusters():
+    for shape in autotune.gemm_keys(autotune.KINDS):
+        variants = autotune.variants(shape)
+        assert len(variants) > 1
+        assert len({tile_configs.heuristic(shape), *variants}) == len(variants) + 1
+        assert not shape.row_groups or all(config.cluster_dimension is None for config in variants)
 
 
-ASKED = [  # recipe, whether tokens are in groups, and the kind of products that have its shapes
+TRAINED = [  # recipe, whether rows are grouped, and the kind of matmuls whose shapes are tuned for it
     ("fp8_current", False, "dense"),
     ("mxfp8", False, "dense"),
     ("fp8_block", False, "blocks"),
@@ -516,64 +523,64 @@ ASKED = [  # recipe, whether tokens are in groups, and the kind of products that
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("recipe", "in_groups", "kind"), ASKED)
-def test_what_is_measured_is_what_training_asks_for(hopper, monkeypatch, recipe, in_groups, kind):
+@pytest.mark.parametrize(("recipe", "is_grouped", "kind"), TRAINED)
+def test_tuned_shapes_include_those_of_training(hopper, monkeypatch, recipe, is_grouped, kind):
     tokens, inputs, outputs, groups = layer = 200, 256, 384, 3
-    asked, choose = [], tile_configs.config_for
-    monkeypatch.setattr(tile_configs, "config_for", lambda shape: asked.append(shape) or choose(shape))
+    requested, choose = [], tile_configs.config_for
+    monkeypatch.setattr(tile_configs, "config_for", lambda shape: requested.append(shape) or choose(shape))
 
     def step(x, w, dy):
-        how = {"recipe": recipe, "key": jax.random.key(0), "preferred_element_type": BF16}
-        if in_groups:
-            y, backward = jax.vjp(lambda x, w: train.ragged_dot(x, w, jnp.array([90, 0, 100]), **how), x, w)
+        options = {"recipe": recipe, "key": jax.random.key(0), "preferred_element_type": BF16}
+        if is_grouped:
+            y, backward = jax.vjp(lambda x, w: train.ragged_dot(x, w, jnp.array([90, 0, 100]), **options), x, w)
         else:
-            y, backward = jax.vjp(lambda x, w: train.dot_general(x, w, DIMENSIONS, **how), x, w)
+            y, backward = jax.vjp(lambda x, w: train.dot_general(x, w, DIMENSIONS, **options), x, w)
         return y, backward(dy)
 
-    kernel = (groups, inputs, outputs) if in_groups else (inputs, outputs)
+    kernel = (groups, inputs, outputs) if is_grouped else (inputs, outputs)
     sizes = ((tokens, inputs), BF16), (kernel, jnp.float32), ((tokens, outputs), BF16)
     jax.eval_shape(step, *(jax.ShapeDtypeStruct(*each) for each in sizes))
-    assert len(asked) == 3
-    assert set(asked) <= set(autotune.shapes_of([kind], [layer[:3]], groups))
+    assert len(requested) == 3
+    assert set(requested) <= set(autotune.gemm_keys([kind], [layer[:3]], groups))
 
 
 @needs_mosaic
 @pytest.mark.parametrize("kind", autotune.KINDS)
-def test_what_is_asked_for_is_measured_as_its_kernel_runs_it(hopper, monkeypatch, kind):
-    asked: list[tile_configs.Shape] = []
+def test_tuning_runs_each_shape_through_its_kernel(hopper, monkeypatch, kind):
+    requested: list[tile_configs.GemmKey] = []
     choose = tile_configs.config_for
-    monkeypatch.setattr(tile_configs, "config_for", lambda shape: asked.append(shape) or choose(shape))
-    shapes = autotune.shapes_of([kind], [(200, 256, 384)], 3)
+    monkeypatch.setattr(tile_configs, "config_for", lambda shape: requested.append(shape) or choose(shape))
+    shapes = autotune.gemm_keys([kind], [(200, 256, 384)], 3)
     for shape in shapes:
         result = jax.eval_shape(lambda shape=shape: autotune.run(shape, *autotune.operands(shape)))
         assert result.dtype.itemsize == shape.out_itemsize
-    assert asked == shapes
+    assert requested == shapes
 
 
 @needs_mosaic
-def test_the_table_of_an_h200_is_of_products_that_are_measured():
+def test_the_configs_of_an_h200_are_of_tuned_shapes():
     from scaledot.kernels.hopper.tiles import Config
 
-    rows = {tile_configs.Shape(**row["shape"]): Config(**row["config"]) for row in tile_configs._table("NVIDIA H200")}
-    assert rows.keys() <= set(autotune.shapes_of(autotune.KINDS))
+    rows = {tile_configs.GemmKey(**row["gemm"]): Config(**row["config"]) for row in tile_configs._table("NVIDIA H200")}
+    assert rows.keys() <= set(autotune.gemm_keys(autotune.KINDS))
     assert len(rows) == len(tile_configs._table("NVIDIA H200"))
 
 
 def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
     called = []
-    monkeypatch.setattr(autotune, "tune", lambda shapes, path, say: called.append((shapes, path)))
+    monkeypatch.setattr(autotune, "tune", lambda shapes, path, log: called.append((shapes, path)))
     path = tmp_path / "table.json"
     layers = ["--layer", "256", "128", "384", "--layer", "512", "128", "384"]
     assert main(["tune", "--kind", "groups", "integers", *layers, "--groups", "4", "--output", str(path)]) == 0
-    assert called == [(autotune.shapes_of(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
+    assert called == [(autotune.gemm_keys(["groups", "integers"], [(256, 128, 384), (512, 128, 384)], 4), path)]
     assert {shape.row_groups for shape in called[0][0]} == {0, 4}
     with pytest.raises(SystemExit):
         main(["tune", "--kind", "unheard"])
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
-def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkeypatch, kind):
-    """Types name the mesh of an array inside jit, with and without a mesh in the context."""
+def test_kernels_run_on_one_of_several_devices_if_nothing_is_partitioned(monkeypatch, kind):
+    """Inside jit the type of an array has its mesh, with and without a mesh in the context."""
     monkeypatch.setattr(support, "machine_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 2)
     axis_types = (jax.sharding.AxisType[kind],)
@@ -582,15 +589,15 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
     rows = jax.device_put(x, jax.NamedSharding(several, jax.P("d")))
 
     def kernels_of(*arrays, within=lambda f: f) -> set[str]:
-        """What the forward matmul takes, and whether its casts are kernels."""
+        """Returns the kernel of the forward matmul, and "cast" if a Hopper kernel casts an operand."""
         found = set()
 
         def f(x, w):
             q = [quantize(a, "fp8_e4m3") for a in (x, w)]
             found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
-            view = view_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
-            problems = (CastProblem(a.shape, (view,), partitioning=types.partitioning_of(a)) for a in (x, w))
-            found.update("cast" for problem in problems if CASTS[0].supports(problem) is None)
+            output = output_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
+            problems = (CastProblem(a.shape, (output,), partitioning=types.partitioning_of(a)) for a in (x, w))
+            found.update("cast" for problem in problems if CASTS[0].unsupported_reason(problem) is None)
             return x
 
         jax.eval_shape(jax.jit(within(f)), *arrays)
@@ -604,8 +611,10 @@ def test_one_device_of_several_takes_kernels_where_nothing_is_partitioned(monkey
     assert kernels_of(x, rows) == on_several | {"cast"}
     with jax.set_mesh(several):
         assert kernels_of(x, x) == on_several
-        whole = jax.P()
-        assert kernels_of(x, x, within=jax.shard_map(in_specs=(whole, whole), out_specs=whole)) == kernels
+        replicated = jax.P()
+        assert (
+            kernels_of(x, x, within=jax.shard_map(in_specs=(replicated, replicated), out_specs=replicated)) == kernels
+        )
     with jax.set_mesh(one):
         assert kernels_of(x, x) == kernels
     assert types.partitioning_of(rows) == types.Partitioning(8, is_automatic=kind == "Auto")

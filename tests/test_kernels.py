@@ -1,4 +1,4 @@
-"""The table of kernels: who is taken and why, that all agree, and what the compiler makes of them."""
+"""The kernel tables: which kernel is chosen and why, that all kernels agree, and what XLA compiles them to."""
 
 import dataclasses
 import re
@@ -15,16 +15,16 @@ from test_dot import CASES, EACH_CAST, SIDES, numbers_of, operands
 import scaledot as sd
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import formulations, table
-from scaledot.kernels.formulations import codes_form
+from scaledot.kernels.formulations import codes_formulation
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.spec import Problem, operand_of
-from scaledot.ops.operands import contract, make_problem, solve
+from scaledot.ops.operands import contract, make_problem, run_problem
 
-HARDWARE = "xla_block_scaled"
+BLOCK_SCALED = "xla_block_scaled"
 
 
 def rows():
-    return [row for row in table.DOT if row.name not in ("xla_plain", HARDWARE)]
+    return [row for row in table.DOT if row.name not in ("xla_plain", BLOCK_SCALED)]
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -34,12 +34,12 @@ def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, si
     lhs, rhs = operands(text, sizes, cast, SIDES[sides])
     contraction = from_dimension_numbers(numbers_of(text)[0], lhs.ndim, rhs.ndim)
     problem = make_problem("dot", contraction, lhs, rhs)
-    reference = solve(problem, "xla_dequantize", lhs, rhs)
+    reference = run_problem(problem, "xla_dequantize", lhs, rhs)
     scale = float(jnp.max(jnp.abs(reference)))
-    able = [row.name for row in rows() if row.supports(problem) is None]
-    for name in able:
-        np.testing.assert_allclose(solve(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
-    assert table.choose(problem).name == able[0]
+    supporting = [row.name for row in rows() if row.unsupported_reason(problem) is None]
+    for name in supporting:
+        np.testing.assert_allclose(run_problem(problem, name, lhs, rhs), reference, rtol=1e-5, atol=2e-5 * scale)
+    assert table.choose(problem).name == supporting[0]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_every_kernel_that_supports_a_problem_agrees_with_the_reference(cast, si
         ("nf4", "both", jnp.float32, "xla_dequantize"),
     ],
 )
-def test_the_kernel_that_is_taken(cast, sides, dtype, expected):
+def test_the_kernel_that_is_chosen_for_each_format(cast, sides, dtype, expected):
     lhs, rhs = operands("mk,kn->mn", {"m": 8, "k": 256, "n": 8}, cast, SIDES[sides], dtype)
     lines = sd.explain(sd.matmul, lhs, rhs).splitlines()
     taken = [line.split()[0] for line in lines if "TAKEN" in line]
@@ -69,27 +69,27 @@ def test_the_kernel_that_is_taken(cast, sides, dtype, expected):
     assert [line.split()[0] for line in lines[1:]] == [row.name for row in table.DOT]
 
 
-def test_a_named_kernel_is_that_one_or_an_error_with_its_reason():
+def test_a_named_kernel_is_used_or_raises_its_reason():
     x, w = sd.quantize(jnp.ones((4, 256)), "mxfp8"), sd.quantize(jnp.ones((256, 4)), "mxfp8", axis=0)
     np.testing.assert_array_equal(sd.matmul(x, w, kernel="xla_dequantize"), sd.matmul(x, w))
     with pytest.raises(NotImplementedError, match=r"'xla_integer' cannot compute dot mk,kn->mn.*mxfp8.*not integer"):
         sd.matmul(x, w, kernel="xla_integer")
     if jax.default_backend() == "cpu":
         with pytest.raises(NotImplementedError, match="needs a Blackwell GPU; the default backend is cpu"):
-            sd.matmul(x, w, kernel=HARDWARE)
+            sd.matmul(x, w, kernel=BLOCK_SCALED)
 
 
 def test_a_function_may_choose_the_kernel():
-    seen = []
+    problems = []
 
     def choice(problem: Problem) -> str:
-        seen.append(problem)
+        problems.append(problem)
         return "xla_dequantize"
 
     w = sd.quantize(jnp.ones((64, 4)), "int8", axis=0)
     sd.matmul(jnp.ones((2, 64)), w, kernel=choice)
-    assert [p.op for p in seen] == ["dot"]
-    assert hash(seen[0]) == hash(seen[0])
+    assert [p.op for p in problems] == ["dot"]
+    assert hash(problems[0]) == hash(problems[0])
 
 
 def test_explain_needs_no_data():
@@ -100,17 +100,17 @@ def test_explain_needs_no_data():
 
 @pytest.mark.parametrize(("zero", "folds"), [(False, True), (True, False)])
 def test_codes_and_scales_of_eight_significant_bits_fold_into_bfloat16(zero, folds):
-    """E4M3 codes under E4M3 scales fill them; a difference from a zero point has one more."""
-    row = dataclasses.replace(sd.FORMATS["nvfp4"], element="float8_e4m3fn")
-    assert formulations.folds_exactly(row, has_zero=zero) == folds
+    """E4M3 codes and E4M3 scales have 4 significant bits each; the difference from a zero point has one more."""
+    format = dataclasses.replace(sd.FORMATS["nvfp4"], element="float8_e4m3fn")
+    assert formulations.folds_exactly(format, has_zero=zero) == folds
 
 
-def test_explain_is_for_what_takes_a_kernel():
+def test_explain_raises_for_functions_without_a_kernel_argument():
     with pytest.raises(TypeError, match=r"must take `kernel`, as scaledot.matmul and scaledot.quantize do"):
         sd.explain(sd.amax, jnp.ones((2, 2)))
 
 
-# -------------------------------------------------------------------------------------------- what is compiled
+# -------------------------------------------------------------------------------------------- compiled programs
 
 
 def compiled(f, *operands):
@@ -123,16 +123,16 @@ def shapes_in(text: str) -> set[tuple[int, ...]]:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("cast", ["int8 tiles", "int8 tiles zeros", "fp8 1x128"])
-def test_no_array_of_all_partial_sums_is_made(cast):
+def test_results_of_tiles_are_never_all_in_memory(cast):
     sizes = {"m": 48, "k": 1024, "n": 40}
     lhs, rhs = operands("mk,kn->mn", sizes, cast, (True, True))
-    found = shapes_in(compiled(sd.matmul, lhs, rhs).as_text())
-    assert (48, 40) in found
-    assert not [shape for shape in found if np.prod(shape) >= 2 * 48 * 40 and {48, 40} <= set(shape)]
+    shapes = shapes_in(compiled(sd.matmul, lhs, rhs).as_text())
+    assert (48, 40) in shapes
+    assert not [shape for shape in shapes if np.prod(shape) >= 2 * 48 * 40 and {48, 40} <= set(shape)]
 
 
 @pytest.mark.optimized
-def test_a_large_tiled_product_needs_little_memory():
+def test_a_large_tiled_matmul_needs_little_memory():
     def quantized(shape, axis):
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jax.eval_shape(lambda x: sd.quantize(x, "int8", block=128, axis=axis), x)
@@ -141,27 +141,27 @@ def test_a_large_tiled_product_needs_little_memory():
     assert memory.temp_size_in_bytes <= 64 * 2**20
 
 
-def test_integer_products_stay_integers_and_zero_points_cost_no_second_product():
+def test_integer_codes_are_multiplied_as_int8_and_zero_points_need_no_second_matmul():
     lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "int8 zeros", (True, True))
     dots = [e for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
     assert [(e.invars[0].aval.dtype, e.outvars[0].aval.dtype) for e in dots] == [(jnp.int8, jnp.int32)]
 
 
-def test_exact_upcasts_multiply_in_bfloat16_and_sum_in_float32():
+def test_exact_upcasts_multiply_in_bfloat16_and_accumulate_in_float32():
     lhs, rhs = operands("mk,kn->mn", {"m": 64, "k": 256, "n": 64}, "nvfp4", (True, True))
     dots = [e for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr) if e.primitive.name == "dot_general"]
     assert {(e.invars[0].aval.dtype.name, e.outvars[0].aval.dtype.name) for e in dots} == {("bfloat16", "float32")}
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU knows itself which product it has")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU the kernel is chosen by its compute capability")
 @pytest.mark.parametrize("cast", ["mxfp8", "nvfp4"])
-def test_a_program_for_another_platform_carries_the_block_scaled_product(cast):
+def test_programs_exported_for_a_gpu_contain_the_block_scaled_matmul(cast):
     lhs, rhs = operands("bmk,bkn->bmn", {"b": 2, "m": 8, "k": 64, "n": 8}, cast, (True, True))
     names = {e.primitive.name for e in equations(jax.make_jaxpr(sd.matmul)(lhs, rhs).jaxpr)}
     assert "scaled_matmul_wrapper" in names
 
 
-def test_float32_products_are_full_ones_unless_asked_otherwise():
+def test_float32_matmuls_have_highest_precision_by_default():
     x, w = normal_by_axis(0, (4, 64)), sd.quantize(normal_by_axis(1, (64, 4)), "nf4", axis=0)
 
     def precision(**options):
@@ -177,7 +177,7 @@ def test_float32_products_are_full_ones_unless_asked_otherwise():
 
 
 def test_a_bias_is_added_before_the_one_rounding():
-    """257 is no bfloat16: rounded before the addition it becomes 256, and 256 + 1 rounds to 256 again."""
+    """257 is not a bfloat16: rounded before the addition it is 256, and 256 + 1 also rounds to 256."""
     x = jnp.zeros((1, 32), jnp.bfloat16).at[0, :2].set(jnp.array([256, 1], jnp.bfloat16))
     w = sd.quantize(jnp.ones((32, 2)), "mxfp8", axis=0)
     y = contract(Contraction("mk", "kn", "mn"), x, w, bias=jnp.ones(2), preferred_element_type=jnp.bfloat16)
@@ -190,13 +190,13 @@ PAIRS = [("default", "default"), ["default", "bfloat16"], ("default", "highest")
 
 
 @pytest.mark.parametrize("precision", PRECISIONS + PAIRS)
-def test_all_kernels_read_a_precision_as_jax_does(precision):
+def test_kernels_interpret_precision_as_jax_does(precision):
     x = jnp.ones((8, 8))
     (dot,) = jax.make_jaxpr(lambda x: lax.dot(x, x, precision=precision))(x).eqns
     is_default = dot.params["precision"] in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT))
     q = operand_of(sd.quantize(x, "fp8_e4m3"), "mk"), operand_of(sd.quantize(x, "fp8_e4m3"), "kn")
     problem = Problem("dot", Contraction("mk", "kn", "mn"), *q, precision=precision)
-    form = codes_form(problem)
-    assert not isinstance(form, str)
-    assert form.float8_on_cuda == is_default
+    formulation = codes_formulation(problem)
+    assert not isinstance(formulation, str)
+    assert formulation.float8_on_cuda == is_default
     assert hopper_dot.FLOAT8.promotes(problem) != is_default

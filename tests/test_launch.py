@@ -1,4 +1,4 @@
-"""Kernels are lowered once in a process, and stored for others beside what JAX compiles."""
+"""Kernels are lowered once per process, and stored for other processes in JAX's persistent cache."""
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,15 @@ pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 
 @pytest.fixture
 def exported(monkeypatch):
-    """The problems that were exported, in a process that has lowered nothing yet."""
+    """Signatures of the kernels that are exported, in a process that has lowered none yet."""
     from scaledot.kernels.hopper import launch
 
-    found, export = [], launch._export
-    monkeypatch.setattr(launch, "_LOWERED", {})
-    monkeypatch.setattr(launch, "_export", lambda *arguments: found.append(arguments[0]) or export(*arguments))
+    signatures, export = [], launch._export
+    monkeypatch.setattr(launch, "_EXPORTED", {})
+    monkeypatch.setattr(launch, "_export", lambda *arguments: signatures.append(arguments[0]) or export(*arguments))
     jax.clear_caches()
     with lowered_for_hopper(monkeypatch):
-        yield found
+        yield signatures
 
 
 def lowered(rows: int = 256) -> str:
@@ -34,16 +34,16 @@ def lowered(rows: int = 256) -> str:
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-def forgotten(monkeypatch):
-    """As in a process that has lowered nothing."""
+def forget_kernels(monkeypatch):
+    """Resets the state of a process that has lowered nothing."""
     from scaledot.kernels.hopper import launch
 
-    monkeypatch.setattr(launch, "_LOWERED", {})
+    monkeypatch.setattr(launch, "_EXPORTED", {})
     jax.clear_caches()
 
 
 def test_programs_of_a_process_share_kernels(exported):
-    """Two amaxes, two casts and a matmul; for more rows those of x and the matmul are other ones."""
+    """Two amaxes, two casts and a matmul; with more rows, the amax and cast of x and the matmul are new."""
     lowered()
     first = len(exported)
     jax.clear_caches()
@@ -55,7 +55,7 @@ def test_programs_of_a_process_share_kernels(exported):
 
 @pytest.fixture
 def cache(tmp_path):
-    """A folder for JAX's persistent cache."""
+    """The directory of JAX's persistent cache."""
     before = jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", True)
@@ -64,30 +64,30 @@ def cache(tmp_path):
         jax.config.update(name, value)
 
 
-def test_the_next_process_finds_kernels_in_jaxs_cache(exported, monkeypatch, cache):
-    pytest.importorskip("flatbuffers", reason="jax.export serialises with it")
+def test_the_next_process_loads_kernels_from_jaxs_cache(exported, monkeypatch, cache):
+    pytest.importorskip("flatbuffers", reason="jax.export needs it for serialisation")
     text = lowered()
     files = sorted((cache / "scaledot_kernels").iterdir())
     assert len(files) == len(exported) == 5
-    forgotten(monkeypatch)
+    forget_kernels(monkeypatch)
     assert lowered() == text
     assert len(exported) == 5
     files[0].write_bytes(b"not a kernel")
-    forgotten(monkeypatch)
+    forget_kernels(monkeypatch)
     with pytest.warns(UserWarning, match=f"{files[0].name} is damaged and is replaced"):
         assert "mosaic_gpu" in lowered()
     assert len(exported) == 6
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-30, 3.0, 1e30])
-def test_factors_of_histories_are_those_of_the_reference(monkeypatch, amax):
-    """A kernel computes them on a GPU: the same arithmetic, to the bit."""
+def test_multipliers_of_delayed_scaling_are_bit_identical_to_the_reference(monkeypatch, amax):
+    """On a GPU a kernel computes them."""
     cast = RECIPES["fp8_delayed"].fwd.lhs
     state = states.init_state("fp8_delayed")["x"]
-    for seen in (amax, 2.0):
-        expected = states.advance(cast, state, jnp.float32(seen))
+    for observed in (amax, 2.0):
+        expected = states.advance(cast, state, jnp.float32(observed))
         with interpreted(monkeypatch):
-            found = states.advance(cast, state, jnp.float32(seen), table.scalar_program(ONE_DEVICE))
+            found = states.advance(cast, state, jnp.float32(observed), table.scalar_runner(ONE_DEVICE))
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b)
         state = expected

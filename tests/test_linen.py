@@ -297,7 +297,7 @@ def test_initialising_does_not_warn_of_an_empty_history_and_applying_does():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         variables = model.init(jax.random.key(0), x)
-    with pytest.warns(UserWarning, match="empty amax history"):
+    with pytest.warns(UserWarning, match="all-zero amax history"):
         jax.eval_shape(lambda x: model.apply(variables, x), x)
 
 

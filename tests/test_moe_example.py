@@ -1,4 +1,4 @@
-"""The layer of examples/moe.py is the loop over its experts, whoever gets the tokens, and it learns."""
+"""examples/moe.py: the grouped layer equals a loop over experts for any routing, and the model learns."""
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,36 @@ TOKENS, WIDTH, HIDDEN, EXPERTS = 160, 128, 64, 3
 
 def layer_and_tokens():
     x = jax.random.normal(jax.random.key(1), (TOKENS, WIDTH), jnp.bfloat16)
-    return moe.start(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
+    return moe.init_model(jax.random.key(0), WIDTH, HIDDEN, EXPERTS).experts, x
 
 
 ROWS = np.arange(TOKENS * moe.TOP_K).reshape(TOKENS, moe.TOP_K)
-CHOSEN = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
+ROUTING = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert has all": np.full_like(ROWS, 1)}
 
 
 @pytest.mark.end_to_end
 @pytest.mark.parametrize("recipe", table_of(moe.RECIPES, ("fp8_current", "mxfp8")))
-@pytest.mark.parametrize("case", table_of(CHOSEN, ("one expert has all",)))
-def test_the_grouped_layer_is_the_loop_over_experts(recipe, case):
-    """The largest groups are longer than a block of 128 rows, and no group fills its last one."""
+@pytest.mark.parametrize("case", table_of(ROUTING, ("one expert has all",)))
+def test_the_grouped_layer_equals_a_loop_over_experts(recipe, case):
+    """The largest groups have more than 128 rows, the size of a block, and no group is a multiple of it."""
     layer, x = layer_and_tokens()
-    chosen = jnp.asarray(CHOSEN[case])
+    chosen = jnp.asarray(ROUTING[case])
     found = moe.differences(layer, x, chosen, recipe, jax.random.key(2))
     limit = moe.allowed(layer, recipe, int(np.bincount(np.asarray(chosen).reshape(-1)).max()))
     assert set(found) == {"y", "dx", "d router", "d up", "d down"}
     assert {name: difference for name, difference in found.items() if not difference <= limit} == {}
 
 
-def test_a_loop_in_another_precision_is_told_apart_in_every_tensor(monkeypatch):
+def test_the_comparison_detects_a_loop_in_another_precision_in_every_tensor(monkeypatch):
     layer, _ = layer_and_tokens()
-    single = moe.dense_matmul
-    monkeypatch.setattr(moe, "dense_matmul", lambda _, precision: single("bfloat16", precision))
+    dense_matmul = moe.dense_matmul
+    monkeypatch.setattr(moe, "dense_matmul", lambda _, precision: dense_matmul("bfloat16", precision))
     with pytest.raises(SystemExit, match="differs from the loop over experts in: y, dx, d router, d up, d down"):
         moe.print_comparison(layer, "fp8_current", TOKENS, jax.random.key(0))
 
 
 def test_each_token_is_the_weighted_sum_of_its_experts():
-    """In float64, by the formula: no sorting, no groups."""
+    """Compared with the formula in float64, without sorting and groups."""
     layer, x = layer_and_tokens()
     probabilities = moe.probabilities_of(layer.router, x)
     chosen = moe.choose(probabilities)
@@ -53,20 +53,20 @@ def test_each_token_is_the_weighted_sum_of_its_experts():
     rows, up, down = (np.asarray(a, np.float64) for a in (x, layer.up, layer.down))
     z = np.einsum("tw,ewh->teh", rows, up)
     z *= 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
-    every = np.einsum("teh,ehw->tew", z, down)
-    expected = np.einsum("tc,tcw->tw", shares, np.take_along_axis(every, np.asarray(chosen)[..., None], axis=1))
-    # Rounded by 2^-9 at most: both kernels, the activation's argument and result, an expert's result, and y.
+    all_experts = np.einsum("teh,ehw->tew", z, down)
+    expected = np.einsum("tc,tcw->tw", shares, np.take_along_axis(all_experts, np.asarray(chosen)[..., None], axis=1))
+    # Six roundings of at most 2^-9: both kernels, input and output of the activation, an expert's result, and y.
     assert np.linalg.norm(np.float64(y) - expected) < 6 * 2**-9 * np.linalg.norm(expected)
 
 
-def test_imbalance_is_one_for_equal_parts_and_the_number_of_experts_for_one_that_has_all():
+def test_imbalance_is_1_for_equal_loads_and_the_number_of_experts_if_one_has_all_tokens():
     equal, certain = jnp.full((6, 3), 1 / 3), jax.nn.one_hot(jnp.full(6, 2), 3)
     np.testing.assert_allclose(moe.imbalance(equal, moe.load_of(jnp.arange(6) % 3, 3)), 1, rtol=1e-6)
     np.testing.assert_allclose(moe.imbalance(certain, moe.load_of(jnp.full(6, 2), 3)), 3, rtol=1e-6)
 
 
 @pytest.mark.end_to_end
-def test_the_example_learns_and_prints_what_it_found(capsys):
+def test_the_example_learns_and_prints_its_results(capsys):
     sizes = {"tokens": 256, "width": 64, "hidden": 64, "experts": 2, "steps": 40}
     moe.main(["--recipe=fp8_current", *(f"--{name}={size}" for name, size in sizes.items())])
     table, comparison, kernels = (text.splitlines() for text in capsys.readouterr().out.split("\n\nThe "))

@@ -93,7 +93,7 @@ def test_casts_of_sharded_arrays_match_a_single_device(family, kind):
         require_sharding(a.data if isinstance(a, sd.ScaledArray) else a, mesh, spec)
 
 
-def test_a_split_that_cuts_blocks_is_told_what_would_fit():
+def test_a_sharding_that_cuts_blocks_raises_an_error_that_says_what_would_fit():
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     x = jax.device_put(jnp.ones((2, 192)), NamedSharding(mesh, P(None, "tp")))
     message = r"axis 1 of 192 elements is sharded over 'tp' into 4 shards of 48.*; shard it over 3 devices, pad it to"

@@ -144,7 +144,7 @@ def test_states_are_sharded_by_the_table(program):
     expected = leaves_of(program.state)
     assert {name: leaf.sharding.spec for name, leaf in expected.items() if leaf.sharding.spec != P()} == sharded
     assert "params/_overwrite_with_gradient/block_0/qkv/DotGeneral_0/kernel_scale" in expected
-    for state in (program.start.output_shardings, program.step.output_shardings[0]):
+    for state in (program.init.output_shardings, program.step.output_shardings[0]):
         found = leaves_of(state)
         assert found.keys() == expected.keys()
         assert all(found[name].is_equivalent_to(leaf.sharding, leaf.ndim) for name, leaf in expected.items())

@@ -26,7 +26,7 @@ MODULES = (
 
 
 def public_names() -> list[str]:
-    """One line for each public name, `module.name(parameters)`, sorted."""
+    """Returns one line for each public name, `module.name(parameters)`, sorted."""
     return sorted(line for module in MODULES for line in _names(module))
 
 
@@ -41,11 +41,11 @@ def _names(module: str) -> list[str]:
 
 
 def _is_defined_in(value, module: str, annotated: bool) -> bool:
-    """Whether a value was made in a module, and not imported into it; plain values count if they are constants."""
+    """Returns whether a value is defined in a module, not imported; constants are defined there if annotated."""
     if inspect.ismodule(value):
         return False
-    home = getattr(value, "__module__", None)
-    return annotated if home is None else home == module
+    defined_in = getattr(value, "__module__", None)
+    return annotated if defined_in is None else defined_in == module
 
 
 def _parameters(value) -> str:
@@ -60,7 +60,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return f"{mark}{parameter.name}{default}"
 
 
-def test_public_names_are_those_of_the_snapshot():
+def test_public_names_equal_the_snapshot():
     expected, found = SNAPSHOT.read_text().splitlines(), public_names()
     missing, added = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     assert (missing, added) == ([], []), "see the docstring of this file for what to do after a deliberate change"

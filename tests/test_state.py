@@ -395,7 +395,7 @@ def test_an_empty_history_outside_jit_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         forward(full)
-    with pytest.warns(UserWarning, match="empty amax history and casts with quantisation multiplier 1"):
+    with pytest.warns(UserWarning, match="all-zero amax history and casts with quantisation multiplier 1"):
         forward(empty)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

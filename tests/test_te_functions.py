@@ -1,4 +1,4 @@
-"""TransformerEngine's functions and quantizers give the numbers of the core."""
+"""`compat.transformer_engine`: functions and quantizers have the results of the corresponding scaledot functions."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data import normal
 from tables import table_of
-from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, quantizer, same_leaves
+from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, assert_same_leaves, quantizer
 
 import scaledot as sd
 from benchmarks import te_tutorial
@@ -19,11 +19,11 @@ from scaledot.compat.transformer_engine import flax as te_flax
 from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
 
 
-def test_quantize_dbias_sums_what_is_not_quantised():
+def test_quantize_dbias_sums_the_unquantised_array():
     x = normal(0, (6, 32, 64), jnp.bfloat16)
     q = quantizer(ScalingMode.MXFP8_1D_SCALING)
     tensor, dbias = tex.quantize_dbias(x, q, flatten_axis=-1)
-    same_leaves(tensor, tex.quantize(x, q))
+    assert_same_leaves(tensor, tex.quantize(x, q))
     assert dbias.dtype == x.dtype
     np.testing.assert_array_equal(dbias, jnp.sum(x.astype(jnp.float32), axis=(0, 1)).astype(x.dtype))
     assert tex.quantize_dbias(x, q, flatten_axis=1)[1].shape == (32, 64)
@@ -31,7 +31,7 @@ def test_quantize_dbias_sums_what_is_not_quantised():
 
 
 @STATELESS_MODE
-def test_groups_are_quantised_as_if_each_were_alone(mode):
+def test_each_group_of_rows_is_quantised_like_a_separate_array(mode):
     x, sizes = normal(0, (64, 256)), jnp.array([16, 0, 48])
     tensor = tex.grouped_quantize(x, quantizer(mode, n_groups=3), sizes)
     for held in (tensor.rowwise, tensor.colwise):
@@ -42,11 +42,11 @@ def test_groups_are_quantised_as_if_each_were_alone(mode):
             expected = sd.dequantize((alone.colwise if held.is_colwise else alone.rowwise).array)
             np.testing.assert_array_equal(group, expected)
         assert held.original_shape == x.shape
-    same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
+    assert_same_leaves(jax.jit(lambda x, s: tex.grouped_quantize(x, quantizer(mode, n_groups=3), s))(x, sizes), tensor)
 
 
 @STATELESS_MODE
-def test_one_matrix_per_group(mode):
+def test_each_matrix_of_a_stack_is_quantised_like_a_separate_array(mode):
     w = normal(0, (2, 64, 256))
     tensor = tex.grouped_quantize(w, quantizer(mode, n_groups=2))
     for held in (tensor.rowwise, tensor.colwise):
@@ -57,19 +57,19 @@ def test_one_matrix_per_group(mode):
             )
 
 
-def test_a_grouped_tensor_is_made_of_flat_codes_and_a_scale_per_group():
+def test_the_factory_builds_a_grouped_tensor_from_flat_codes_and_one_scale_per_group():
     x, sizes = normal(0, (4, 32)), jnp.array([1, 3])
     mode = ScalingMode.CURRENT_TENSOR_SCALING
-    made = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
+    quantised = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
     built = te.ScaledTensorFactory.create_1x(
-        made.data.ravel(), made.scale_inv[:2, 0], None, mode, group_sizes=sizes, original_shape=(4, 32)
+        quantised.data.ravel(), quantised.scale_inv[:2, 0], None, mode, group_sizes=sizes, original_shape=(4, 32)
     )
     assert isinstance(built, te.GroupedScaledTensor1x)
-    for a, b in zip(built.dequantize(), made.dequantize(), strict=True):
+    for a, b in zip(built.dequantize(), quantised.dequantize(), strict=True):
         np.testing.assert_array_equal(a, b.astype(jnp.bfloat16))
 
 
-def test_what_is_wrong_with_groups_is_said():
+def test_invalid_groups_raise_errors_that_name_them():
     mode, x = ScalingMode.MXFP8_1D_SCALING, jnp.ones((8, 32))
     for sizes, words in (([3, 4], r"\[3, 4\] sum to 7, not to 8 rows"), ([8], "is 2, but there are 1 groups")):
         with pytest.raises(ValueError, match=words):
@@ -87,7 +87,7 @@ def test_what_is_wrong_with_groups_is_said():
             te.grouped_dense(x, jnp.ones((2, 32, 4)), jnp.array([4, 4]), **change)
 
 
-def test_dequantize_takes_tensors():
+def test_dequantize_accepts_tensors_only():
     held = tex.quantize(jnp.ones((2, 32)), quantizer(ScalingMode.MXFP8_1D_SCALING))
     np.testing.assert_array_equal(tex.dequantize(held), jnp.ones((2, 32)))
     with pytest.raises(TypeError, match="not Array"):
@@ -95,20 +95,20 @@ def test_dequantize_takes_tensors():
 
 
 @EACH_MODE
-def test_gemm_is_the_product_of_the_core(mode):
+def test_gemm_equals_dot_general(mode):
     x, w, g = normal(0, (64, 256)), normal(1, (256, 128)), normal(2, (64, 128))
     q = quantizer(mode)
     x2, w2, g2 = (tex.quantize(a, q) for a in (x, w, g))
     numbers = {"fwd": ((1,), (0,)), "dgrad": ((1,), (1,)), "wgrad": ((0,), (0,))}
     pairs = {"fwd": (x2.rowwise, w2.colwise), "dgrad": (g2.rowwise, w2.rowwise), "wgrad": (x2.colwise, g2.colwise)}
-    for product, (left, right) in pairs.items():
-        expected = sd.dot_general(left.array, right.array, (numbers[product], ((), ())))
-        np.testing.assert_array_equal(tex.gemm(left, right, contracting_dims=numbers[product]), expected)
+    for matmul, (left, right) in pairs.items():
+        expected = sd.dot_general(left.array, right.array, (numbers[matmul], ((), ())))
+        np.testing.assert_array_equal(tex.gemm(left, right, contracting_dims=numbers[matmul]), expected)
     both = tex.gemm(x2, w2)
     np.testing.assert_array_equal(both, tex.gemm(x2.rowwise, w2.colwise))
     np.testing.assert_array_equal(tex.gemm(x, w, lhs_quantizer=q, rhs_quantizer=q), both)
-    set_ = te.QuantizerSet(q, q, q)
-    np.testing.assert_array_equal(tex.gemm(x, w, quantizer_set=set_), both)
+    quantizers = te.QuantizerSet(q, q, q)
+    np.testing.assert_array_equal(tex.gemm(x, w, quantizer_set=quantizers), both)
     np.testing.assert_allclose(tex.gemm(x2, w2, bias=jnp.arange(128.0)), both + jnp.arange(128.0)[None], rtol=1e-6)
     if mode.is_1d_block_scaling():
         with pytest.raises(ValueError, match="`rhs` is contracted over dims \\(0,\\), which needs its colwise"):
@@ -135,7 +135,7 @@ def test_gemm_of_plain_operands_and_several_axes():
         lambda r: type(r).__name__,
     ),
 )
-def test_dense_is_the_product_of_training(recipe):
+def test_dense_equals_train_dense(recipe):
     x, w, b = normal(0, (2, 16, 64)), normal(1, (64, 48)), normal(2, (48,))
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe, stochastic_rounding_rng_state=KEY)
 
@@ -149,10 +149,10 @@ def test_dense_is_the_product_of_training(recipe):
     for f in (theirs, ours):
         y, vjp = jax.vjp(f, x, w, b)
         f.results = (y, *vjp(g))
-    same_leaves(theirs.results, ours.results)
+    assert_same_leaves(theirs.results, ours.results)
 
 
-def test_the_gradient_of_a_delayed_set_is_the_next_set():
+def test_the_gradient_of_a_delayed_quantizer_set_is_the_next_set():
     x, w = normal(0, (8, 32)), normal(1, (32, 16))
     recipe = te.DelayedScaling(amax_history_len=4)
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=recipe)
@@ -176,19 +176,19 @@ def test_the_gradient_of_a_delayed_set_is_the_next_set():
             assert float(held.scale[0]) == float(state[tensor].multiplier)
 
 
-def test_updating_a_quantizer_is_the_step_of_the_state():
-    """The stream of magnitudes 2, 8, 1 gives the factors 1, 224, 56."""
+def test_updating_a_quantizer_records_the_amax_and_computes_the_next_multiplier():
+    """Amaxes 2, 8, 1 give the multipliers 1, 224, 56; TransformerEngine calls the multiplier `scale`."""
     q = quantizer(ScalingMode.DELAYED_TENSOR_SCALING, amax_history=jnp.zeros(4))
-    seen = []
+    multipliers = []
     for amax in (2.0, 8.0, 1.0):
-        seen.append(float(q.scale[0]))
+        multipliers.append(float(q.scale[0]))
         q = q.update(tex.quantize(jnp.full((2, 4), amax), q).rowwise.amax)
-    assert seen == [1, 224, 56]
+    assert multipliers == [1, 224, 56]
     current = quantizer(ScalingMode.CURRENT_TENSOR_SCALING)
     assert current.update(jnp.ones(1)) is current
 
 
-def test_an_unquantised_dense_is_the_plain_product():
+def test_dense_without_quantizers_is_a_plain_matmul():
     x, w, b = normal(0, (8, 32), jnp.bfloat16), normal(1, (32, 16)), normal(2, (16,))
     y = te.dense.dense(x, w, b)
     assert y.dtype == jnp.bfloat16
@@ -199,7 +199,7 @@ def test_an_unquantised_dense_is_the_plain_product():
 
 
 @pytest.mark.parametrize("recipe", table_of([None, "mxfp8", "nvfp4", "fp8_delayed"], ["nvfp4"]))
-def test_grouped_dense_is_the_ragged_product_of_training(recipe):
+def test_grouped_dense_equals_train_ragged_dot(recipe):
     x, w, b, sizes = normal(0, (12, 64)), normal(1, (3, 64, 32)), normal(2, (3, 32)), jnp.array([5, 0, 7])
     quantizers = (
         te.QuantizerFactory.create_set(fp8_recipe=recipe, stochastic_rounding_rng_state=KEY) if recipe else None
@@ -210,13 +210,13 @@ def test_grouped_dense_is_the_ragged_product_of_training(recipe):
     state = sd.init_state(used) if recipe == "fp8_delayed" else None
     expected = train.ragged_dot(x, w, sizes, b, recipe=used, key=KEY, state=state)
     np.testing.assert_array_equal(y, expected[0] if state else expected)
-    turned = te.grouped_dense(x, jnp.swapaxes(w, 1, 2), sizes, ((1,), (2,)), b, **options)
-    np.testing.assert_array_equal(turned, y)
+    transposed = te.grouped_dense(x, jnp.swapaxes(w, 1, 2), sizes, ((1,), (2,)), b, **options)
+    np.testing.assert_array_equal(transposed, y)
     with pytest.raises(ValueError, match="contracting_dims"):
         te.grouped_dense(x, w, sizes, ((0,), (1,)))
 
 
-def test_stochastic_rounding_and_rotation_of_a_quantizer():
+def test_a_quantizer_rounds_stochastically_and_rotates_as_quantize_does():
     x = normal(0, (64, 32))
     raw = jnp.array([[1, 2, 3, 4]], jnp.uint32)
     q = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw, use_rht=True)
@@ -227,12 +227,12 @@ def test_stochastic_rounding_and_rotation_of_a_quantizer():
     columns = sd.quantize(
         x, "nvfp4", axis=0, rounding="stochastic", key=jax.random.fold_in(key, 1), rotation=sd.Hadamard()
     )
-    same_leaves(tensor.rowwise.array.data, rows.data)
+    assert_same_leaves(tensor.rowwise.array.data, rows.data)
     np.testing.assert_array_equal(sd.dequantize(tensor.colwise.array), sd.dequantize(columns))
     np.testing.assert_allclose(tensor.colwise.dequantize(), sd.dequantize(columns).T, atol=1e-6)
     assert np.linalg.norm(tensor.colwise.dequantize() - x.T) < 0.3 * np.linalg.norm(x)
     flat = quantizer(ScalingMode.NVFP4_1D_SCALING, stochastic_rounding_rng_state=raw[0])
-    same_leaves(tex.quantize(x, flat).rowwise.data, tensor.rowwise.data)
+    assert_same_leaves(tex.quantize(x, flat).rowwise.data, tensor.rowwise.data)
     with pytest.raises(ValueError, match=r"axis 0 of .* multiple of 16"):
         tex.quantize(x[:20], q)
     with pytest.raises(ValueError, match=r"\(4,\) or \(devices, 4\)"):
@@ -264,12 +264,12 @@ def test_stochastic_rounding_and_rotation_of_a_quantizer():
         ),
     ],
 )
-def test_what_is_wrong_with_a_quantizer_is_said(make, kind, words):
+def test_invalid_quantizers_raise_errors_that_say_why(make, kind, words):
     with pytest.raises(kind, match=words):
         make()
 
 
-def test_sets_and_several_quantizers():
+def test_create_and_create_set_return_several_quantizers():
     first, second = te.QuantizerFactory.create(2, ScalingMode.MXFP8_1D_SCALING, E4M3)
     assert first.cast() == second.cast()
     sets = te.QuantizerFactory.create_set(2, ScalingMode.CURRENT_TENSOR_SCALING, E4M3, E5M2, is_2x2x=False)
@@ -278,7 +278,7 @@ def test_sets_and_several_quantizers():
     assert te.noop_quantizer_set.core is None
 
 
-def test_a_set_says_all_of_a_recipe_or_refuses_it():
+def test_recipes_that_a_quantizer_set_cannot_express_are_refused():
     for recipe in (
         te.MXFP8BlockScaling(backward_override="high_precision"),
         dataclasses.replace(recipes.MXFP8, wgrad=recipes.Gemm()),
@@ -288,7 +288,7 @@ def test_a_set_says_all_of_a_recipe_or_refuses_it():
     assert te.QuantizerFactory.create_set(fp8_recipe=None).core is None
 
 
-def test_options_of_sets():
+def test_options_of_quantizer_sets():
     create_set = te.QuantizerFactory.create_set
     one_sided = create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, is_2x2x=False)
     assert one_sided.kernel.q_layout is QuantizeLayout.COLWISE
@@ -298,13 +298,13 @@ def test_options_of_sets():
     np.testing.assert_array_equal(
         y, sd.dot_general(*(sd.quantize(a, "mxfp8", axis=n) for a, n in ((x, 1), (w, 0))), (((1,), (0,)), ((), ())))
     )
-    chance = create_set(1, ScalingMode.NVFP4_1D_SCALING, E2M1, E2M1, stochastic_rounding_rng_state=KEY)
-    assert (chance.x.cast().rounding, chance.dgrad.cast().rounding) == ("nearest", "stochastic")
+    stochastic = create_set(1, ScalingMode.NVFP4_1D_SCALING, E2M1, E2M1, stochastic_rounding_rng_state=KEY)
+    assert (stochastic.x.cast().rounding, stochastic.dgrad.cast().rounding) == ("nearest", "stochastic")
     two = create_set(2, fp8_recipe="nvfp4", stochastic_rounding_rng_state=KEY)
     assert not np.array_equal(*(jax.random.key_data(quantizers.key) for quantizers in two))
     raw = create_set(fp8_recipe="nvfp4", stochastic_rounding_rng_state=jax.random.PRNGKey(0))
     assert te.dense.dense(x, w, quantizer_set=raw).shape == (4, 8)
-    for words, how in (
+    for words, options in (
         ("determines the dtypes", {"fwd_dtype": E4M3, "fp8_recipe": "mxfp8"}),
         (
             "rounds to nearest",
@@ -317,14 +317,14 @@ def test_options_of_sets():
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            create_set(**how)
+            create_set(**options)
     with pytest.raises(TypeError, match="must be a QuantizeLayout"):
         quantizer(ScalingMode.MXFP8_1D_SCALING, "rowwise")
     with pytest.raises(TypeError, match=r"must come from QuantizerFactory\.create_set"):
         te.dense.dense(x, w, quantizer_set=te.MXFP8BlockScaling())
 
 
-def test_several_quantizers_and_matrices_round_by_their_own_chance():
+def test_several_quantizers_and_matrices_round_with_independent_bits():
     first, second = te.QuantizerFactory.create(2, ScalingMode.NVFP4_1D_SCALING, E2M1, stochastic_rounding_rng_state=KEY)
     x = normal(0, (32, 64))
     assert not np.array_equal(*(np.asarray(tex.quantize(x, q).rowwise.data, np.float32) for q in (first, second)))
@@ -333,7 +333,7 @@ def test_several_quantizers_and_matrices_round_by_their_own_chance():
     assert not np.array_equal(codes[0], codes[1])
 
 
-def test_blocks_run_along_an_axis_in_the_middle():
+def test_blocks_can_run_along_a_middle_axis():
     x = normal(2, (32, 64, 96)) * jnp.where(jnp.arange(32) == 0, 1e6, 1.0)[:, None, None]
     w, q = normal(5, (64, 16)), quantizer(ScalingMode.MXFP8_1D_SCALING)
     y = tex.gemm(x, w, contracting_dims=((1,), (0,)), lhs_quantizer=q, rhs_quantizer=q)
@@ -345,16 +345,16 @@ def test_blocks_run_along_an_axis_in_the_middle():
         tex.gemm(tex.quantize(x, q, flatten_axis=1).colwise, w, contracting_dims=((1,), (0,)))
 
 
-def test_a_given_amax_is_used():
-    x, wide = normal(0, (16, 64)), jnp.array([10.0])
-    held = tex.quantize(te.NoScaleTensor(x, wide), quantizer(ScalingMode.CURRENT_TENSOR_SCALING)).rowwise
-    np.testing.assert_allclose(448 * held.scale_inv, wide, rtol=1e-6)
-    own = jnp.max(jnp.abs(x)).reshape(1)
+def test_an_amax_that_is_passed_is_used():
+    x, amax = normal(0, (16, 64)), jnp.array([10.0])
+    held = tex.quantize(te.NoScaleTensor(x, amax), quantizer(ScalingMode.CURRENT_TENSOR_SCALING)).rowwise
+    np.testing.assert_allclose(448 * held.scale_inv, amax, rtol=1e-6)
+    amax_of_x = jnp.max(jnp.abs(x)).reshape(1)
     for mode in (ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.NVFP4_1D_SCALING):
-        alone, given = (tex.quantize(a, quantizer(mode)).rowwise for a in (x, te.NoScaleTensor(x, own)))
-        np.testing.assert_array_equal(given.amax, own)
-        np.testing.assert_allclose(given.dequantize(), alone.dequantize(), rtol=1e-6)
-    second = tex.quantize(te.NoScaleTensor(x, wide), quantizer(ScalingMode.NVFP4_1D_SCALING)).rowwise
+        computed, passed = (tex.quantize(a, quantizer(mode)).rowwise for a in (x, te.NoScaleTensor(x, amax_of_x)))
+        np.testing.assert_array_equal(passed.amax, amax_of_x)
+        np.testing.assert_allclose(passed.dequantize(), computed.dequantize(), rtol=1e-6)
+    second = tex.quantize(te.NoScaleTensor(x, amax), quantizer(ScalingMode.NVFP4_1D_SCALING)).rowwise
     np.testing.assert_allclose(second.tensor_scale, 10 / 2688, rtol=1e-6)
     zero = tex.quantize(te.NoScaleTensor(x * 0, jnp.zeros(1)), quantizer(ScalingMode.CURRENT_TENSOR_SCALING))
     np.testing.assert_array_equal(zero.dequantize(), 0 * x)
@@ -363,28 +363,28 @@ def test_a_given_amax_is_used():
 @pytest.mark.parametrize(
     "mode", [ScalingMode.NVFP4_1D_SCALING, ScalingMode.CURRENT_TENSOR_SCALING], ids=lambda m: m.name
 )
-def test_the_amax_of_a_tensor_is_its_largest_magnitude(mode):
+def test_tensors_report_the_amax_of_their_input(mode):
     for x in (normal(0, (32, 64)), jnp.zeros((32, 64)), jnp.full((32, 64), 1e-37)):
         np.testing.assert_array_equal(tex.quantize(x, quantizer(mode)).rowwise.amax, jnp.max(jnp.abs(x)).reshape(1))
     rotated = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_1D_SCALING, use_rht=True)).colwise
     np.testing.assert_allclose(rotated.amax, rotated.tensor_scale * 2688, rtol=1e-6)
 
 
-def test_grouped_tensors_from_codes():
+def test_the_factory_builds_grouped_tensors_from_codes_or_says_what_does_not_fit():
     mode, sizes = ScalingMode.NVFP4_1D_SCALING, jnp.array([3, 5])
     x = normal(0, (8, 32))
-    made = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
+    quantised = tex.grouped_quantize(x, quantizer(mode, QuantizeLayout.ROWWISE, n_groups=2), sizes)
     amax = jnp.stack([jnp.abs(x[:3]).max(), jnp.abs(x[3:]).max()])
     built = te.ScaledTensorFactory.create(
-        made.data,
-        made.scale_inv,
+        quantised.data,
+        quantised.scale_inv,
         amax=amax,
         scaling_mode=mode,
         dq_dtype=jnp.float32,
         group_sizes=sizes,
         original_shape=(8, 32),
     )
-    for a, b in zip(built.dequantize(), made.dequantize(), strict=True):
+    for a, b in zip(built.dequantize(), quantised.dequantize(), strict=True):
         np.testing.assert_array_equal(a, b)
     codes, tensor_wide = jnp.ones((8, 32), E4M3), ScalingMode.CURRENT_TENSOR_SCALING
     for change, words in (
@@ -392,15 +392,15 @@ def test_grouped_tensors_from_codes():
         ({"group_sizes": jnp.array([3, 3])}, "sum to 6, not to 8"),
         ({"scale_inv": jnp.ones((8, 2))}, "does not fit"),
     ):
-        given = {"data": codes, "scale_inv": jnp.ones(2), "scaling_mode": tensor_wide, "group_sizes": sizes}
+        arguments = {"data": codes, "scale_inv": jnp.ones(2), "scaling_mode": tensor_wide, "group_sizes": sizes}
         with pytest.raises(ValueError, match=words):
-            te.ScaledTensorFactory.create_1x(**{**given, "original_shape": (8, 32), **change})
+            te.ScaledTensorFactory.create_1x(**{**arguments, "original_shape": (8, 32), **change})
     with pytest.raises(TypeError, match="dq_dtype="):
         te.ScaledTensorFactory.create_1x(codes, jnp.ones(1), None, tensor_wide, jnp.float32)
 
 
-def test_dense_keeps_codes_under_the_name_of_its_quantizers():
-    named = te.QuantizerFactory.create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, checkpoint_name="kept")
+def test_dense_saves_codes_under_the_checkpoint_name_of_its_quantizers():
+    named = te.QuantizerFactory.create_set(1, ScalingMode.MXFP8_1D_SCALING, E4M3, E4M3, checkpoint_name="codes")
     x, w = normal(0, (8, 64)), normal(1, (64, 16))
 
     def saved(name):
@@ -410,13 +410,13 @@ def test_dense_keeps_codes_under_the_name_of_its_quantizers():
         )
         return str(jax.make_jaxpr(jax.grad(f, argnums=1))(x, w))
 
-    assert "name=kept" in saved("kept")
-    assert "scaledot_residual" not in saved("kept")
+    assert "name=codes" in saved("codes")
+    assert "scaledot_residual" not in saved("codes")
     with pytest.raises(ValueError, match="`checkpoint_name` of a grouped_dense quantizer must be None"):
         te.grouped_dense(x, w[None], jnp.array([8]), quantizer_set=named)
 
 
-def test_sets_of_micro_batches_are_merged():
+def test_quantizer_sets_of_micro_batches_can_be_merged():
     x, w = normal(0, (8, 32)), normal(1, (32, 16))
     start = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_history_len=4))
 
@@ -424,12 +424,12 @@ def test_sets_of_micro_batches_are_merged():
         return jax.grad(lambda q: te.dense.dense(x, w, quantizer_set=q).sum())(quantizers)
 
     merged = te.QuantizerSet.merge(step(start, x[:4]), step(start, x[4:]))
-    same_leaves(merged, step(start, x))
+    assert_same_leaves(merged, step(start, x))
     assert te.QuantizerSet.merge(te.noop_quantizer_set).core is None
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_experts_are_called_as_theirs_are():
+def test_make_grouped_dense_cls_is_called_as_in_transformer_engine():
     from flax import linen as nn
 
     class Experts(nn.Module):
@@ -448,11 +448,11 @@ def test_experts_are_called_as_theirs_are():
 
 
 @pytest.mark.parametrize(
-    "of", ["", ".flax", ".quantize", ".cpp_extensions", ".recipe", ".sharding", ".quantize.tensor"]
+    "module", ["", ".flax", ".quantize", ".cpp_extensions", ".recipe", ".sharding", ".quantize.tensor"]
 )
-def test_importing_a_name_that_is_not_offered_says_what_to_write_instead(of):
+def test_importing_an_unsupported_name_says_what_to_use_instead(module):
     with pytest.raises(ImportError, match="pass the recipe as an argument"):
-        exec(f"from {te.__name__}{of} import autocast")
+        exec(f"from {te.__name__}{module} import autocast")
 
 
 def test_the_shape_of_a_bias_is_checked():
@@ -465,7 +465,7 @@ def test_the_shape_of_a_bias_is_checked():
         tex.quantize(x, None, amax_scope="tpsp")
 
 
-def test_a_set_that_is_not_differentiated_is_a_constant_and_warned_of():
+def test_differentiating_without_the_quantizer_set_warns():
     x, w = normal(0, (8, 32)), normal(1, (32, 16))
     quantizers = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_history_len=4))
     with pytest.warns(UserWarning, match="differentiated without its `quantizer_set`"):

@@ -1,4 +1,4 @@
-"""TransformerEngine's names and recipes: each is there, explains itself, and stands for one of ours."""
+"""`compat.transformer_engine`: every name exists with an example, and recipe classes map to scaledot's recipes."""
 
 import dataclasses
 import importlib
@@ -17,7 +17,7 @@ from scaledot.compat.transformer_engine import cpp_extensions as tex
 from scaledot.compat.transformer_engine import flax as te_flax
 from scaledot.compat.transformer_engine.recipe import core_recipe
 
-# The names that readers of the tutorial and of the pages on quantisation and tensors import, by module.
+# Names that TransformerEngine's tutorial and its pages on quantisation and tensors import, by module.
 NAMES = {
     "": """DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling ScalingMode
         QuantizeLayout TensorUsage AbstractBaseTensor AbstractBaseTensor1x ScaledTensor NoScaleTensor ScaledTensor1x
@@ -37,12 +37,12 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
-def test_every_name_is_there_with_an_example(module, name):
+def test_every_name_exists_and_has_an_example(module, name):
     found = getattr(importlib.import_module(f"{te.__name__}.{module}".rstrip(".")), name)
     assert ">>>" in inspect.getdoc(found)
 
 
-def test_the_policies_are_the_cores():
+def test_checkpoint_policies_are_those_of_scaledot():
     assert te.checkpoint_policies.checkpoint_dots_and_te_gemms is (
         sd.checkpoint_policies.checkpoint_dots_and_quantized_gemms
     )
@@ -62,14 +62,14 @@ def test_the_policies_are_the_cores():
     ],
     ids=lambda value: getattr(value, "name", type(value).__name__),
 )
-def test_a_recipe_class_is_one_of_our_recipes(theirs, ours):
+def test_recipe_classes_map_to_recipes(theirs, ours):
     assert theirs.core == ours
     assert te.QuantizerFactory.create_set(fp8_recipe=theirs, stochastic_rounding_rng_state=jax.random.key(0)).core == (
         dataclasses.replace(ours, name="quantizer_set")
     )
 
 
-def test_options_of_recipes_reach_the_casts():
+def test_options_of_recipe_classes_change_the_casts():
     delayed = te.DelayedScaling(2, amax_history_len=16, amax_compute_algo="most_recent", fp8_format=te.E4M3).core
     assert delayed.dgrad.lhs.delayed == recipes.Delayed(16, "most_recent", 2)
     assert delayed.dgrad.lhs.format.name == "fp8_e4m3"
@@ -82,7 +82,7 @@ def test_options_of_recipes_reach_the_casts():
     assert {str(cast) for _, _, cast in bare.casts()} == {"nvfp4 1×16"}
 
 
-def test_the_backward_pass_can_be_left_in_high_precision():
+def test_backward_override_computes_gradients_in_high_precision():
     assert te.MXFP8BlockScaling(backward_override="high_precision").core.dgrad == recipes.Gemm()
     assert te.MXFP8BlockScaling(backward_override="dequantized").core.wgrad is None
     x, w = normal(0, (8, 64)), normal(1, (64, 4))
@@ -107,12 +107,12 @@ def test_the_backward_pass_can_be_left_in_high_precision():
         (lambda: te.Float8BlockScaling(w_block_scaling_dim=3), "w_block_scaling_dim"),
     ],
 )
-def test_fields_that_are_not_supported_are_named(make, words):
+def test_unsupported_values_of_fields_raise_errors_that_name_the_field(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
 
-def test_a_recipe_is_a_value_and_not_a_class():
+def test_a_recipe_must_be_an_instance():
     with pytest.raises(TypeError, match=r"pass an instance, MXFP8BlockScaling\(\)"):
         te_flax.make_dot_general_cls(te.MXFP8BlockScaling)
     with pytest.raises(TypeError, match=r"DelayedScaling\(\), .*a scaledot.Recipe or its name, not 8"):
@@ -126,7 +126,7 @@ def test_a_recipe_is_a_value_and_not_a_class():
 
 
 @pytest.mark.parametrize("module", [te, te.quantize, tex, te_flax], ids=lambda m: m.__name__)
-def test_names_that_are_not_offered_say_what_to_write_instead(module):
+def test_unsupported_names_say_what_to_use_instead(module):
     for name, words in {
         "autocast": "argument",
         "DenseGeneral": "make_dot_general_cls",
@@ -138,7 +138,7 @@ def test_names_that_are_not_offered_say_what_to_write_instead(module):
         module.no_such_thing  # noqa: B018
 
 
-def test_dense_is_a_module_as_theirs():
+def test_dense_is_a_module_as_in_transformer_engine():
     from scaledot.compat.transformer_engine.dense import dense
 
     assert inspect.ismodule(te.dense)
@@ -148,16 +148,18 @@ def test_dense_is_a_module_as_theirs():
         assert inspect.ismodule(getattr(te, name))
 
 
-@pytest.mark.parametrize("of", [lambda d: d, np.dtype, lambda d: np.dtype(d).type], ids=["jnp", "numpy", "ml_dtypes"])
-def test_compatible_dtypes_are_found_as_scalar_types_and_as_dtypes(of):
+@pytest.mark.parametrize(
+    "convert", [lambda d: d, np.dtype, lambda d: np.dtype(d).type], ids=["jnp", "numpy", "ml_dtypes"]
+)
+def test_compatible_dtypes_contain_scalar_types_and_dtypes(convert):
     mode = te.ScalingMode
     for scaled in (mode.DELAYED_TENSOR_SCALING, mode.CURRENT_TENSOR_SCALING, mode.MXFP8_1D_SCALING):
         dtypes = scaled.get_compatible_q_dtypes()
-        assert of(jnp.float8_e4m3fn) in dtypes
-        assert of(jnp.float8_e5m2) in dtypes
-        assert of(jnp.bfloat16) not in dtypes
-        assert dtypes == {of(jnp.float8_e4m3fn), of(jnp.float8_e5m2)}
-    assert of(jnp.float4_e2m1fn) in mode.NVFP4_2D_SCALING.get_compatible_q_dtypes()
+        assert convert(jnp.float8_e4m3fn) in dtypes
+        assert convert(jnp.float8_e5m2) in dtypes
+        assert convert(jnp.bfloat16) not in dtypes
+        assert dtypes == {convert(jnp.float8_e4m3fn), convert(jnp.float8_e5m2)}
+    assert convert(jnp.float4_e2m1fn) in mode.NVFP4_2D_SCALING.get_compatible_q_dtypes()
     plain = mode.NO_SCALING.get_compatible_q_dtypes()
-    assert {of(jnp.float16), of(jnp.bfloat16), of(jnp.float32)} == plain
+    assert {convert(jnp.float16), convert(jnp.bfloat16), convert(jnp.float32)} == plain
     assert "no dtype" not in plain

@@ -1,4 +1,4 @@
-"""TransformerEngine's names of mesh axes, and its collective products."""
+"""`compat.transformer_engine`: logical names of mesh axes, and collective GEMMs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from data import normal
 from jax.sharding import AxisType, PartitionSpec
 from meshes import require_reordered
 from tables import table_of
-from te_modes import quantizer, same_leaves
+from te_modes import assert_same_leaves, quantizer
 
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine import cpp_extensions as tex
@@ -16,17 +16,17 @@ from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingM
 from scaledot.plan.hlo import collectives
 
 
-def test_stacked_tensors_and_idle_axes_are_laid_out_by_name():
+def test_stacked_tensors_are_sharded_by_logical_names_of_axes():
     mesh = jax.make_mesh((2, 4, 1), ("dp", "tp", "fsdp"), axis_types=(AxisType.Auto,) * 3)
     q = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.COLWISE)
     names = (None, te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
     with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource("dp", "tp", fsdp_resource="fsdp")):
         stacked = jax.vmap(q.quantize)(jnp.ones((8, 64, 128)))
-        laid = jax.jit(lambda t: te.with_sharding_constraint_by_logical_axes(t, names))(stacked)
-        assert laid.data.sharding.spec == PartitionSpec(None, "tp", "dp")
+        sharded = jax.jit(lambda t: te.with_sharding_constraint_by_logical_axes(t, names))(stacked)
+        assert sharded.data.sharding.spec == PartitionSpec(None, "tp", "dp")
 
 
-def test_a_collective_product_lays_out_gradients_and_batches():
+def test_a_collective_gemm_shards_results_and_gradients():
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     ops = te.CollectiveOpSet.create(te.CollectiveOp.ALL_GATHER)
     x, w = normal(0, (4, 32, 64)), normal(1, (64, 32))
@@ -40,7 +40,7 @@ def test_a_collective_product_lays_out_gradients_and_batches():
     assert dx.sharding.spec == PartitionSpec("dp", "tp")
 
 
-def test_constraints_by_logical_axes_follow_the_guard_and_flax():
+def test_constraints_by_logical_axes_follow_global_shard_guard_and_flax_rules():
     from flax import linen as nn
 
     x = jnp.ones((8, 64))
@@ -52,26 +52,26 @@ def test_constraints_by_logical_axes_follow_the_guard_and_flax():
     with jax.set_mesh(mesh), te.global_shard_guard(resource):
         assert jax.jit(lambda x: constrain(x, names))(x).sharding.spec == PartitionSpec("data", "model")
         assert constrain(x, None) is x
-        held = tex.quantize(x, quantizer(ScalingMode.NVFP4_1D_SCALING))
-        laid = jax.jit(lambda t: constrain(t, names))(held)
-        assert laid.rowwise.data.sharding.spec == PartitionSpec("data", "model")
-        assert laid.colwise.data.sharding.spec == PartitionSpec("model", "data")
-        assert laid.rowwise.scale_inv.sharding.spec == PartitionSpec("data", "model")
-        same_leaves(laid, held)
+        tensor = tex.quantize(x, quantizer(ScalingMode.NVFP4_1D_SCALING))
+        sharded = jax.jit(lambda t: constrain(t, names))(tensor)
+        assert sharded.rowwise.data.sharding.spec == PartitionSpec("data", "model")
+        assert sharded.colwise.data.sharding.spec == PartitionSpec("model", "data")
+        assert sharded.rowwise.scale_inv.sharding.spec == PartitionSpec("data", "model")
+        assert_same_leaves(sharded, tensor)
         with pytest.raises(ValueError, match="one name for each axis"):
             constrain(x, names[:1])
         with nn.logical_axis_rules([("rows", "model")]):
             assert jax.jit(lambda x: constrain(x, ("rows", None)))(x).sharding.spec == PartitionSpec("model")
-    nowhere = te.MeshResource(dp_resource="nowhere")
-    missing = pytest.raises(ValueError, match="no axis 'nowhere'; it has 'data', 'model'")
-    with jax.set_mesh(mesh), te.global_shard_guard(nowhere), missing:
+    absent = te.MeshResource(dp_resource="absent")
+    missing = pytest.raises(ValueError, match="no axis 'absent'; it has 'data', 'model'")
+    with jax.set_mesh(mesh), te.global_shard_guard(absent), missing:
         constrain(x, names)
     assert te.sharding.global_mesh_resource() == te.MeshResource()
     with pytest.raises(TypeError, match="must be a MeshResource"), te.global_shard_guard("data"):
         pass
 
 
-def test_tensor_parallelism_has_one_axis():
+def test_tp_resource_and_tpsp_resource_cannot_both_be_in_use():
     mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "tpsp"), axis_types=(AxisType.Auto,) * 3)
     both = te.MeshResource(dp_resource="dp", tp_resource="tp", tpsp_resource="tpsp")
     refused = pytest.raises(ValueError, match="'tp' and `tpsp_resource` 'tpsp' are both set")
@@ -90,16 +90,19 @@ def test_tensor_parallelism_has_one_axis():
     "op",
     table_of([te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ["REDUCE_SCATTER"], name=lambda op: op.name),
 )
-def test_collective_products_move_codes_and_sums_in_rings(op):
-    """Forward and backward, with kernels that are split over FSDP, too."""
+def test_collective_gemms_transfer_codes_and_accumulators_in_rings(op):
+    """Forward and backward; kernels are also sharded over fsdp."""
     x, w = normal(0, (4, 256, 256), jnp.bfloat16), normal(1, (256, 256))
     ops, names = te.CollectiveOpSet.create(op), (te.sharding.W_FSDP_AXES, te.sharding.W_TP_AXES)
-    how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="fp8_current")}
-    how["kernel_axes"] = names if op.is_all_gather else names[::-1]
+    options = {
+        "contracting_dims": ((2,), (0,)),
+        "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="fp8_current"),
+        "kernel_axes": names if op.is_all_gather else names[::-1],
+    }
 
-    def step(x, w, **more):
-        y, pull = jax.vjp(lambda x, w: te.dense.dense(x, w, **how, **more), x, w)
-        return y, *pull(jnp.ones_like(y))
+    def step(x, w, **collective):
+        y, vjp = jax.vjp(lambda x, w: te.dense.dense(x, w, **options, **collective), x, w)
+        return y, *vjp(jnp.ones_like(y))
 
     single = jax.jit(step)(x, w)
     mesh = jax.make_mesh((2, 4), ("fsdp", "tpsp"), axis_types=(AxisType.Auto,) * 2)
@@ -108,23 +111,23 @@ def test_collective_products_move_codes_and_sums_in_rings(op):
         program = jax.jit(lambda x, w: step(x, w, collective_op_set=ops)).lower(x, w).compile()
         found = program(x, w)
     require_reordered(found, single, jnp.matmul, x, w, 1024)
-    moved = [one for one in collectives(program.as_text(), dict(mesh.shape)) if one.bytes > 4096]
-    in_rings = [one for one in moved if one.axes == ("tpsp",)]
+    large = [one for one in collectives(program.as_text(), dict(mesh.shape)) if one.bytes > 4096]
+    in_rings = [one for one in large if one.axes == ("tpsp",)]
     assert {one.kind for one in in_rings} == {"collective-permute"}
     assert {one.dtype for one in in_rings} == {"u8", "f32"}
-    assert not [one for one in moved if one.kind == "all-gather" and one.dtype != "u8"]
+    assert not [one for one in large if one.kind == "all-gather" and one.dtype != "u8"]
 
 
 @pytest.mark.parametrize("op", te.CollectiveOp, ids=lambda op: op.name)
-def test_collective_products_give_the_same_numbers_laid_out_as_they_say(op):
+def test_collective_gemms_match_one_device_and_have_the_declared_sharding(op):
     x, w = normal(0, (2, 8, 64)), normal(1, (64, 32))
-    how = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="mxfp8")}
+    options = {"contracting_dims": ((2,), (0,)), "quantizer_set": te.QuantizerFactory.create_set(fp8_recipe="mxfp8")}
     ops = te.CollectiveOpSet.create(op)
-    single = te.dense.dense(x, w, **how)
-    np.testing.assert_array_equal(te.dense.dense(x, w, collective_op_set=ops, **how), single)
+    single = te.dense.dense(x, w, **options)
+    np.testing.assert_array_equal(te.dense.dense(x, w, collective_op_set=ops, **options), single)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     with jax.set_mesh(mesh), te.global_shard_guard(te.MeshResource(dp_resource="data", tpsp_resource="model")):
-        y = jax.jit(lambda x, w: te.dense.dense(x, w, collective_op_set=ops, **how))(x, w)
+        y = jax.jit(lambda x, w: te.dense.dense(x, w, collective_op_set=ops, **options))(x, w)
         np.testing.assert_allclose(y, single, rtol=1e-5, atol=1e-4)
         if op.is_all_gather:
             assert y.sharding.spec == PartitionSpec("data", None, "model")

@@ -1,4 +1,4 @@
-"""TransformerEngine's tensors: views over the casts of the core, and pytrees."""
+"""`compat.transformer_engine`: tensors are views of ScaledArrays, and pytrees."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from data import normal
 from tables import fp4_optimized
-from te_modes import E2M1, E4M3, EACH_MODE, MODE_ROWS, MODES, quantizer, same_leaves
+from te_modes import E2M1, E4M3, EACH_MODE, MODE_ROWS, MODES, assert_same_leaves, quantizer
 
 import scaledot as sd
 from scaledot import train
@@ -18,7 +18,7 @@ from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingM
 
 
 @EACH_MODE
-def test_both_orientations_are_the_casts_of_the_core(mode):
+def test_rowwise_and_colwise_codes_equal_those_of_quantize(mode):
     x = normal(0, (128, 256))
     tensor = tex.quantize(x, quantizer(mode))
     cast = quantizer(mode).cast()
@@ -26,15 +26,15 @@ def test_both_orientations_are_the_casts_of_the_core(mode):
     rows = sd.quantize(x, cast.format, block=cast.tile, **multiplier)
     columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **multiplier)
     for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
-        same_leaves(held.array.data, q.data)
+        assert_same_leaves(held.array.data, q.data)
         np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))
-    same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
+    assert_same_leaves(tensor.rowwise.dequantize(), sd.dequantize(rows))
     assert tensor.dequantize().shape == tensor.rowwise.data.shape == x.shape
     assert tensor.get_tensor().dtype == MODES[mode]
 
 
 @EACH_MODE
-def test_layouts_are_theirs(mode):
+def test_data_and_scales_have_transformer_engines_layouts(mode):
     tensor = tex.quantize(jnp.ones((32, 64, 128)), quantizer(mode), flatten_axis=-2)
     rowwise, colwise = tensor.rowwise, tensor.colwise
     assert (rowwise.data_layout, rowwise.data.shape, rowwise.flatten_axis) == ("N", (32, 64, 128), 1)
@@ -53,7 +53,7 @@ def test_layouts_are_theirs(mode):
 
 
 @EACH_MODE
-def test_shapes_need_not_divide(mode):
+def test_shapes_need_not_be_multiples_of_the_block(mode):
     x = normal(0, (35, 50))
     tensor = tex.quantize(x, quantizer(mode))
     for held in (tensor.rowwise, tensor.colwise):
@@ -63,7 +63,7 @@ def test_shapes_need_not_divide(mode):
 
 
 @EACH_MODE
-def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
+def test_get_tensor_returns_the_orientation_of_its_usage(mode):
     x = normal(0, (32, 256))
     both = tex.quantize(x, quantizer(mode))
     for usage in (TensorUsage.LHS, TensorUsage.RHS_TRANS):
@@ -73,8 +73,8 @@ def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
     rows, columns = (
         tex.quantize(x, quantizer(mode, layout)) for layout in (QuantizeLayout.ROWWISE, QuantizeLayout.COLWISE)
     )
-    same_leaves(rows, both.rowwise)
-    same_leaves(columns, both.colwise)
+    assert_same_leaves(rows, both.rowwise)
+    assert_same_leaves(columns, both.colwise)
     assert rows.get_tensor(TensorUsage.LHS) is rows
     with pytest.raises(ValueError, match=f"LHS_TRANS needs the colwise.*{mode.name} tensor has only the rowwise"):
         rows.get_tensor(TensorUsage.LHS_TRANS)
@@ -82,18 +82,20 @@ def test_a_tensor_gives_the_orientation_that_is_asked_for(mode):
         columns.get_tensor(TensorUsage.RHS_TRANS)
 
 
-def test_an_unquantised_tensor_serves_every_usage():
+def test_an_unquantised_tensor_has_every_usage():
     plain = tex.quantize(jnp.ones((2, 4)), None)
     assert isinstance(plain, te.NoScaleTensor)
     assert all(plain.get_tensor(usage) is plain for usage in TensorUsage)
     assert plain.get_tensor() is plain.data
     assert tex.quantize(plain, None) is plain
-    same_leaves(tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3))
+    assert_same_leaves(
+        tex.quantize(plain, quantizer(ScalingMode.MXFP8_1D_SCALING)).rowwise.data, jnp.full((2, 4), 256, E4M3)
+    )
     assert te.ScaledTensorFactory.create(plain.data, None).dequantize() is plain.data
 
 
 @EACH_MODE
-def test_the_factory_makes_the_tensors_that_quantize_makes(mode):
+def test_the_factory_builds_the_tensors_of_quantize_from_codes_and_scales(mode):
     x = normal(0, (64, 256), jnp.bfloat16)
     made = tex.quantize(x, quantizer(mode))
     rows, columns = made.rowwise, made.colwise
@@ -122,7 +124,7 @@ def test_the_factory_makes_the_tensors_that_quantize_makes(mode):
     np.testing.assert_array_equal(one.dequantize(), columns.dequantize())
 
 
-def test_scales_of_square_blocks_may_be_repeated_for_each_row():
+def test_scales_of_square_blocks_can_be_repeated_for_each_row():
     held = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_2D_SCALING)).rowwise
     repeated = te.ScaledTensorFactory.create_1x(
         held.data, jnp.repeat(held.scale_inv, 16, axis=0), held.amax, held.scaling_mode, dq_dtype=jnp.float32
@@ -144,7 +146,7 @@ def test_scales_of_square_blocks_may_be_repeated_for_each_row():
         ({"data": jnp.ones((4, 64), E2M1)}, "MXFP8_1D_SCALING supports codes of .*not float4_e2m1fn"),
     ],
 )
-def test_the_factory_names_what_does_not_fit(change, words):
+def test_the_factory_raises_errors_that_name_what_does_not_fit(change, words):
     codes = {"data": jnp.ones((4, 64), E4M3), "scale_inv": jnp.ones((4, 2), jnp.float8_e8m0fnu)}
     with pytest.raises(ValueError, match=words):
         te.ScaledTensorFactory.create(**{**codes, "scaling_mode": ScalingMode.MXFP8_1D_SCALING, **change})
@@ -157,9 +159,9 @@ def test_the_factory_names_what_does_not_fit(change, words):
 def test_tensors_are_pytrees(mode):
     q, x = quantizer(mode), normal(0, (3, 32, 256))
     tensors = [tex.quantize(matrix, q) for matrix in x]
-    same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
+    assert_same_leaves(jax.jit(lambda x: tex.quantize(x, q))(x[0]), tensors[0])
     stacked = jax.vmap(lambda x: tex.quantize(x, q))(x)
-    same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
+    assert_same_leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors), stacked)
     values = jnp.stack([t.colwise.dequantize() for t in tensors])
     np.testing.assert_array_equal(jax.vmap(lambda t: t.colwise.dequantize())(stacked), values)
     np.testing.assert_array_equal(stacked.colwise.dequantize(), values)
@@ -167,11 +169,11 @@ def test_tensors_are_pytrees(mode):
     _, scanned = jax.lax.scan(lambda carry, t: (carry, t.colwise.dequantize()), None, stacked)
     np.testing.assert_array_equal(scanned, values)
     chosen = jax.lax.cond(jnp.array(True), lambda: tensors[1], lambda: tensors[2])
-    same_leaves(chosen, tensors[1])
-    same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
+    assert_same_leaves(chosen, tensors[1])
+    assert_same_leaves(jax.device_put(tensors[0], jax.devices()[0]), tensors[0])
 
 
-def test_gradients_pass_beside_a_tensor():
+def test_gradients_with_respect_to_the_other_operand_of_a_tensor():
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
     held = tex.quantize(x, quantizer(ScalingMode.MXFP8_1D_SCALING))
 
@@ -185,19 +187,19 @@ def test_gradients_pass_beside_a_tensor():
     np.testing.assert_array_equal(jax.grad(loss)(w, held), expected)
 
 
-def test_a_tensor_can_be_saved_by_name_with_its_largest_codes():
-    named = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.ROWWISE, checkpoint_name="kept")
+def test_a_checkpoint_policy_can_save_a_tensor_by_name_without_turning_448_into_nan():
+    named = quantizer(ScalingMode.CURRENT_TENSOR_SCALING, QuantizeLayout.ROWWISE, checkpoint_name="codes")
 
     def f(x, w):
         held = tex.quantize(jax.lax.stop_gradient(x), named).checkpoint(named)
         return jnp.sum(jnp.sin(held.dequantize() * w))
 
     x, w = normal(0, (4, 8)), normal(1, (4, 8))
-    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    policy = jax.checkpoint_policies.save_only_these_names("codes")
     expected = jax.grad(f, argnums=1)(x, w)
     np.testing.assert_allclose(jax.grad(jax.checkpoint(f, policy=policy), argnums=1)(x, w), expected, rtol=1e-6)
     assert np.all(np.isfinite(expected))
     text = str(jax.make_jaxpr(lambda x: tex.quantize(x, named).checkpoint(named))(x))
-    assert text.count("name=kept") == 3
+    assert text.count("name=codes") == 3
     plain = tex.quantize(x, None)
     assert plain.checkpoint(None) is plain

@@ -180,7 +180,7 @@ def test_a_step_is_the_matmul_of_independently_quantised_operands(recipe, dtype)
 def test_each_tensor_is_cast_as_often_as_its_recipe_needs(recipe):
     x, w, b, g = normal(0, (64, 256)), normal(1, (256, 128)), normal(2, (128,)), normal(3, (64, 128))
     jaxpr = jax.make_jaxpr(functools.partial(step, recipe))(x, w, b, g)
-    casts = [e for e in equations(jaxpr.jaxpr) if e.params.get("name") == "quantize_parts"]
+    casts = [e for e in equations(jaxpr.jaxpr) if e.params.get("name") == "quantize_leaves"]
     shapes = [e.invars[0].aval.shape for e in casts]
     assert tuple(shapes.count(a.shape) for a in (x, w, g)) == CASTS_PER_STEP[recipe]
 
@@ -604,7 +604,9 @@ def test_mx_blocks_may_be_square(monkeypatch):
     monkeypatch.setitem(EXPECTED, recipe.name, per_tensor(square("mxfp8", 32), square("mxfp8", 32)))
     x, w, b, g = (normal(seed, shape) for seed, shape in enumerate([(35, 70), (70, 44), (44,), (35, 44)]))
     run = jax.jit(functools.partial(step, recipe)).trace(x, w, b, g)
-    quantised = [e.invars[0].aval.shape for e in equations(run.jaxpr.jaxpr) if e.params.get("name") == "quantize_parts"]
+    quantised = [
+        e.invars[0].aval.shape for e in equations(run.jaxpr.jaxpr) if e.params.get("name") == "quantize_leaves"
+    ]
     assert [quantised.count(a.shape) for a in (x, w, g)] == [1, 1, 1]
     y, dx, dw, db, _ = run.lower().compile()(x, w, b, g)
     check_step(recipe.name, (y, dx, dw, db), x, w, b, g)

@@ -17,7 +17,7 @@ from scaledot.ops.operands import contract, make_problem
 
 KERNEL = "hopper_weight_only"
 BF16 = jnp.bfloat16
-MULTIPROCESSORS = 4  # so that several CTAs share the K of a column tile
+SM_COUNT = 4  # so that several CTAs share the K of a column tile
 
 # XLA's CPU emitters under `--compilation cheap` cannot bitcast 4-bit floats.
 pytestmark = [pytest.mark.jax_versions, pytest.mark.optimized, needs_mosaic]
@@ -91,17 +91,18 @@ def test_every_entry_of_a_codebook_is_looked_up(hopper, format, out):
 
 
 def test_codebook_entries_have_more_slices_for_wider_results():
-    from scaledot.kernels.hopper.codebook import slices_of
+    from scaledot.kernels.hopper.codebook import split_into_terms
 
-    assert len(slices_of((-1.0, 0.0, 1.0), 4)) == 1  # exact
+    assert len(split_into_terms((-1.0, 0.0, 1.0), 4)) == 1  # exact
     x, w = normal(0, (4, 64), BF16), quantize(normal(1, (64, 64)), "nf4", axis=0)
     problem = make_problem("dot", Contraction("mk", "kn", "mn"), x, w, preferred="bfloat16")
     for options, count in [
         *(({"preferred": np.dtype(out)}, count) for out, count in SLICES.items()),
         ({"precision": "highest"}, 4),
     ]:
-        assert f"sums of at most {count} bfloat16 slices" in weight_only.how(dataclasses.replace(problem, **options))
-        assert len(slices_of(NF4.codebook, count)) == count
+        description = weight_only.describe(dataclasses.replace(problem, **options))
+        assert f"sums of at most {count} bfloat16 terms" in description
+        assert len(split_into_terms(NF4.codebook, count)) == count
 
 
 def test_codebooks_may_have_two_level_scales(hopper):
@@ -186,7 +187,7 @@ def test_ctas_share_k_and_some_have_no_steps(hopper):
         weight_only_matmul.Config(3, 1, 4, 3),
         weight_only_matmul.Config(2, 1, 2, 2),
     ):
-        partials = weight_only_matmul.decode(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
+        partials = weight_only_matmul.split_k_partials(x, words, w.scale, unpacker=unpack.INT4, group=64, config=config)
         found = partials.sum(0)[0, :3]
         assert relative(found, expected) < 320 * 2.0**-24
 

@@ -1,7 +1,7 @@
-"""The wheel: it carries every file of the package, and runs with its declared dependencies alone.
+"""The wheel contains every file of the package, and works with only its declared dependencies.
 
-Nothing is downloaded: the wheel is built by the setuptools of this environment and installed into an empty one, into
-which only the distributions that its metadata requires, which Flax is not among, are linked from this one.
+Nothing is downloaded: the wheel is built by the setuptools of this environment and installed into a new environment.
+The distributions that its metadata requires are linked there from this one; Flax is not among them.
 """
 
 import importlib.metadata
@@ -27,22 +27,25 @@ PACKAGE = ROOT / "scaledot"
 SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 
 
-def run(*words, **how) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60, **how)
+def run(*command, **options) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def package_files() -> list[str]:
-    """Every file of the package, by its path in a wheel."""
+    """Returns the path of every file of the package, as in a wheel."""
     files = (path.relative_to(ROOT) for path in PACKAGE.rglob("*") if path.is_file())
     return sorted(str(path) for path in files if "__pycache__" not in path.parts)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy: setuptools leaves a build folder behind, whose files later wheels would carry."""
-    assert Version(importlib.metadata.version("setuptools")) >= Version("77"), "the build needs what `.[dev]` installs"
+    """Builds the wheel from a copy of the sources.
+
+    setuptools leaves a build folder in the sources, whose files later wheels would contain.
+    """
+    assert Version(importlib.metadata.version("setuptools")) >= Version("77"), "install `.[dev]`"
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in (*SOURCES, *package_files()):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -60,13 +63,13 @@ def metadata(wheel: Path):
 
 
 def required(lines: list[str] | None) -> set[str]:
-    """Names of distributions, without those of extras."""
+    """Returns the names of required distributions, without those of extras."""
     requirements = map(Requirement, lines or [])
-    return {of.name for of in requirements if of.marker is None or of.marker.evaluate({"extra": ""})}
+    return {r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
 def dependencies(wheel: Path) -> dict[str, importlib.metadata.Distribution]:
-    """The distributions that the wheel needs, and those that these need."""
+    """Returns the transitive dependencies of the wheel."""
     found: dict[str, importlib.metadata.Distribution] = {}
     names = required(metadata(wheel).get_all("Requires-Dist"))
     while names - set(found):
@@ -76,8 +79,8 @@ def dependencies(wheel: Path) -> dict[str, importlib.metadata.Distribution]:
 
 
 @pytest.fixture(scope="module")
-def bare(wheel, tmp_path_factory) -> Path:
-    """The bin folder of an environment that has the wheel and what it needs."""
+def environment(wheel, tmp_path_factory) -> Path:
+    """Returns the bin folder of an environment with only the wheel and its dependencies."""
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False, symlinks=True)
     python = home / "bin" / "python"
@@ -91,17 +94,17 @@ def bare(wheel, tmp_path_factory) -> Path:
     return home / "bin"
 
 
-def run_bare(*words, cwd: Path) -> str:
-    """Without what this environment tells Python, and away from the sources."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_FLAGS"))}
-    return run(*words, cwd=cwd, env=environment)
+def run_isolated(*command, cwd: Path) -> str:
+    """Runs a command in `cwd`, outside the sources, without PYTHON* variables and XLA_FLAGS."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_FLAGS"))}
+    return run(*command, cwd=cwd, env=variables)
 
 
-def test_the_wheel_carries_every_file_of_the_package(wheel):
+def test_the_wheel_contains_every_file_of_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        carried = sorted(name for name in archive.namelist() if ".dist-info/" not in name)
-    assert carried == package_files()
-    data = [name for name in carried if not name.endswith(".py")]
+        contained = sorted(name for name in archive.namelist() if ".dist-info/" not in name)
+    assert contained == package_files()
+    data = [name for name in contained if not name.endswith(".py")]
     for name in ("py.typed", "plan/models.json", "plan/devices/h200.json", "kernels/hopper/tuned/nvidia-h200.json"):
         assert f"scaledot/{name}" in data
 
@@ -112,13 +115,13 @@ def test_the_wheel_has_the_version_and_the_dependencies_of_the_package(wheel):
     assert required(fields.get_all("Requires-Dist")) == {"jax", "numpy", "ml_dtypes"}
 
 
-def test_the_console_script_runs(bare, tmp_path):
-    assert run_bare(bare / "scaledot", "--version", cwd=tmp_path) == f"scaledot {sd.__version__}\n"
-    found = json.loads(run_bare(bare / "scaledot", "formats", "--json", cwd=tmp_path))
+def test_the_console_script_runs(environment, tmp_path):
+    assert run_isolated(environment / "scaledot", "--version", cwd=tmp_path) == f"scaledot {sd.__version__}\n"
+    found = json.loads(run_isolated(environment / "scaledot", "formats", "--json", cwd=tmp_path))
     assert [row["name"] for row in found["formats"]] == list(sd.FORMATS)
 
 
-USED = """
+USE_EVERY_NAME = """
 import importlib.util, json, sys
 import scaledot
 from scaledot.kernels.hopper import tile_configs
@@ -137,12 +140,13 @@ print(json.dumps([scaledot.__file__, list(MODELS), list(RATES), tiles, without_f
 """
 
 
-def test_everything_but_flax_is_used_from_the_wheel(bare, tmp_path):
+def test_all_names_work_without_flax_except_linen_and_nnx(environment, tmp_path):
     from scaledot.plan.models import MODELS
     from scaledot.plan.rates import RATES
 
-    place, models, rates, tiles, without_flax = json.loads(run_bare(bare / "python", "-c", USED, cwd=tmp_path))
-    assert Path(place).is_relative_to(bare.parent)
+    printed = run_isolated(environment / "python", "-c", USE_EVERY_NAME, cwd=tmp_path)
+    path, models, rates, tiles, without_flax = json.loads(printed)
+    assert Path(path).is_relative_to(environment.parent)
     assert (models, rates) == (list(MODELS), list(RATES))
     assert tiles > 0
     assert "flax" in without_flax

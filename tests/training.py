@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot import train
-from scaledot.recipes import FP8_DELAYED, PRODUCTS, Delayed, Gemm, Recipe
+from scaledot.recipes import FP8_DELAYED, GEMM_OPERANDS, Delayed, Gemm, Recipe
 
 KEY = jax.random.key(7)
 PRECISE = {"precision": "highest"}  # tensor cores accumulate FP8 with fewer bits than float32 by default
@@ -26,7 +26,7 @@ def with_casts(recipe, **changes):
             return None
         return Gemm(*(None if c is None else dataclasses.replace(c, **changes) for c in (gemm.lhs, gemm.rhs)))
 
-    return Recipe(recipe.name, *(changed(getattr(recipe, matmul)) for matmul in PRODUCTS))
+    return Recipe(recipe.name, *(changed(getattr(recipe, matmul)) for matmul in GEMM_OPERANDS))
 
 
 def nearest(recipe):

@@ -5,13 +5,14 @@ which no number of steps averages out: rounding to nearest keeps its whole error
 elements of a block keeps the clipped part. A cast counts as unbiased if the error of the mean of 1000 draws is below
 1.2 times the error of one draw over sqrt(1000).
 
-Errors are relative, |mean - x| / |x| with norms of whole arrays. The published figures are for an unspecified sample of
-N(0, 1). The 1024 numbers used here were selected: of a few hundred candidates (sizes and seeds of NumPy's generators)
-only they reproduce the two figures with the least sampling noise, nearest rounding and `floor`. Between samples of this
-size the first varies by 2 % and the second by 20 %; all samples tried pass and fail the same rows.
+Errors are relative, |mean - x| / |x| with norms of whole arrays. The figures in REFERENCE are those of an independent
+implementation, for an unspecified sample of N(0, 1). The 1024 numbers used here were selected: of a few hundred
+candidates (sizes and seeds of NumPy's generators) only they reproduce the two figures with the least sampling noise,
+nearest rounding and `floor`. Between samples of this size the first varies by 2 % and the second by 20 %; all samples
+tried pass and fail the same rows.
 
 A rotation reduces bias only if its random signs change between draws: with fixed signs, as in recipes, a normally
-distributed tensor stays normally distributed and clips as much. The published figure requires new signs in each draw,
+distributed tensor stays normally distributed and clips as much. The reference figure requires new signs in each draw,
 so both variants have a row.
 """
 
@@ -32,15 +33,16 @@ DRAWS = (1, 10, 100, 1000)
 SLACK = 1.2
 SHAPE = (4, 256)
 SAMPLE_SEED = 3
+NEW_SIGNS = "new signs in each draw"
 ROWS = OperandDims("kn", free="k", contracting="n")
 CLIPPING_RULES = ("floor", "even", "even1")  # may round a power-of-two scale down, so that the block's maximum clips
 
-# Error of the mean of 1000 draws.
-PUBLISHED = {
+# Error of the mean of 1000 draws, from an independent implementation.
+REFERENCE = {
     "nvfp4 1×16": 0.0904,
     "nvfp4 1×16 stochastic": 0.0096,
     "nvfp4_guarded 1×16 stochastic": 0.0045,
-    "nvfp4 1×16 stochastic hadamard16, fresh signs": 0.0054,
+    "nvfp4 1×16 stochastic hadamard16, new signs in each draw": 0.0054,
     "mxfp4_ceil 1×32 stochastic": 0.0051,
     "mxfp4_floor 1×32 stochastic": 0.0358,
 }
@@ -48,14 +50,14 @@ PUBLISHED = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A cast to draw many times; with `fresh_signs`, each draw has new random signs before the rotation."""
+    """A cast to draw many times; with `new_signs`, each draw has new random signs before the rotation."""
 
     cast: Cast
-    fresh_signs: bool = False
+    new_signs: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.cast}, fresh signs" if self.fresh_signs else str(self.cast)
+        return f"{self.cast}, {NEW_SIGNS}" if self.new_signs else str(self.cast)
 
     @property
     def should_be_unbiased(self) -> bool:
@@ -67,7 +69,7 @@ class Case:
 
 
 def cases() -> tuple[Case, ...]:
-    """The casts of the published figures, others for comparison, and all stochastic casts of the recipes."""
+    """The casts of the reference figures, others for comparison, and all stochastic casts of the recipes."""
     nvfp4, mxfp4 = FORMATS["nvfp4"], FORMATS["mxfp4"]
     formats = (
         nvfp4,
@@ -82,7 +84,7 @@ def cases() -> tuple[Case, ...]:
     all_cases = (
         Case(Cast(nvfp4)),
         *(Case(Cast(format, rounding="stochastic")) for format in formats),
-        Case(rotated, fresh_signs=True),
+        Case(rotated, new_signs=True),
         *map(Case, with_current_scaling),
     )
     return tuple(dict.fromkeys(all_cases))
@@ -108,7 +110,7 @@ def line(row: dict) -> str:
     errors = "  ".join(f"{row['error'][str(t)]:.4f}" for t in DRAWS)
     verdict = "unbiased" if row["unbiased"] else "biased"
     unexpected = "" if row["as_expected"] else " (NOT as expected)"
-    return f"{row['name']:<50}{errors}  {row['over_gate']:6.2f} of the bound, {verdict}{unexpected}"
+    return f"{row['name']:<58}{errors}  error / limit {row['error_over_limit']:6.2f}, {verdict}{unexpected}"
 
 
 def errors(case: Case, x: jax.Array) -> dict[int, float]:
@@ -117,18 +119,18 @@ def errors(case: Case, x: jax.Array) -> dict[int, float]:
     return {t: float(np.sqrt(np.mean(of_draws**2)) if t == 1 else of_means[t - 1]) for t in DRAWS}
 
 
-def gate(one_draw: float, draws: int) -> float:
-    """The upper bound of the error of the mean of unbiased draws."""
+def limit(one_draw: float, draws: int) -> float:
+    """The largest error of the mean of draws that count as unbiased."""
     return SLACK * one_draw / math.sqrt(draws)
 
 
 def _row(case: Case, error: dict[int, float]) -> dict:
-    ratio = error[DRAWS[-1]] / gate(error[1], DRAWS[-1])
+    ratio = error[DRAWS[-1]] / limit(error[1], DRAWS[-1])
     return {
         "name": case.name,
         "error": {str(t): e for t, e in error.items()},
-        "expected_error": PUBLISHED.get(case.name),
-        "over_gate": ratio,
+        "expected_error": REFERENCE.get(case.name),
+        "error_over_limit": ratio,
         "unbiased": ratio < 1,
         "expected_unbiased": case.should_be_unbiased,
         "as_expected": (ratio < 1) == case.should_be_unbiased,
@@ -155,8 +157,8 @@ def _draw(case: Case, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _signs(case: Case, size: int, key: jax.Array) -> jax.Array:
-    """Random signs, repeated for each group of the rotation; ones unless the case has `fresh_signs`."""
-    if not case.fresh_signs or case.cast.rotation is None:
+    """Random signs, repeated for each group of the rotation; ones unless the case has `new_signs`."""
+    if not case.new_signs or case.cast.rotation is None:
         return jnp.ones((1, size), jnp.float32)
     group = case.cast.rotation.size
     return jnp.tile(jax.random.rademacher(key, (1, group), jnp.float32), (1, size // group))

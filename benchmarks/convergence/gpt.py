@@ -21,7 +21,7 @@ import numpy as np
 import scaledot as sd
 from examples import gpt_linen
 from examples.gpt_training import batches, loss_and_excess
-from scaledot.recipes import MXFP8, NVFP4, PRODUCTS, RECIPES, Cast, Gemm, Recipe
+from scaledot.recipes import GEMM_OPERANDS, MXFP8, NVFP4, RECIPES, Cast, Gemm, Recipe
 
 CHUNK = 50  # steps per scan
 POINT = 10  # steps averaged per point of a curve
@@ -31,26 +31,26 @@ NV, MX4 = sd.FORMATS["nvfp4"], sd.FORMATS["mxfp4"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A model to train, and bounds of its gap to float32 in nats: above `least`, below `most`."""
+    """A model to train, and bounds of its gap to float32 in nats: above `min_gap`, below `max_gap`."""
 
     name: str
     rules: Any = None
     dtype: Any = None
-    least: float | None = None
-    most: float | None = None
+    min_gap: float | None = None
+    max_gap: float | None = None
 
     def model(self) -> Any:
         model = gpt_linen.Gpt(dtype=self.dtype)
         return model if self.rules is None else sd.linen.with_recipe(model, self.rules)
 
 
-def changed(recipe: Recipe, name: str, change: Callable[[Cast], Cast]) -> Recipe:
+def map_casts(recipe: Recipe, name: str, change: Callable[[Cast], Cast]) -> Recipe:
     """Returns the recipe with `change` applied to every cast."""
 
-    def changed_gemm(gemm: Gemm | None) -> Any:
+    def map_gemm(gemm: Gemm | None) -> Any:
         return None if gemm is None else Gemm(*(None if c is None else change(c) for c in (gemm.lhs, gemm.rhs)))
 
-    return Recipe(name, *(changed_gemm(getattr(recipe, gemm)) for gemm in PRODUCTS))
+    return Recipe(name, *(map_gemm(getattr(recipe, gemm)) for gemm in GEMM_OPERANDS))
 
 
 def _in_blocks(recipe: str | Recipe) -> dict[str, Any]:
@@ -70,15 +70,15 @@ def _mxfp4(cast: Cast) -> Cast:
     return Cast(dataclasses.replace(MX4, rule="ceil"), rounding=cast.rounding, rotation=cast.rotation)
 
 
-EIGHT_BITS = {"most": 0.010}
-FOUR_BITS = {"least": 0.010, "most": 0.035}  # a smaller gap would mean that something is not quantised
-MXFP4 = changed(NVFP4, "mxfp4", _mxfp4)
+EIGHT_BITS = {"max_gap": 0.010}
+FOUR_BITS = {"min_gap": 0.010, "max_gap": 0.035}  # a smaller gap would mean that something is not quantised
+MXFP4 = map_casts(NVFP4, "mxfp4", _mxfp4)
 
 
 def rows() -> Iterator[Row]:
     """Yields float32 first, then every recipe, then ablations of NVFP4."""
     yield Row("float32")
-    yield Row("bfloat16", dtype=jnp.bfloat16, most=0.001)
+    yield Row("bfloat16", dtype=jnp.bfloat16, max_gap=0.001)
     for name, recipe in RECIPES.items():
         yield Row(name, _in_blocks(recipe), **_bounds(recipe))
     yield Row("mxfp4", _in_blocks(MXFP4))
@@ -90,12 +90,12 @@ def rows() -> Iterator[Row]:
         "nvfp4, guarded": _in_format(replace(NV, name="nvfp4_guarded", guard=True)),
     }
     for name, change in ablations.items():
-        yield Row(name, _in_blocks(changed(NVFP4, name, change)))
+        yield Row(name, _in_blocks(map_casts(NVFP4, name, change)))
     yield Row("nvfp4, last block float32", {"block_1/*": None, "block_*": NVFP4})
-    one_level = changed(NVFP4, "one level", _in_format(replace(NV, name="nvfp4_one_level", two_level=False)))
-    yield Row("nvfp4, no tensor scale", _in_blocks(one_level), least=0.1)
-    unscaled = changed(MXFP8, "unscaled", lambda cast: Cast(sd.FORMATS["fp8_e4m3"], calibration="fixed,448"))
-    yield Row("fp8, no scaling", _in_blocks(unscaled), least=0.1)
+    one_level = map_casts(NVFP4, "one level", _in_format(replace(NV, name="nvfp4_one_level", two_level=False)))
+    yield Row("nvfp4, no tensor scale", _in_blocks(one_level), min_gap=0.1)
+    unscaled = map_casts(MXFP8, "unscaled", lambda cast: Cast(sd.FORMATS["fp8_e4m3"], calibration="fixed,448"))
+    yield Row("fp8, no scaling", _in_blocks(unscaled), min_gap=0.1)
 
 
 def _bounds(recipe: Recipe) -> dict[str, float]:
@@ -148,7 +148,7 @@ class Data:
 def train(row: Row, data: Data, progress) -> tuple[list[float], list[float]]:
     """Returns the excess loss of each seed on held-out sequences, and the curve of the mean training excess."""
     model, steps = row.model(), data.train.shape[1]
-    states = jax.vmap(lambda key: gpt_linen.start(model, key, steps))(data.init_keys)
+    states = jax.vmap(lambda key: gpt_linen.init_train_state(model, key, steps))(data.init_keys)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def advance(states, tokens, first):
@@ -186,9 +186,10 @@ def _judged(row: Row, result: dict, float32: dict) -> dict:
     """Adds the gap to float32, and whether it is within the row's bounds."""
     gaps = np.subtract(result["excess"], float32["excess"])
     gap, error = float(gaps.mean()), float(gaps.std(ddof=1) / np.sqrt(len(gaps)))
-    within = (row.least is None or gap > row.least) and (row.most is None or gap < row.most)
-    met = None if row.least is None and row.most is None else within
-    return {**result, "gap": gap, "gap_standard_error": error, "least": row.least, "most": row.most, "met": met}
+    within = (row.min_gap is None or gap > row.min_gap) and (row.max_gap is None or gap < row.max_gap)
+    met = None if row.min_gap is None and row.max_gap is None else within
+    limits = {"min_gap": row.min_gap, "max_gap": row.max_gap}
+    return {**result, "gap": gap, "gap_standard_error": error, **limits, "met": met}
 
 
 def line(row: dict) -> str:
@@ -201,20 +202,20 @@ def line(row: dict) -> str:
 
 def bounds(row: dict) -> str:
     """The bounds of the gap as text."""
-    limits = ((">", row["least"]), ("<", row["most"]))
+    limits = ((">", row["min_gap"]), ("<", row["max_gap"]))
     return ", ".join(f"{sign} {value:g}" for sign, value in limits if value is not None)
 
 
 def relations(rows: list[dict]) -> list[dict]:
     """Inequalities that must hold between rows."""
     gap = {row["name"]: row["gap"] for row in rows}
-    mxfp4_loss = gap["mxfp4"] - gap["nvfp4"]
-    last_block_gain = gap["nvfp4"] - gap["nvfp4, last block float32"]
+    of_mxfp4 = gap["mxfp4"] - gap["nvfp4"]
+    of_last_block = gap["nvfp4"] - gap["nvfp4, last block float32"]
     return [
-        {"what": "mxfp4 loses more than nvfp4 by 0.005", "value": mxfp4_loss, "met": mxfp4_loss > 0.005},
+        {"what": "gap of mxfp4 minus gap of nvfp4, above 0.005", "value": of_mxfp4, "met": of_mxfp4 > 0.005},
         {
-            "what": "nvfp4 gains by leaving the last block in float32",
-            "value": last_block_gain,
-            "met": last_block_gain > 0,
+            "what": "gap of nvfp4 minus gap of nvfp4 with the last block in float32, above 0",
+            "value": of_last_block,
+            "met": of_last_block > 0,
         },
     ]

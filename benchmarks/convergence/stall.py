@@ -1,15 +1,16 @@
 """Stall probe: does optimisation progress along coordinates whose gradients share a block scale with larger ones?
 
-Gradient descent on a quadratic whose curvatures h fall from 1 to 1/100 within each block of 16. Every coordinate starts
-at distance 1 from the optimum; its gradient is h (w + 0.4 z) with new normal noise z in each step, and updates are
-preconditioned by 1 / h. With exact gradients all coordinates converge equally fast. With quantised ones, the gradients
-of flat coordinates are a hundredth of the largest in their block: rounding to nearest turns most of them into 0, and
-the coordinate stalls, while stochastic rounding preserves them on average. The result is the rms distance from the
-optimum of the four flattest coordinates of each block after 600 steps, with a cosine schedule of the learning rate from
-1/40 to 1/400.
+Gradient descent, preconditioned by the inverse curvature, on a noisy quadratic whose curvatures h fall from 1 to 1/100
+within each block of 16. Every coordinate starts at distance 1 from the optimum; its gradient is h (w + 0.4 z) with new
+normal noise z in each step, and updates are preconditioned by 1 / h. With exact gradients all coordinates converge
+equally fast. With quantised ones, the gradients of flat coordinates are a hundredth of the largest in their block:
+rounding to nearest turns most of them into 0, and the coordinate stalls, while stochastic rounding preserves them on
+average. The result is the rms distance from the optimum of the four flattest coordinates of each block after 600 steps,
+with a cosine schedule of the learning rate from 1/40 to 1/400.
 
-The published figures omit some details. The noise model, the preconditioner 1 / h, the schedule and the rms were chosen
-because together they reproduce all figures to within 7 % and in order; MXFP4 uses the rule `ceil` there.
+The figures in REFERENCE are those of an independent implementation, some details of which are unknown. The noise model,
+the preconditioner 1 / h, the schedule and the rms were chosen because together they reproduce all figures to within 7 %
+and in order; MXFP4 uses the rule `ceil` there.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ CURVATURE = np.tile(np.logspace(0, -2, BLOCK, dtype=np.float32), (16, 16))  # 25
 GOOD, BAD = 0.10, 0.14
 ROWS = OperandDims("kn", free="k", contracting="n")
 
-PUBLISHED = {
+REFERENCE = {
     "exact": 0.021,
     "fp8_e5m2": 0.021,
     "fp8_e5m2 delayed(1024)": 0.021,
@@ -116,7 +117,7 @@ def _row(probe: Probe, error: float) -> dict:
     return {
         "name": probe.name,
         "error": error,
-        "expected_error": PUBLISHED.get(probe.name),
+        "expected_error": REFERENCE.get(probe.name),
         "verdict": verdict(error),
         "expected_verdict": probe.expected,
         "as_expected": verdict(error) == probe.expected,

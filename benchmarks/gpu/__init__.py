@@ -1,1 +1,1 @@
-"""Suites for a GPU: scaledot's kernels and those of every installed peer, timed alternately in one process."""
+"""Suites for a GPU: scaledot's kernels and those of other installed libraries, timed alternately in one process."""

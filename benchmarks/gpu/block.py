@@ -14,39 +14,39 @@ import jax.numpy as jnp
 import scaledot as sd
 from benchmarks.gpu import dense, gemm, report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 
 SIZE = 8192  # M, N and K
-ROW_BLOCK, SQUARE_BLOCK = (1, LINE), (LINE, LINE)
+ROW_BLOCK, SQUARE_BLOCK = (1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK)
 STEPS = ("A", "B")
-OURS, FP8, PEER, STEP = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
+OURS, FP8, TORCH, STEP = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
 STEP_TARGET = 1.45  # speedup over bfloat16
 SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA, no multiples of the tile
 
 
 class MatmulCase(NamedTuple):
-    """Format, blocks of x (M, K) and w (N, K), scaledot's kernel, XLA's, and the least speed relative to a peer."""
+    """Format, blocks of x (M, K) and w (N, K), scaledot's kernel, XLA's, and the minimum speedup over `baseline`."""
 
     format: str
     x: tuple[int, int]
     w: tuple[int, int]
     kernel: str
     reference: str
-    peer: str
+    baseline: str
     target: float | None
 
     @property
-    def allowed(self) -> float:
-        """The largest relative error of float32 results.
+    def max_error(self) -> float:
+        """The largest permitted relative error of float32 results.
 
         Tensor cores accumulate FP8 with reduced precision within 128 elements along K; int8 accumulation is exact, and
         SIZE / 128 partial accumulators add as many float32 roundings.
         """
-        return gemm.ALLOWED["promoted"] if self.peer == PEER else SIZE // LINE * 2.0**-24
+        return gemm.MAX_ERROR["promoted"] if self.baseline == TORCH else SIZE // SCALE_BLOCK * 2.0**-24
 
 
 def _fp8(w: tuple[int, int], target: float | None) -> MatmulCase:
-    return MatmulCase("fp8_e4m3", ROW_BLOCK, w, "hopper_fp8", "xla_codes", PEER, target)
+    return MatmulCase("fp8_e4m3", ROW_BLOCK, w, "hopper_fp8", "xla_codes", TORCH, target)
 
 
 def _int8(w: tuple[int, int]) -> MatmulCase:
@@ -74,8 +74,8 @@ def errors(case: MatmulCase) -> dict[str, float]:
     for kernel, name in ((case.kernel, OURS), (case.reference, "XLA")):
         relative[f"{name}, K = {SMALL[2]}"] = gemm.error(None, *operands(case, *SMALL), kernel=kernel)
     relative[f"{OURS}, K = {SIZE}"] = gemm.error(None, *operands(case, SIZE, SIZE, SIZE), kernel=case.kernel)
-    if not max(error for name, error in relative.items() if name.startswith(OURS)) <= case.allowed:
-        raise AssertionError(f"{case}: relative errors {relative} exceed {case.allowed:.1e}")
+    if not max(error for name, error in relative.items() if name.startswith(OURS)) <= case.max_error:
+        raise AssertionError(f"{case}: relative errors {relative} exceed {case.max_error:.1e}")
     return relative
 
 
@@ -84,16 +84,16 @@ def matmul_implementations(case: MatmulCase) -> Iterator[Implementation]:
         return gemm.matmul(x, w, kernel=kernel)
 
     yield jax_implementation(OURS, matmul, *operands(case, SIZE, SIZE, SIZE), ours=True)
-    if case.peer == FP8:
+    if case.baseline == FP8:
         yield jax_implementation(FP8, gemm.matmul, *operands(_fp8(case.w, None), SIZE, SIZE, SIZE), ours=True)
     else:
-        yield torch_implementation(PEER, lambda: _scaled_mm(square=case.w == SQUARE_BLOCK))
+        yield torch_implementation(TORCH, lambda: _scaled_mm(square=case.w == SQUARE_BLOCK))
 
 
 def _scaled_mm(square: bool):
     import torch  # pyright: ignore[reportMissingImports]
 
-    num_blocks = SIZE // LINE
+    num_blocks = SIZE // SCALE_BLOCK
     a, b = ((torch.randn(SIZE, SIZE, device="cuda") * 100).clamp(-448, 448).to(torch.float8_e4m3fn) for _ in range(2))
     scale_a = torch.rand(num_blocks, SIZE, device="cuda").T
     scale_b = torch.rand(num_blocks, num_blocks if square else SIZE, device="cuda")
@@ -117,22 +117,22 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
     for case in dense.CASES:
         if case.name in STEPS and (not cases or case.name in cases):
             print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
-            timed, missing = measure(step_implementations(case), rounds, skipped)
-            rows.append(dense.row_of("block", case, timed, missing, {STEP: STEP_TARGET}))
+            timed, not_run = measure(step_implementations(case), rounds, skipped)
+            rows.append(dense.row_of("block", case, timed, not_run, {STEP: STEP_TARGET}))
             print(f"wrote {report.write('block', rows, checks=checks)}", flush=True)
 
 
 def _matmul_row(name: str, case: MatmulCase, rounds: int, skipped) -> dict[str, Any]:
     relative = errors(case)
     print(f"{name}: relative errors {', '.join(f'{of} {error:.2e}' for of, error in relative.items())}")
-    timed, missing = measure(matmul_implementations(case), rounds, skipped)
-    results, peer = {}, case.peer
+    timed, not_run = measure(matmul_implementations(case), rounds, skipped)
+    results, baseline = {}, case.baseline
     for implementation, times in timed.items():
         flops = 2.0 * SIZE**3 / times.median
-        ratio = None if peer not in timed else timed[peer].median / times.median
+        ratio = None if baseline not in timed else timed[baseline].median / times.median
         target = case.target if implementation == OURS else None
-        results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_peer": ratio, "target": target}
+        results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_baseline": ratio, "target": target}
         print(report.result_line(implementation, times, f"{flops / 1e12:.0f} TFLOP/s", target, ratio), flush=True)
         report.explain("block", name, implementation, target, ratio)
-    about = {"case": name, "m": SIZE, "n": SIZE, "k": SIZE, "peer": peer}
-    return {**about, "errors": relative, "sides": results, "missing": missing}
+    about = {"case": name, "m": SIZE, "n": SIZE, "k": SIZE, "baseline": baseline}
+    return {**about, "errors": relative, "implementations": results, "not_run": not_run}

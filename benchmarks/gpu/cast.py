@@ -18,13 +18,13 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
 from scaledot.kernels.hopper import cast_8bit, cast_microscaled
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.layouts import PerGroup, Transposed, logical, values_of
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.layouts import PerGroup, Transposed, bfloat16_values, logical
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.cast import CastSpec
-from scaledot.ops.cast_spec import propagating
+from scaledot.ops.cast_spec import propagate_nonfinite
 
 SHAPE = (16384, 16384)
 COPY = "copy on the device (float32)"
@@ -44,21 +44,21 @@ class MatrixCast:
     stochastic: bool = False
     rotation: sd.Hadamard | None = None
 
-    def view(self, dtype, key: int) -> View:
+    def output(self, dtype, key: int) -> CastOutput:
         rotation = self.rotation
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
         dtype = np.dtype(dtype)
         spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
-        spec = spec if self.contracted is None else propagating(spec, 2)
-        return View(spec, key if self.stochastic else None, self.contracted, self.is_residual)
+        spec = spec if self.contracted is None else propagate_nonfinite(spec, 2)
+        return CastOutput(spec, key if self.stochastic else None, self.contracted, self.is_residual)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Casts of one matrix, in one kernel launch if not grouped.
 
-    target: the least bandwidth relative to a copy.
+    target: the minimum bandwidth relative to a copy.
     multiplier: whether the quantisation multiplier is an argument, as in delayed scaling; the kernel then returns amax.
     """
 
@@ -70,9 +70,9 @@ class Case:
 
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """One CastProblem per kernel launch."""
-        views = tuple(cast.view(self.dtype, i) for i, cast in enumerate(self.casts))
+        outputs = tuple(cast.output(self.dtype, i) for i, cast in enumerate(self.casts))
         given = frozenset({"multiplier"}) if self.multiplier else frozenset()
-        return (CastProblem(x.shape, views, given, amax=self.multiplier),)
+        return (CastProblem(x.shape, outputs, given, amax=self.multiplier),)
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
         multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
@@ -108,9 +108,9 @@ class GroupCase(Case):
         groups = self.sizes(x.shape[0]).size
         return tuple(
             dataclasses.replace(
-                problem, views=(view,), groups=groups, group_multiple=LINE if view.contracted == 0 else 1
+                problem, outputs=(output,), groups=groups, group_multiple=SCALE_BLOCK if output.contracted == 0 else 1
             )
-            for view in problem.views
+            for output in problem.outputs
         )
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
@@ -250,7 +250,7 @@ def require_same(name: str, actual: Any, expected: sd.ScaledArray) -> None:
         pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     else:
         actual = logical(actual)
-        pairs = [(actual.data, values_of(expected))]
+        pairs = [(actual.data, bfloat16_values(expected))]
     for a, b in pairs:
         if _canonical_bytes(a) != _canonical_bytes(b):
             differing = np.mean(np.asarray(a).astype(np.float32) != np.asarray(b).astype(np.float32))
@@ -285,7 +285,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             jax_implementation("scaledot", case.by_kernel, x, key, ours=True),
             jax_implementation("XLA", case.by_xla, x, key),
         ]
-        timed, missing = measure(implementations, rounds, skipped)
+        timed, not_run = measure(implementations, rounds, skipped)
         copy_rate = 2 * copied.nbytes / timed[COPY].median
         row = {
             "case": case.name,
@@ -295,11 +295,11 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
         }
         print(f"{case.name}, {row['dtype']}; bandwidth of a copy {copy_rate / 1e9:.0f} GB/s")
         accessed = bytes_accessed(case.by_kernel, x, key)
-        row["sides"] = {}
+        row["implementations"] = {}
         for name in (name for name in ("scaledot", "XLA") if name in timed):
             rate = accessed / timed[name].median
-            row["sides"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
+            row["implementations"][name] = {**timed[name].as_dict(), "gbs": rate / 1e9, "of_copy": rate / copy_rate}
             target = case.target if name == "scaledot" else None
             print(report.result_line(name, timed[name], f"{rate / copy_rate:.0%} of copy", target, rate / copy_rate))
-        rows.append({**row, "missing": missing})
+        rows.append({**row, "not_run": not_run})
         print(f"wrote {report.write('cast', rows, shape=SHAPE)}", flush=True)

@@ -29,8 +29,8 @@ WEIGHTS: dict[str, tuple[str, int | None, str]] = {  # format, block along K, XL
     "scaledot nvfp4": ("nvfp4", None, "xla_upcast"),
     NF4: ("nf4", None, "xla_dequantize"),
 }
-DEQUANTISED = {INT4: "XLA, int4 dequantised", NF4: "XLA, nf4 dequantised"}  # peers with the same weights
-OURS, BASE = "hopper_weight_only", "JAX bfloat16"
+DEQUANTISED = {INT4: "XLA, int4 dequantised", NF4: "XLA, nf4 dequantised"}  # XLA's matmuls of the same weights
+KERNEL, BASE = "hopper_weight_only", "JAX bfloat16"
 TARGETS = {1: 2.5, 16: 2.2}  # speedup of int4 over bfloat16, by batch
 SMALL = (1096, 712, 3)  # K, N, M that are no multiples of a tile
 
@@ -50,7 +50,7 @@ def quantized(w: jax.Array, name: str) -> sd.ScaledArray:
     return sd.quantize(w, format, axis=0, block=block, pad=True)
 
 
-def matmul(x: jax.Array, w: sd.ScaledArray, kernel: str = OURS, dtype=jnp.bfloat16) -> jax.Array:
+def matmul(x: jax.Array, w: sd.ScaledArray, kernel: str = KERNEL, dtype=jnp.bfloat16) -> jax.Array:
     return sd.matmul(x, w, preferred_element_type=dtype, kernel=kernel)
 
 
@@ -60,13 +60,13 @@ def errors(name: str, k: int, n: int, m: int) -> dict[str, float]:
     w = quantized(w, name)
     exact = np.asarray(x, np.float64) @ np.asarray(sd.dequantize(w, jnp.float32), np.float64)
     relative = {}
-    for implementation, kernel in (("scaledot", OURS), ("XLA", WEIGHTS[name][2])):
+    for implementation, kernel in (("scaledot", KERNEL), ("XLA", WEIGHTS[name][2])):
         result = jax.jit(functools.partial(matmul, kernel=kernel, dtype=jnp.float32))(x, w)
         error = np.linalg.norm(np.asarray(result, np.float64) - exact) / np.linalg.norm(exact)
-        relative[f"{implementation}, {k} terms"] = float(error)
-    allowed = k * 2.0**-24  # one float32 rounding per element along K
-    if not relative[f"scaledot, {k} terms"] <= allowed:
-        raise AssertionError(f"{name}: relative errors {relative} exceed {allowed:.1e}")
+        relative[f"{implementation}, K = {k}"] = float(error)
+    max_error = k * 2.0**-24  # one float32 rounding per element along K
+    if not relative[f"scaledot, K = {k}"] <= max_error:
+        raise AssertionError(f"{name}: relative errors {relative} exceed {max_error:.1e}")
     return relative
 
 
@@ -124,7 +124,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
         k, n, batch = CASES[name]
         relative = {weights: errors(weights, *SMALL) | errors(weights, k, n, batch) for weights in WEIGHTS}
         print(f"{name}: relative errors {relative}", flush=True)
-        timed, missing = measure(implementations_of(k, n, batch), rounds, skipped)
+        timed, not_run = measure(implementations_of(k, n, batch), rounds, skipped)
         results = {}
         for implementation, times in timed.items():
             layer_s = times.median / (TOKENS * LAYERS)
@@ -136,7 +136,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             rate = f"{1e6 * layer_s:.1f} us, {bandwidth / 1e9:.0f} GB/s"
             print(report.result_line(implementation, times, rate, target, ratio))
             report.explain("decode", name, implementation, target, ratio)
-        rows.append({"case": name, "errors": relative, "sides": results, "missing": missing})
+        rows.append({"case": name, "errors": relative, "implementations": results, "not_run": not_run})
         print(f"wrote {report.write('decode', rows)}", flush=True)
 
 
@@ -145,5 +145,5 @@ def _weight_bytes(implementation: str, k: int, n: int) -> int:
     if implementation == BASE:
         return 2 * k * n
     w = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
-    weights = {peer: name for name, peer in DEQUANTISED.items()} | {name: name for name in WEIGHTS}
+    weights = {xla: name for name, xla in DEQUANTISED.items()} | {name: name for name in WEIGHTS}
     return jax.eval_shape(lambda w: quantized(w, weights.get(implementation, INT4)), w).nbytes

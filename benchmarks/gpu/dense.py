@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 import scaledot as sd
-from benchmarks.gpu import dense_peers, report
+from benchmarks.gpu import dense_libraries, report
 from benchmarks.gpu.implementations import Implementation, Timed, jax_implementation, measure
 from scaledot import train
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a layer, with the least speedups of scaledot's implementations: `targets`, and ambitious `stretch`."""
+    """Sizes of a layer, with minimum speedups of scaledot's implementations: `targets`, and higher ones, `stretch`."""
 
     name: str
     batch: int
@@ -30,7 +30,7 @@ class Case:
     stretch: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def operations(self) -> float:
+    def flop(self) -> float:
         return 6.0 * self.batch * self.sequence * self.inputs * self.outputs
 
 
@@ -71,7 +71,7 @@ REFERENCE = {
 }
 # Relative errors. Accumulation in another order changes the rounding to bfloat16 by at most 2^-8 of the result; FP8
 # matmuls add the error of the tensor cores' reduced-precision accumulator, a few thousandths.
-ALLOWED = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
+MAX_ERROR = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
 
 
 class Data(NamedTuple):
@@ -128,15 +128,15 @@ def implementations_of(case: Case) -> Iterator[Implementation]:
         yield jax_implementation(
             f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True
         )
-    yield from dense_peers.linen_implementations(FLAX_BASE, LINEN, case.outputs, *data)
-    yield from dense_peers.jax_implementations(step_of, case.outputs, *data)
-    yield from dense_peers.torch_implementations(case)
+    yield from dense_libraries.linen_implementations(FLAX_BASE, LINEN, case.outputs, *data)
+    yield from dense_libraries.jax_implementations(step_of, case.outputs, *data)
+    yield from dense_libraries.torch_implementations(case)
 
 
 def check(recipe: str) -> dict[str, float]:
     """Compares the gradients of a small step with those of XLA's kernels; returns the relative errors.
 
-    Raises AssertionError if one exceeds ALLOWED.
+    Raises AssertionError if one exceeds MAX_ERROR.
     """
     case = Case("check", 3, 200, 712, 528)  # no size is a multiple of a tile
     data, errors = data_of(case, seed=7), {}
@@ -144,8 +144,8 @@ def check(recipe: str) -> dict[str, float]:
     expected = jax.jit(step_of(scaledot_layer(recipe, REFERENCE[recipe])))(*data, *state_of(recipe))[1]
     for name, a, b in zip(("dx", "dw"), actual, expected, strict=False):
         errors[name] = relative_error(a, b)
-        if not errors[name] <= ALLOWED[recipe]:
-            raise AssertionError(f"{recipe}: relative error {errors[name]:.1e} of {name} exceeds {ALLOWED[recipe]}")
+        if not errors[name] <= MAX_ERROR[recipe]:
+            raise AssertionError(f"{recipe}: relative error {errors[name]:.1e} of {name} exceeds {MAX_ERROR[recipe]}")
     return errors
 
 
@@ -166,7 +166,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
 
 
 def row_of(
-    suite: str, case: Case, timed: dict[str, Timed], missing: dict[str, str], targets: dict[str, float]
+    suite: str, case: Case, timed: dict[str, Timed], not_run: dict[str, str], targets: dict[str, float]
 ) -> dict[str, Any]:
     """Prints the results of a case and returns its JSON entry."""
     results = {}
@@ -174,11 +174,17 @@ def row_of(
         base = FLAX_BASE if "nn.Dense" in name and FLAX_BASE in timed else BASE
         ratio = timed[base].median / times.median
         target = targets.get(name)
-        results[name] = {**times.as_dict(), "ratio": ratio, "over": base, "target": target}
-        results[name] |= {"stretch": case.stretch.get(name), "tflops": case.operations / times.median / 1e12}
+        results[name] = {**times.as_dict(), "ratio": ratio, "baseline": base, "target": target}
+        results[name] |= {"stretch": case.stretch.get(name), "tflops": case.flop / times.median / 1e12}
         print(report.result_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
         report.explain(suite, case.name, name, target, ratio)
-    for name, reason in missing.items():
+    for name, reason in not_run.items():
         print(f"  {name:<44} {reason}")
     sizes = {name: getattr(case, name) for name in ("batch", "sequence", "inputs", "outputs")}
-    return {"case": case.name, **sizes, "sides": results, "missing": missing, "first_step_target_s": FIRST_STEP_S}
+    return {
+        "case": case.name,
+        **sizes,
+        "implementations": results,
+        "not_run": not_run,
+        "first_step_target_s": FIRST_STEP_S,
+    }

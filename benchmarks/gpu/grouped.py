@@ -17,12 +17,12 @@ from benchmarks.gpu import gemm, report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure
 from benchmarks.table import verdict
 from scaledot import train
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.ops.ragged import contract_groups
 
 GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens per expert
 INPUTS, OUTPUTS = 4096, 14336
-OURS, DENSE, PEER = "scaledot", "scaledot, one matrix for all", "lax.ragged_dot bfloat16"
+OURS, DENSE, LAX = "scaledot", "scaledot, one matrix for all", "lax.ragged_dot bfloat16"
 TARGETS = {"fp8": {"of_dense": 0.85, "of_lax": 3.0}}
 SMALL_GROUPS, SMALL = (130, 0, 57, 300), (528, 320)  # inputs and outputs that are no multiples of a tile
 RAGGED_CONTRACTING = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -30,16 +30,16 @@ RECIPES = ("fp8_current", "fp8_block")
 
 
 class Blocks(NamedTuple):
-    """Block shapes of x (tokens, inputs) and w (groups, inputs, outputs), and the largest relative error."""
+    """Block shapes of x (tokens, inputs) and w (groups, inputs, outputs), and the largest permitted relative error."""
 
     x: tuple[int, int]
     w: tuple[int, int, int]
-    allowed: float
+    max_error: float
 
 
 MATMULS = {
-    "fp8": Blocks((0, 0), (1, 0, 0), gemm.ALLOWED["fast (default)"]),
-    "fp8, 1x128 and 128x128": Blocks((1, LINE), (1, LINE, LINE), gemm.ALLOWED["promoted"]),
+    "fp8": Blocks((0, 0), (1, 0, 0), gemm.MAX_ERROR["fast (default)"]),
+    "fp8, 1x128 and 128x128": Blocks((1, SCALE_BLOCK), (1, SCALE_BLOCK, SCALE_BLOCK), gemm.MAX_ERROR["promoted"]),
 }
 WGRAD, STEP = "gradient of kernels, fp8", "step"
 CASES = (*MATMULS, WGRAD, STEP)
@@ -85,8 +85,8 @@ def errors(blocks: Blocks) -> dict[str, float]:
         x, w, groups = operands(blocks, *sizes)
         result = jax.jit(lambda x, w, g, kernel=kernel: grouped_matmul(x, w, g, jnp.float32, kernel))(x, w, groups)
         relative[f"{implementation}, K = {sizes[1]}"] = error(result, x, w, sizes[0])
-    if not max(e for name, e in relative.items() if name.startswith(OURS)) <= blocks.allowed:
-        raise AssertionError(f"{blocks}: relative errors {relative} exceed {blocks.allowed:.1e}")
+    if not max(e for name, e in relative.items() if name.startswith(OURS)) <= blocks.max_error:
+        raise AssertionError(f"{blocks}: relative errors {relative} exceed {blocks.max_error:.1e}")
     return relative
 
 
@@ -95,7 +95,7 @@ def matmul_implementations(blocks: Blocks) -> Iterator[Implementation]:
     yield jax_implementation(OURS, grouped_matmul, x, w, groups, ours=True)
     yield jax_implementation(DENSE, lambda x, w: gemm.matmul(x, w), x, w[0], ours=True)
     bfloat16 = normal(0, *x.shape), normal(1, len(GROUPS), INPUTS, OUTPUTS)
-    yield jax_implementation(PEER, lax.ragged_dot, *bfloat16, groups)
+    yield jax_implementation(LAX, lax.ragged_dot, *bfloat16, groups)
 
 
 def wgrad_implementations() -> Iterator[Implementation]:
@@ -103,22 +103,22 @@ def wgrad_implementations() -> Iterator[Implementation]:
 
     Each group is padded to a multiple of 128 tokens.
     """
-    blocks = [-(-size // LINE) for size in GROUPS]
-    sizes, tokens = jnp.array(blocks) * LINE, sum(blocks) * LINE
+    blocks = [-(-size // SCALE_BLOCK) for size in GROUPS]
+    sizes, tokens = jnp.array(blocks) * SCALE_BLOCK, sum(blocks) * SCALE_BLOCK
     x, g = (sd.quantize(normal(i, n, tokens), "fp8_e4m3") for i, n in ((0, INPUTS), (1, OUTPUTS)))
 
     def wgrad(x, g, sizes):  # as `scaledot.train` calls it: group sizes are known to be multiples of 128
-        options = {"preferred": jnp.float32, "group_multiple": LINE}
+        options = {"preferred": jnp.float32, "group_multiple": SCALE_BLOCK}
         return contract_groups(x.T, g.T, sizes, RAGGED_CONTRACTING, "hopper_grouped", **options)
 
     yield jax_implementation(OURS, wgrad, x, g, sizes, ours=True)
     yield jax_implementation(DENSE, lambda x, g: gemm.matmul(x, g, dtype=jnp.float32), x, g, ours=True)
     bfloat16 = normal(0, sum(GROUPS), INPUTS), normal(1, sum(GROUPS), OUTPUTS)
 
-    def peer(x, g, sizes):
+    def lax_wgrad(x, g, sizes):
         return lax.ragged_dot_general(x, g, sizes, RAGGED_CONTRACTING, preferred_element_type=jnp.float32)
 
-    yield jax_implementation(PEER, peer, *bfloat16, jnp.array(GROUPS))
+    yield jax_implementation(LAX, lax_wgrad, *bfloat16, jnp.array(GROUPS))
 
 
 def step_of(layer: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ def step_implementations() -> Iterator[Implementation]:
             return train.ragged_dot(x, w, groups, recipe=recipe, preferred_element_type=jnp.bfloat16)
 
         yield jax_implementation(f"{OURS} {recipe}", step_of(layer), *data, ours=True)
-    yield jax_implementation(PEER, step_of(lambda x, w, groups: lax.ragged_dot(x, w.astype(x.dtype), groups)), *data)
+    yield jax_implementation(LAX, step_of(lambda x, w, groups: lax.ragged_dot(x, w.astype(x.dtype), groups)), *data)
 
 
 def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
@@ -160,7 +160,7 @@ def implementations_of(name: str) -> Iterator[Implementation]:
     return wgrad_implementations() if name == WGRAD else step_implementations()
 
 
-def _row(name: str, relative: dict[str, float], timed, missing) -> dict[str, Any]:
+def _row(name: str, relative: dict[str, float], timed, not_run) -> dict[str, Any]:
     flop = 2.0 * sum(GROUPS) * INPUTS * OUTPUTS * (3 if name == STEP else 1)
     results = {}
     for implementation, times in timed.items():
@@ -173,7 +173,7 @@ def _row(name: str, relative: dict[str, float], timed, missing) -> dict[str, Any
             if key in ratios:
                 print(f"    {key} {ratios[key]:.2f}, target {target:g} {verdict(ratios[key] >= target)}")
     about = {"groups": GROUPS, "inputs": INPUTS, "outputs": OUTPUTS}
-    return {"case": name, **about, "errors": relative, "sides": results, "missing": missing}
+    return {"case": name, **about, "errors": relative, "implementations": results, "not_run": not_run}
 
 
-_BASES = {"of_dense": DENSE, "of_lax": PEER}
+_BASES = {"of_dense": DENSE, "of_lax": LAX}

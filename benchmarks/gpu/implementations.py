@@ -33,7 +33,7 @@ class Program(NamedTuple):
 class Implementation:
     """One implementation that is timed. It is skipped if a module of `needs` is not installed.
 
-    An error while building a peer is recorded; one of scaledot's own (`ours`) is raised.
+    An error while building an implementation of another library is recorded; one of scaledot's (`ours`) is raised.
     """
 
     name: str
@@ -69,7 +69,7 @@ def torch_implementation(
     """Returns an implementation whose step is returned by `make`, which also allocates its inputs."""
 
     def build() -> Program:
-        import torch  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+        import torch  # pyright: ignore[reportMissingImports]  (an optional library)
 
         step = make()
         torch.cuda.synchronize()
@@ -106,12 +106,12 @@ def measure(
     implementations: Iterable[Implementation], rounds: int, skipped: frozenset[str]
 ) -> tuple[dict[str, Timed], dict[str, str]]:
     """Returns the times of the implementations that ran, and the reasons why others did not."""
-    programs, missing = {}, {}
+    programs, not_run = {}, {}
     for implementation in implementations:
         name = implementation.name
         reason = "left out by request" if name in skipped else implementation.skip_reason
         if reason is not None:
-            missing[name] = reason
+            not_run[name] = reason
             continue
         print(f"  building {name} ...", flush=True)
         try:
@@ -119,8 +119,8 @@ def measure(
         except Exception as error:
             if implementation.ours:
                 raise
-            missing[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            print(f"  {name} {missing[name]}", flush=True)
+            not_run[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            print(f"  {name} {not_run[name]}", flush=True)
     gc.collect()
     steps = {name: _steps_per_round(program) for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -131,7 +131,7 @@ def measure(
     timed = {
         name: Timed(tuple(seconds[name]), program.first_s, program.memory_bytes) for name, program in programs.items()
     }
-    return timed, missing
+    return timed, not_run
 
 
 def _steps_per_round(program: Program) -> int:

@@ -18,7 +18,7 @@ from benchmarks.gpu import llama
 from benchmarks.gpu.sizes import BATCH, TOKENS, Shape
 
 # The automatic names that linen gives to modules that are named here.
-LINEN_NAMES = {"before_attention": "RMSNorm_0", "before_mlp": "RMSNorm_1", "norm": "RMSNorm_0", "embed": "Embed_0"}
+LINEN_NAMES = {"attention_norm": "RMSNorm_0", "mlp_norm": "RMSNorm_1", "norm": "RMSNorm_0", "embed": "Embed_0"}
 
 
 class Block(nnx.Module):
@@ -27,17 +27,17 @@ class Block(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, dtype=jnp.bfloat16, rngs=rngs)
         self.size = size
-        self.before_attention, self.before_mlp = norm(width), norm(width)
+        self.attention_norm, self.mlp_norm = norm(width), norm(width)
         self.q, self.o = linear(width, width), linear(width, width)
         self.k, self.v = linear(width, shape.groups * size), linear(width, shape.groups * size)
         self.gate, self.up = linear(width, shape.hidden), linear(width, shape.hidden)
         self.down = linear(shape.hidden, width)
 
     def __call__(self, x):
-        y = self.before_attention(x)
+        y = self.attention_norm(x)
         q, k, v = (layer(y).reshape(*x.shape[:-1], -1, self.size) for layer in (self.q, self.k, self.v))
         x = x + self.o(llama.attention(q, k, v).reshape(x.shape))
-        y = self.before_mlp(x)
+        y = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 
 

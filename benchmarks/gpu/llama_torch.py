@@ -22,7 +22,7 @@ EPSILON = 1e-6  # the default of linen's RMSNorm
 def measure(shape: sizes.Shape, batch: int, tokens: int, float8: bool, rounds: int, steps: int) -> dict[str, Any]:
     """Measures one row in this process. The first step is timed as a whole."""
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    import torch  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+    import torch  # pyright: ignore[reportMissingImports]  (an optional library)
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,7 +98,7 @@ def stack(shape: sizes.Shape, device: str):
     def block():
         layers = {"q": linear(width, width), "k": linear(width, groups), "v": linear(width, groups)}
         layers |= {"o": linear(width, width), "gate": linear(width, shape.hidden), "up": linear(width, shape.hidden)}
-        layers |= {"down": linear(shape.hidden, width), "before_attention": norm(), "before_mlp": norm()}
+        layers |= {"down": linear(shape.hidden, width), "attention_norm": norm(), "mlp_norm": norm()}
         return nn.ModuleDict(layers)
 
     embed = nn.Embedding(shape.vocabulary, width, device=device)
@@ -115,12 +115,12 @@ def loss_of(model: Any, shape: sizes.Shape, data: Any) -> Any:
     x = model["embed"](data[:, :-1]).bfloat16()
     cos, sin = rotations(x.shape[1], shape.width // shape.heads, x.device)
     for block in model["blocks"]:
-        y = normed(block["before_attention"], x)
+        y = normed(block["attention_norm"], x)
         q, k, v = (block[name](y).unflatten(-1, (-1, shape.width // shape.heads)) for name in ("q", "k", "v"))
         q, k, v = (heads.transpose(1, 2) for heads in (rotated(q, cos, sin), rotated(k, cos, sin), v))
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + block["o"](y.transpose(1, 2).flatten(-2))
-        y = normed(block["before_mlp"], x)
+        y = normed(block["mlp_norm"], x)
         x = x + block["down"](functional.silu(block["gate"](y)) * block["up"](y))
     logits = model["head"](normed(model["norm"], x))
     return functional.cross_entropy(logits.float().flatten(0, 1), data[:, 1:].flatten())

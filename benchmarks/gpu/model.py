@@ -4,8 +4,8 @@ and torchao's.
 Each row runs in its own process, so that its first step is cold, and is written as soon as it is measured:
 `--cases "4 blocks/fp8_current"` runs one. The first step is broken down into tracing, lowering to StableHLO,
 compilation and execution. Speedups are over the bfloat16 row of the same model (for torch, torch's), which must have
-been run on the same machine. Rows of peers that are not installed or fail are skipped. `--tiny` runs rows with 2 blocks
-of width 128 on any machine and writes nothing.
+been run on the same machine. Rows of other libraries that are not installed or fail are skipped. `--tiny` runs rows
+with 2 blocks of width 128 on any machine and writes nothing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BASE = "bfloat16"
 FLAX = "flax Fp8DirectDotGeneralOp"
 TORCHAO = "torchao float8 tensorwise"
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
-PARTS = ("trace", "lower", "compile", "run")  # of a first step
+PHASES = ("trace", "lower", "compile", "run")  # of a first step
 STEPS = 4  # per timed round
 TIMEOUT_S = 400
 
@@ -96,7 +96,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str], tiny: bool
         try:
             result = _measure_in_process(row, rounds, tiny)
         except RowError as error:
-            if not is_peer(row):
+            if not is_other_library(row):
                 raise SystemExit(f"{error}\nprevious rows are written") from None
             print(f"{row} is skipped: {error}", flush=True)
             continue
@@ -115,7 +115,7 @@ def not_installed(row: str) -> list[str]:
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-def is_peer(row: str) -> bool:
+def is_other_library(row: str) -> bool:
     name, program = row.split("/")
     return CASES[name].library == "torch" or program == FLAX
 
@@ -163,7 +163,7 @@ def base_row(row: str) -> str:
 
 def base_of(row: str) -> dict[str, Any] | None:
     """The latest measurement of a row's baseline, if any."""
-    return measured(json.loads(report.device_file().read_text())).get(base_row(row))
+    return measured(report.read(report.device_file())).get(base_row(row))
 
 
 def measured(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -185,16 +185,16 @@ def activation_bytes(result: dict[str, Any]) -> float:
 
 def first_step(result: dict[str, Any]) -> str:
     """Seconds of the first step as text: the total, and its breakdown if it was measured."""
-    parts = [result["first"][part] for part in PARTS if part in result["first"]]
+    seconds = [result["first"][phase] for phase in PHASES if phase in result["first"]]
     total = f"{sum(result['first'].values()):.1f}"
-    return f"{total} = {' + '.join(f'{part:.1f}' for part in parts)}" if parts else total
+    return f"{total} = {' + '.join(f'{s:.1f}' for s in seconds)}" if seconds else total
 
 
 def line(row: str, result: dict[str, Any], base: dict[str, Any] | None) -> str:
     text = f"{row:<52} {1e3 * result['seconds']:7.1f} ms"
     if base is not None:
-        beyond = sum(result["first"].values()) - sum(base["first"].values())
-        text += f"  {base['seconds'] / result['seconds']:.3f} x  {beyond:+.1f} s"
+        extra = sum(result["first"].values()) - sum(base["first"].values())
+        text += f"  {base['seconds'] / result['seconds']:.3f} x  {extra:+.1f} s"
     return f"{text}  first {first_step(result)} s  {result['peak_bytes'] / 1e9:5.1f} GB  loss {result['losses'][0]:.3f}"
 
 

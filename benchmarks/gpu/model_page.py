@@ -19,8 +19,7 @@ TITLES = (
     "peak GB",
     "activations, GB",
 )
-# Rows that the README quotes.
-QUOTED = (
+README_ROWS = (
     "4 blocks/bfloat16",
     *(f"4 blocks/{recipe}" for recipe in model.RECIPES),
     "4 blocks, head too/fp8_current",
@@ -50,9 +49,13 @@ def table(results: dict[str, Any]) -> str:
     known = model.measured(results)
     rows = []
     for row in measured_rows(known):
-        result, ratio, beyond = known[row], model_targets.speed(known, row), model_targets.beyond(known, row)
+        result, ratio, extra = (
+            known[row],
+            model_targets.speedup(known, row),
+            model_targets.extra_first_step_s(known, row),
+        )
         memory = f"{result['peak_bytes'] / 1e9:.1f}", f"{model.activation_bytes(result) / 1e9:.1f}"
-        first = model.first_step(result), _number(beyond, 1)
+        first = model.first_step(result), _number(extra, 1)
         rows.append(
             (model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", _number(ratio, 2), *first, *memory)
         )
@@ -61,10 +64,10 @@ def table(results: dict[str, Any]) -> str:
 
 def targets(results: dict[str, Any]) -> str:
     rows = []
-    for aim in model_targets.aims(results):
-        sign, digits = "≤" if aim.at_most else "≥", 1 if aim.target > 2 else 2
-        bounds = f"{sign} {aim.target:g}", f"{sign} {aim.stretch:g}"
-        rows.append((aim.name, aim.over, *bounds, _number(aim.reached, digits), verdict(aim.met)))
+    for each in model_targets.targets(results):
+        sign, digits = "≤" if each.at_most else "≥", 1 if each.target > 2 else 2
+        bounds = f"{sign} {each.target:g}", f"{sign} {each.stretch:g}"
+        rows.append((each.name, each.relative_to, *bounds, _number(each.measured, digits), verdict(each.met)))
     return markdown(("measure", "relative to", "target", "stretch", "reached", ""), rows)
 
 
@@ -73,18 +76,22 @@ def same_losses(results: dict[str, Any]) -> str:
     known = model.measured(results)
     pairs = [(f"4 blocks/{program}", f"4 blocks, NNX/{program}") for program in model.CASES["4 blocks, NNX"].programs]
     differences = [abs(known[a]["losses"][0] - known[b]["losses"][0]) for a, b in pairs if a in known and b in known]
-    return f" First losses in NNX differ from linen's by at most {max(differences):.1g}." if differences else ""
+    if not differences:
+        return ""
+    largest = max(differences)
+    relation = f"differ from linen's by at most {largest:.1g}" if largest else "equal linen's"
+    return f" First losses in NNX {relation}."
 
 
 def readme(results: dict[str, Any], path: str) -> str:
     """The README's section on whole models. path: of the results file."""
     known = model.measured(results)
     rows = []
-    for row in (row for row in QUOTED if row in known):
-        result, ratio = known[row], _number(model_targets.speed(known, row), 2)
+    for row in (row for row in README_ROWS if row in known):
+        result, ratio = known[row], _number(model_targets.speedup(known, row), 2)
         total = f"{sum(result['first'].values()):.0f}"
         rows.append((model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", ratio, total))
-    ratio, blocks = model_targets.speed(known, HEADLINE), HEADLINE.split("/")[0]
+    ratio, blocks = model_targets.speedup(known, HEADLINE), HEADLINE.split("/")[0]
     text = f"A Llama-like decoder, trained on one H200 ([results]({path}))."
     if ratio is not None:
         headline = f"**A Llama-like decoder of {blocks} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
@@ -97,7 +104,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def picture(results: dict[str, Any]) -> Figure:
+def figure_of(results: dict[str, Any]) -> Figure:
     """Bar charts of speedups over bfloat16 and of first steps; rows with the same baseline share axes."""
     known = model.measured(results)
     families: dict[str, list[str]] = {}
@@ -107,21 +114,21 @@ def picture(results: dict[str, Any]) -> Figure:
     heights = [len(rows) + 1.2 for rows in families.values()]
     figure = Figure(figsize=(11, 0.27 * sum(heights) + 0.8), layout="constrained")
     axes = figure.subplots(len(families), 2, sharex="col", sharey="row", squeeze=False, height_ratios=heights)
-    for (speed, first), (base, rows) in zip(axes, families.items(), strict=True):
+    for (left, right), (base, rows) in zip(axes, families.items(), strict=True):
         labels = [_label(row, base) for row in rows]
-        _speeds(speed, labels, [known[base]["seconds"] / known[row]["seconds"] for row in rows], rows)
-        _first_steps(first, labels, [known[row]["first"] for row in rows])
+        _speedups(left, labels, [known[base]["seconds"] / known[row]["seconds"] for row in rows], rows)
+        _first_steps(right, labels, [known[row]["first"] for row in rows])
         title = base.split("/")[0] if model.policy_of(base) is None else "8 blocks, scanned, rematerialised"
-        speed.set_title(title, fontsize=9, loc="left")
-        for axis in (speed, first):
+        left.set_title(title, fontsize=9, loc="left")
+        for axis in (left, right):
             axis.margins(x=0.08)
             axis.tick_params(axis="y", labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("speedup of a step over bfloat16")
     axes[-1, 1].set_xlabel("first step, s")
-    shown = {part for row in known.values() for part in row["first"]}
+    shown = {phase for row in known.values() for phase in row["first"]}
     labels = {"all": "total only (torch)"}
-    handles = [Patch(color=COLOURS[part], label=labels.get(part, part)) for part in COLOURS if part in shown]
+    handles = [Patch(color=COLOURS[phase], label=labels.get(phase, phase)) for phase in COLOURS if phase in shown]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
     return figure
 
@@ -133,9 +140,9 @@ def _label(row: str, base: str) -> str:
     return f"{program}, {extra}" if extra else program
 
 
-def _speeds(axis: Any, labels: list[str], ratios: list[float], rows: list[str]) -> None:
-    is_ours = ["tab:blue" if row.split("/")[1] in model.RECIPES else "0.7" for row in rows]
-    bars = axis.barh(labels, ratios, color=is_ours)
+def _speedups(axis: Any, labels: list[str], ratios: list[float], rows: list[str]) -> None:
+    colours = ["tab:blue" if row.split("/")[1] in model.RECIPES else "0.7" for row in rows]
+    bars = axis.barh(labels, ratios, color=colours)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=7, bbox=white)
     axis.axvline(1, color="black", linewidth=0.8, zorder=0.5)
@@ -143,8 +150,8 @@ def _speeds(axis: Any, labels: list[str], ratios: list[float], rows: list[str]) 
 
 def _first_steps(axis: Any, labels: list[str], firsts: list[dict[str, float]]) -> None:
     left = [0.0] * len(labels)
-    for part, colour in COLOURS.items():
-        seconds = [first.get(part, 0.0) for first in firsts]
+    for phase, colour in COLOURS.items():
+        seconds = [first.get(phase, 0.0) for first in firsts]
         bars = axis.barh(labels, seconds, left=left, color=colour)
         left = [start + width for start, width in zip(left, seconds, strict=True)]
     axis.bar_label(bars, [f"{total:.0f}" for total in left], padding=4, fontsize=7)

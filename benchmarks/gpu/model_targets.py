@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu import model, report
 
-# Least speedups over bfloat16: (target, stretch).
-SPEEDS = {
+# Minimum speedups over bfloat16: (target, stretch).
+SPEEDUPS = {
     "4 blocks/fp8_current": (1.45, 1.50),
     "4 blocks/fp8_delayed": (1.47, 1.52),
     "4 blocks/fp8_block": (1.28, 1.35),
@@ -17,76 +17,88 @@ SPEEDS = {
     "8 blocks, scanned/fp8_current": (1.48, 1.55),
     "8 blocks, scanned, nothing saved/fp8_current": (1.50, 1.58),
 }
-# Least speedup of the fastest checkpoint policy that needs no more memory than bfloat16 with checkpoint_dots.
-REMATERIALISED = (1.43, 1.50)
+# Minimum speedup of the fastest checkpoint policy that needs no more memory than bfloat16 with checkpoint_dots.
+REMAT_SPEEDUP = (1.43, 1.50)
 REMAT_BASE = f"8 blocks, scanned, dots saved/{model.BASE}"
-# Most seconds of the first step beyond that of bfloat16.
-BEYOND = {
+# Maximum seconds of the first step in addition to those of bfloat16.
+EXTRA_FIRST_STEP_S = {
     "4 blocks/fp8_current": (8, 5),
     "4 blocks/fp8_delayed": (12, 8),
     "4 blocks/fp8_block": (10, 6),
     "4 blocks/mxfp8": (10, 6),
     "4 blocks/nvfp4": (15, 10),
 }
-# Most seconds, beyond bfloat16, that each further decoder block adds to the first step.
-PER_BLOCK = (0.3, 0.1)
-FEW, MANY = "4 blocks/fp8_current", "16 blocks/fp8_current"
-# Most seconds of the first step of a second process with a persistent compilation cache.
-SECOND_PROCESS = (10, 6)
-SECOND = "16 blocks, second process/fp8_current"
+# Maximum seconds, in addition to those of bfloat16, that each further decoder block adds to the first step.
+EXTRA_PER_BLOCK_S = (0.3, 0.1)
+FEWER_BLOCKS, MORE_BLOCKS = "4 blocks/fp8_current", "16 blocks/fp8_current"
+# Maximum seconds of the first step of a second process with a persistent compilation cache.
+SECOND_PROCESS_S = (10, 6)
+SECOND_PROCESS_ROW = "16 blocks, second process/fp8_current"
 
 
-class Aim(NamedTuple):
-    """A target: the least speedup over a row, or if `at_most` the most seconds. reached: None if not measured."""
+class Target(NamedTuple):
+    """A minimum speedup over the row `relative_to`, or if `at_most` a maximum of seconds.
+
+    measured: None if one of the rows was not measured.
+    """
 
     name: str
-    over: str
+    relative_to: str
     target: float
     stretch: float
-    reached: float | None
+    measured: float | None
     at_most: bool = False
 
     @property
     def met(self) -> bool | None:
-        return report.is_met(self.reached, self.target, self.at_most)
+        return report.is_met(self.measured, self.target, self.at_most)
 
 
-def aims(results: dict[str, Any]) -> Iterator[Aim]:
-    """Yields all targets with what a device's results reached."""
+def targets(results: dict[str, Any]) -> Iterator[Target]:
+    """Yields all targets with the measurements in a device's results."""
     known = model.measured(results)
-    for row, bounds in SPEEDS.items():
-        yield Aim(f"step of {row}", model.base_row(row), *bounds, speed(known, row))
+    for row, bounds in SPEEDUPS.items():
+        yield Target(f"step of {row}", model.base_row(row), *bounds, speedup(known, row))
     best = "step of 8 blocks, scanned, fastest policy that needs no more memory/fp8_current"
-    yield Aim(best, REMAT_BASE, *REMATERIALISED, _rematerialised(known))
-    for row, bounds in BEYOND.items():
-        yield Aim(f"first step of {row}, s", f"beyond {model.base_row(row)}", *bounds, beyond(known, row), at_most=True)
-    few, many = beyond(known, FEW), beyond(known, MANY)
-    blocks = model.CASES[MANY.split("/")[0]].blocks - model.CASES[FEW.split("/")[0]].blocks
-    added = None if few is None or many is None else (many - few) / blocks
-    yield Aim("first step, each further block/fp8_current, s", "beyond bfloat16's", *PER_BLOCK, added, at_most=True)
-    second = known.get(SECOND)
+    yield Target(best, REMAT_BASE, *REMAT_SPEEDUP, _best_remat_speedup(known))
+    for row, bounds in EXTRA_FIRST_STEP_S.items():
+        yield Target(
+            f"first step of {row}, s",
+            f"beyond {model.base_row(row)}",
+            *bounds,
+            extra_first_step_s(known, row),
+            at_most=True,
+        )
+    fewer, more = extra_first_step_s(known, FEWER_BLOCKS), extra_first_step_s(known, MORE_BLOCKS)
+    blocks = model.CASES[MORE_BLOCKS.split("/")[0]].blocks - model.CASES[FEWER_BLOCKS.split("/")[0]].blocks
+    added = None if fewer is None or more is None else (more - fewer) / blocks
+    yield Target(
+        "first step, each further block/fp8_current, s", "beyond bfloat16's", *EXTRA_PER_BLOCK_S, added, at_most=True
+    )
+    second = known.get(SECOND_PROCESS_ROW)
     total = None if second is None else sum(second["first"].values())
-    yield Aim(f"first step of {SECOND}, s", "total", *SECOND_PROCESS, total, at_most=True)
+    yield Target(f"first step of {SECOND_PROCESS_ROW}, s", "total", *SECOND_PROCESS_S, total, at_most=True)
 
 
-def speed(known: dict[str, dict[str, Any]], row: str, base: str | None = None) -> float | None:
+def speedup(known: dict[str, dict[str, Any]], row: str, base: str | None = None) -> float | None:
     """The speedup of a row over its bfloat16 baseline; None if one of them was not measured."""
     result, baseline = known.get(row), known.get(base or model.base_row(row))
     return None if result is None or baseline is None else baseline["seconds"] / result["seconds"]
 
 
-def beyond(known: dict[str, dict[str, Any]], row: str) -> float | None:
-    """Seconds of the first step beyond that of the bfloat16 baseline; None if one of them was not measured."""
+def extra_first_step_s(known: dict[str, dict[str, Any]], row: str) -> float | None:
+    """Seconds of the first step less those of the bfloat16 baseline; None if one of them was not measured."""
     result, baseline = known.get(row), known.get(model.base_row(row))
     if result is None or baseline is None:
         return None
     return sum(result["first"].values()) - sum(baseline["first"].values())
 
 
-def _rematerialised(known: dict[str, dict[str, Any]]) -> float | None:
+def _best_remat_speedup(known: dict[str, dict[str, Any]]) -> float | None:
+    """The largest speedup of a policy that needs no more memory than REMAT_BASE; None if that was not measured."""
     if REMAT_BASE not in known:
         return None
     peak = known[REMAT_BASE]["peak_bytes"]
     rows = (row for row in known if row.endswith("/fp8_current") and model.policy_of(row) is not None)
-    ratios = [speed(known, row, REMAT_BASE) for row in rows if known[row]["peak_bytes"] <= peak]
+    ratios = [speedup(known, row, REMAT_BASE) for row in rows if known[row]["peak_bytes"] <= peak]
     return max((ratio for ratio in ratios if ratio is not None), default=None)

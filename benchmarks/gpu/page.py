@@ -3,22 +3,21 @@
 All numbers come from the results file of a device; the text around them is below. No GPU is needed.
 """
 
-import json
 import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.gpu import model_page
+from benchmarks.gpu import model_page, report
 from benchmarks.gpu.remarks import remark
 from benchmarks.record import RESULTS
 from benchmarks.table import markdown, verdict
 
 DOCS = RESULTS.parent.parent / "docs"
-PAGE, PICTURE = DOCS / "notes" / "performance.md", DOCS / "images" / "performance.png"
-MODEL_PICTURE = DOCS / "images" / "whole-models.png"
+PAGE, FIGURE = DOCS / "notes" / "performance.md", DOCS / "images" / "performance.png"
+MODEL_FIGURE = DOCS / "images" / "whole-models.png"
 README, START, END = DOCS.parent / "README.md", "<!-- Made by `python -m benchmarks.gpu.page`. -->\n", "<!-- end -->"
-QUOTED = "nvidia-h200.json"
+RESULTS_FILE = RESULTS / "nvidia-h200.json"
 
 TEXT = """# How fast is it on Hopper?
 
@@ -56,7 +55,7 @@ Targets of whole models:
 
 ## A linear layer, forward and backward
 
-loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 kernel w. *Speedup* is over bfloat16 in JAX, and
+loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 weight w. *Speedup* is over bfloat16 in JAX, and
 for layers in Flax over Flax's own bfloat16 layer. *First step* is tracing, compilation and one step, with a target of
 10 s for scaledot; the NVFP4 casts take longest to compile. *Memory* is results and temporaries.
 
@@ -72,13 +71,13 @@ difference to bfloat16 is the time of casts, and in a small layer of kernel laun
 {gemm}
 
 Hopper's tensor cores accumulate FP8 products with reduced precision. *Error* is that of float32 results relative to
-float64. By default the tensor cores accumulate all of K; `precision="highest"` promotes partial accumulators to float32
-every 128 elements of K.
+float64. By default the tensor cores accumulate all of K (*fast accumulation*, torch's `use_fast_accum=True`);
+`precision="highest"` promotes partial accumulators to float32 every 128 elements of K (*promoted*).
 
 ## Matmuls with scales per 128 elements
 
 1×128 blocks on one operand and 128×128 blocks on the other (fwd and dgrad), or 1×128 on both (wgrad). Partial
-accumulators of 128 elements along K are scaled and added in float32. The peer of fp8 matmuls is torch, that of int8
+accumulators of 128 elements along K are scaled and added in float32. The baseline of fp8 matmuls is torch, that of int8
 matmuls is scaledot's fp8.
 
 {block}
@@ -86,16 +85,16 @@ matmuls is scaledot's fp8.
 ## Experts
 
 {tokens} tokens in {experts} uneven groups, {inputs} → {outputs}. *Of dense* is the rate relative to scaledot's dense
-matmul of as many tokens with one matrix, *of lax* relative to `lax.ragged_dot` in bfloat16, which multiplies all tokens
-by every matrix. The gradient of the kernels writes {experts} float32 matrices, the dense one a single matrix. A *step*
-is the result and both gradients, including casts.
+matmul of as many tokens with one matrix, *of lax* relative to `lax.ragged_dot` in bfloat16, which XLA lowers to a dense
+GEMM of all tokens and all groups, with a mask. wgrad writes {experts} float32 matrices, the dense one a single matrix.
+A *step* is the result and both gradients, including casts.
 
 {grouped}
 
 ## Decoding
 
-A few rows of bfloat16 times packed weights; times are per layer. A step is a loop over tokens, each multiplied by the
-weights of several layers, more bytes than the L2 cache holds. *GB/s* counts codes and scales.
+A few rows of bfloat16 times packed weights; times are per layer. The timed loop cycles through enough layers that
+weights exceed L2 and come from HBM. *GB/s* counts codes and scales.
 
 {decode}
 
@@ -103,7 +102,7 @@ weights of several layers, more bytes than the L2 cache holds. *GB/s* counts cod
 
 One kernel reads a matrix and writes the operands of both of its matmuls. Bytes read and written are counted once; *of
 copy* is the bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with scales;
-*dequantised* results are bfloat16 values of the codes. *Given multiplier* is delayed scaling, which also returns amax.
+*dequantised* results are bfloat16 values of the codes. In delayed scaling, the quantisation multiplier is an input.
 
 {cast}
 
@@ -114,16 +113,24 @@ An eager call includes Python's dispatch, which overlaps with the previous cast 
 
 {quantize}
 """
-# Case names are keys of the results; these phrases of them are displayed in other words.
+# Names of cases and implementations are keys of the results; these phrases of them are displayed in other words.
 DISPLAYED = {
+    "scaledot fast (default)": "scaledot, fast accumulation (default)",
+    "scaledot promoted": "scaledot, promoted",
+    "torch._scaled_mm, fast": "torch._scaled_mm, use_fast_accum=True",
+    "torch._scaled_mm, precise": "torch._scaled_mm, use_fast_accum=False",
+    "gradient of kernels": "wgrad",
+    "mxfp8, both orientations": "mxfp8, 1×32 and 32×1",
+    "nvfp4, both orientations": "nvfp4, 1×16 and 16×1",
     "rotated lines along rows, lines down columns": "rotated 1×128, 128×1",
     "rotated lines down columns, lines along rows": "rotated 128×1, 1×128",
     "rotated lines of 128": "rotated 1×128",
     "lines of 128 in both orientations": "1×128 and 128×1",
-    "squares of 128 in both layouts": "128×128 in both layouts",
+    "squares of 128 in both layouts": "128×128, row-major + transposed",
+    "both layouts": "row-major + transposed",
     "lines of 128": "1×128",
     "squares of 128": "128×128",
-    "given factor": "given multiplier",
+    "given factor": "delayed scaling",
     "rows in groups": "row groups",
     "in squares": "in square blocks",
     "nvfp4 w: lines": "nvfp4 w: 1×16",
@@ -135,13 +142,13 @@ DISPLAYED = {
 
 
 def write() -> None:
-    results = json.loads((RESULTS / QUOTED).read_text())
-    PICTURE.parent.mkdir(exist_ok=True)
-    picture(results).savefig(PICTURE, dpi=150)
-    model_page.picture(results).savefig(MODEL_PICTURE, dpi=150)
+    results = report.read(RESULTS_FILE)
+    FIGURE.parent.mkdir(exist_ok=True)
+    figure_of(results).savefig(FIGURE, dpi=150)
+    model_page.figure_of(results).savefig(MODEL_FIGURE, dpi=150)
     PAGE.write_text(text(results))
     README.write_text(readme(README.read_text(), results))
-    written = (PAGE, PICTURE, MODEL_PICTURE, README)
+    written = (PAGE, FIGURE, MODEL_FIGURE, README)
     print(f"wrote {', '.join(str(path.relative_to(DOCS.parent)) for path in written)}")
 
 
@@ -149,7 +156,7 @@ def readme(current: str, results: dict[str, Any]) -> str:
     """Returns the README with its section on whole models regenerated."""
     before, rest = current.split(START)
     _, after = rest.split(END, 1)
-    path = (RESULTS / QUOTED).relative_to(DOCS.parent).as_posix()
+    path = RESULTS_FILE.relative_to(DOCS.parent).as_posix()
     return f"{before}{START}\n{model_page.readme(results, path)}\n\n{END}{after}"
 
 
@@ -168,7 +175,7 @@ def text(results: dict[str, Any]) -> str:
     fields |= {"tokens": sum(grouped["groups"]), "experts": len(grouped["groups"])}
     fields |= {"inputs": grouped["inputs"], "outputs": grouped["outputs"]}
     fields |= dict(zip(("rows", "columns"), results["quantize"]["shape"], strict=True))
-    return TEXT.format(**fields, **tables, date=environment["date"][:10], results=QUOTED)
+    return TEXT.format(**fields, **tables, date=environment["date"][:10], results=RESULTS_FILE.name)
 
 
 def _displayed(case: str) -> str:
@@ -180,7 +187,7 @@ def _displayed(case: str) -> str:
 def _dense(suite: str, case: dict[str, Any]) -> str:
     title = f"**{case['case']}**: {case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}"
     rows = []
-    for name, result in sorted(case["sides"].items(), key=lambda item: item[1]["median_ms"]):
+    for name, result in sorted(case["implementations"].items(), key=lambda item: item[1]["median_ms"]):
         memory = "" if result["memory_gb"] is None else f"{result['memory_gb']:.2f} GB"
         missed = name.startswith("scaledot") and result["first_step_s"] > case["first_step_target_s"]
         first = f"{result['first_step_s']:.1f} s" + (f" (over {case['first_step_target_s']} s)" if missed else "")
@@ -193,15 +200,23 @@ def _dense(suite: str, case: dict[str, Any]) -> str:
 def _gemm(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        for name, result in sorted(case["sides"].items(), key=lambda item: -item[1]["tflops"]):
+        for name, result in sorted(case["implementations"].items(), key=lambda item: -item[1]["tflops"]):
             error = case["errors"].get(name.removeprefix("scaledot "))
             relative = "" if result["of_torch"] is None else f"{result['of_torch']:.2f}"
             sizes = f"{case['m']} × {case['n']} × {case['k']}"
             target = _target(result["target"], result["of_torch"])
             rows.append(
-                (sizes, name, f"{result['tflops']:.0f}", relative, target, "" if error is None else f"{error:.1e}")
+                (
+                    sizes,
+                    _displayed(name),
+                    f"{result['tflops']:.0f}",
+                    relative,
+                    target,
+                    "" if error is None else f"{error:.1e}",
+                )
             )
-    return markdown(("M × N × K", "implementation", "TFLOP/s", "of torch, fast", "target", "error"), rows)
+    titles = "M × N × K", "implementation", "TFLOP/s", "of torch, fast accumulation", "target", "error"
+    return markdown(titles, rows)
 
 
 def _block(suite: dict[str, Any]) -> str:
@@ -210,14 +225,14 @@ def _block(suite: dict[str, Any]) -> str:
         if "batch" in case:
             steps.append(_dense("block", case))
             continue
-        for name, result in case["sides"].items():
+        for name, result in case["implementations"].items():
             error = case["errors"].get(f"{name}, K = {case['k']}")
-            relative = "" if result["of_peer"] is None else f"{result['of_peer']:.2f}"
-            target = _target(result["target"], result["of_peer"])
+            relative = "" if result["of_baseline"] is None else f"{result['of_baseline']:.2f}"
+            target = _target(result["target"], result["of_baseline"])
             shown = "" if error is None else f"{error:.1e}"
             matmuls.append((f"{case['case']}, {case['k']}", name, f"{result['tflops']:.0f}", relative, target, shown))
-    table = markdown(("blocks, M = N = K", "implementation", "TFLOP/s", "of peer", "target", "error"), matmuls)
-    remarks = _remarks("block", [case for case in suite["cases"] if "batch" not in case], "of_peer")
+    table = markdown(("blocks, M = N = K", "implementation", "TFLOP/s", "of baseline", "target", "error"), matmuls)
+    remarks = _remarks("block", [case for case in suite["cases"] if "batch" not in case], "of_baseline")
     return "\n\n".join([table + remarks, *steps])
 
 
@@ -225,13 +240,12 @@ def _grouped(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
         relative_error = case["errors"].get(f"scaledot, K = {case['inputs']}")
-        for name, result in case["sides"].items():
+        for name, result in case["implementations"].items():
             ratios = ["" if result.get(key) is None else f"{result[key]:.2f}" for key in ("of_dense", "of_lax")]
             targets = ", ".join(_target(target, result.get(key)) for key, target in result["targets"].items())
             error = "" if relative_error is None or name != "scaledot" else f"{relative_error:.1e}"
-            rows.append(
-                (case["case"], name, f"{result['median_ms']:.2f}", f"{result['tflops']:.0f}", *ratios, targets, error)
-            )
+            speed = f"{result['median_ms']:.2f}", f"{result['tflops']:.0f}"
+            rows.append((_displayed(case["case"]), name, *speed, *ratios, targets, error))
     return markdown(("matmul", "implementation", "ms", "TFLOP/s", "of dense", "of lax", "target", "error"), rows)
 
 
@@ -239,9 +253,9 @@ def _decode(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
         k = case["case"].split()[0]
-        for name, result in case["sides"].items():
+        for name, result in case["implementations"].items():
             errors = case["errors"].get(name, {})
-            shown = [f"{errors[key]:.1e}" for of in ("scaledot", "XLA") if (key := f"{of}, {k} terms") in errors]
+            shown = [f"{errors[key]:.1e}" for of in ("scaledot", "XLA") if (key := f"{of}, K = {k}") in errors]
             ratio = "" if result["of_bf16"] is None else f"{result['of_bf16']:.2f}"
             speed = f"{1e3 * result['layer_ms']:.1f}", f"{result['gb_s']:.0f}", ratio
             rows.append((case["case"], name, *speed, _target(result["target"], result["of_bf16"]), " / ".join(shown)))
@@ -253,7 +267,7 @@ def _remarks(suite: str, cases: list[dict[str, Any]], measure: str) -> str:
     """The remarks on implementations that missed their targets, each once."""
     missed: dict[str, list[str]] = {}
     for case in cases:
-        for name, result in case["sides"].items():
+        for name, result in case["implementations"].items():
             text = remark(suite, case["case"], name, result["target"], result[measure])
             if text:
                 missed.setdefault(text, []).append(name if len(cases) == 1 else case["case"])
@@ -264,7 +278,7 @@ def _remarks(suite: str, cases: list[dict[str, Any]], measure: str) -> str:
 def _cast(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        ours, theirs = case["sides"]["scaledot"], case["sides"].get("XLA")
+        ours, theirs = case["implementations"]["scaledot"], case["implementations"].get("XLA")
         rows.append(
             (
                 _displayed(case["case"]),
@@ -281,25 +295,25 @@ def _cast(suite: dict[str, Any]) -> str:
 def _quantize(suite: dict[str, Any]) -> str:
     rows = []
     for case in suite["cases"]:
-        for name, result in case["sides"].items():
+        for name, result in case["implementations"].items():
             target = _target(case["target"], result["of_kernel"]) if name.startswith("sd.quantize") else ""
             cast = _displayed(case["case"].removeprefix("quantize "))
             rows.append((cast, name, f"{1e3 * result['median_ms']:.0f}", f"{result['of_kernel']:.0%}", target))
     return markdown(("cast", "implementation", "µs", "of kernel", "target"), rows)
 
 
-def _target(target: float | None, reached: float | None) -> str:
-    return "" if target is None or reached is None else f"{target:g} {verdict(reached >= target)}"
+def _target(target: float | None, measured: float | None) -> str:
+    return "" if target is None or measured is None else f"{target:g} {verdict(measured >= target)}"
 
 
-def picture(results: dict[str, Any]) -> Figure:
+def figure_of(results: dict[str, Any]) -> Figure:
     """A bar chart of speedups over bfloat16, scaledot's in colour."""
     cases = results["dense"]["cases"]
-    figure = Figure(figsize=(9, 0.34 * sum(len(case["sides"]) + 2 for case in cases)), layout="constrained")
-    heights = [len(case["sides"]) + 1 for case in cases]
+    figure = Figure(figsize=(9, 0.34 * sum(len(case["implementations"]) + 2 for case in cases)), layout="constrained")
+    heights = [len(case["implementations"]) + 1 for case in cases]
     axes = figure.subplots(len(cases), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axis, case in zip(axes, cases, strict=True):
-        ordered = sorted(case["sides"].items(), key=lambda item: item[1]["ratio"])
+        ordered = sorted(case["implementations"].items(), key=lambda item: item[1]["ratio"])
         names, ratios = [name for name, _ in ordered], [result["ratio"] for _, result in ordered]
         colours = ["tab:blue" if name.startswith("scaledot") else "0.7" for name in names]
         bars = axis.barh(names, ratios, color=colours)

@@ -53,12 +53,12 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             _eager(quantize_of(case), x),
             jax_implementation(XLA, quantize_of(case, kernel="xla_cast"), x),
         ]
-        timed, missing = measure(implementations, rounds, skipped)
+        timed, not_run = measure(implementations, rounds, skipped)
         print(f"{case.name}, {SHAPE[0]} x {SHAPE[1]} {x.dtype}")
-        row = {"case": case.name, "dtype": x.dtype.name, "target": TARGET, "sides": {}, "missing": missing}
+        row = {"case": case.name, "dtype": x.dtype.name, "target": TARGET, "implementations": {}, "not_run": not_run}
         for name in timed:
             ratio = timed[KERNEL].median / timed[name].median
-            row["sides"][name] = {**timed[name].as_dict(), "of_kernel": ratio}
+            row["implementations"][name] = {**timed[name].as_dict(), "of_kernel": ratio}
             target = TARGET if name in (JITTED, EAGER) else None
             print(report.result_line(name, timed[name], f"{ratio:.0%} of kernel", target, ratio))
         rows.append(row)

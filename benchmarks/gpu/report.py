@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from benchmarks.gpu.remarks import remark
 from benchmarks.table import verdict
 
 PACKAGES = ("flax", "torch", "torchao", "qwix")
+# Keys of results files that were written under older names.
+RENAMED = {
+    "sides": "implementations",
+    "missing": "not_run",
+    "peer": "baseline",
+    "of_peer": "of_baseline",
+    "over": "baseline",
+    "torch._scaled_mm, precise": "torch._scaled_mm, promoted",
+}
 
 
 def device_name() -> str:
@@ -22,12 +32,21 @@ def device_name() -> str:
 
 def environment() -> dict[str, Any]:
     device = jax.devices()[0]
-    about = {"device": device.device_kind, "multiprocessors": getattr(device, "core_count", None)}
+    about = {"device": device.device_kind, "sm_count": getattr(device, "core_count", None)}
     return {**record.environment(), **about, **{name: record.version(name) for name in PACKAGES}}
 
 
 def device_file() -> Path:
     return record.RESULTS / f"{device_name()}.json"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the results of a device by suite, with today's keys."""
+
+    def renamed(entry: dict[str, Any]) -> dict[str, Any]:
+        return {re.sub(r", (\d+) terms$", r", K = \1", RENAMED.get(key, key)): value for key, value in entry.items()}
+
+    return json.loads(path.read_text(), object_hook=renamed)
 
 
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
@@ -37,7 +56,7 @@ def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
     """
     path = device_file()
     path.parent.mkdir(exist_ok=True)
-    suites = json.loads(path.read_text()) if path.exists() else {}
+    suites = read(path) if path.exists() else {}
     known = {case["case"]: case for case in suites.get(suite, {}).get("cases", [])}
     known |= {case["case"]: {**case, "environment": environment()} for case in cases}
     suites[suite] = {**about, "cases": list(known.values())}
@@ -47,22 +66,22 @@ def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
     return path.relative_to(record.RESULTS.parent.parent).as_posix()
 
 
-def result_line(name: str, timed: Timed, rate: str, target: float | None = None, reached: float | None = None) -> str:
+def result_line(name: str, timed: Timed, rate: str, target: float | None = None, measured: float | None = None) -> str:
     """The printed line of one implementation of a case."""
     memory = "" if timed.memory_bytes is None else f"{timed.memory_bytes / 1e9:6.2f} GB"
-    met = "" if target is None or reached is None else f"target {target:g} {verdict(reached >= target)}"
+    met = "" if target is None or measured is None else f"target {target:g} {verdict(measured >= target)}"
     return f"  {name:<44} {1e3 * timed.median:9.3f} ms  {rate:>14}  first {timed.first_s:6.1f} s {memory:>10}  {met}"
 
 
-def explain(suite: str, case: str, implementation: str, target: float | None, reached: float | None) -> None:
+def explain(suite: str, case: str, implementation: str, target: float | None, measured: float | None) -> None:
     """Prints what limits an implementation that missed its target."""
-    text = remark(suite, case, implementation, target, reached)
+    text = remark(suite, case, implementation, target, measured)
     if text:
         print(textwrap.fill(text, 116, initial_indent="    ", subsequent_indent="    "))
 
 
-def is_met(reached: float | None, target: float, at_most: bool) -> bool | None:
+def is_met(measured: float | None, target: float, at_most: bool) -> bool | None:
     """Whether a target is met, an upper bound if `at_most`, otherwise a lower bound; None if it was not measured."""
-    if reached is None:
+    if measured is None:
         return None
-    return reached <= target if at_most else reached >= target
+    return measured <= target if at_most else measured >= target

@@ -1,4 +1,4 @@
-"""Arguments that commands share, and the types of their values."""
+"""Arguments that several commands have, and parsers of argument values."""
 
 import argparse
 
@@ -8,7 +8,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """
+    """Parses a positive integer.
+
     >>> count("128")
     128
     """
@@ -18,7 +19,8 @@ def count(text: str) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """
+    """Parses a shape or block.
+
     >>> sizes("8192x4096")
     (8192, 4096)
     """

@@ -1,6 +1,7 @@
-"""`scaledot explain`: which kernels a matmul or a training step takes, from shapes; nothing is computed.
+"""`scaledot explain`: prints which kernels run a matmul or a training step, from shapes alone, without computing it.
 
-With `--recipe`, the casts and the three matmuls of `train.dense`; with `--formats`, the casts and the one of `matmul`.
+With `--recipe`, it explains the casts and the three matmuls of `train.dense`; with `--formats`, the casts of both
+operands and one `matmul`.
 """
 
 import argparse
@@ -22,9 +23,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("x", type=sizes, metavar="X", help="shape of x, (..., k), such as 8192x4096")
     parser.add_argument("w", type=sizes, metavar="W", help="shape of w, (k, n), such as 4096x14336")
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--recipe", help="explain a training step: fwd, dgrad, wgrad and their casts")
-    how.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--recipe", help="explain a training step: fwd, dgrad, wgrad and their casts")
+    source.add_argument(
         "--formats", nargs=2, metavar=("X", "W"), help=f"explain one matmul of these formats or {', '.join(DTYPES)}"
     )
     parser.add_argument(
@@ -33,32 +34,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=sizes,
         metavar="BLOCK",
         help="with --formats: elements that share a scale, along k (128), or along the free dim and k (128x128); one "
-        "for both operands, or one each (default: the formats' own)",
+        "block for both operands, or one for each (default: the formats' blocks)",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of x before its cast, and of the result (default bfloat16)"
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="dtype of x before its cast, and of the result (default bfloat16)",
     )
     parser.add_argument(
-        "--weight-dtype", choices=DTYPES, default="float32", help="of w before its cast (default float32)"
+        "--weight-dtype", choices=DTYPES, default="float32", help="dtype of w before its cast (default float32)"
     )
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from scaledot.kernels import table
-    from scaledot.recipes import PRODUCTS
+    from scaledot.recipes import GEMM_OPERANDS
 
-    found = _step(options) if options.recipe else _matmul(options)
-    rows = [(role, str(problem), table.verdicts(problem)) for role, problem in found]
-    parts = (
-        f"{role}: {table.explain(problem)}" if role in PRODUCTS else table.explain(problem) for role, problem in found
+    problems = _step_problems(options) if options.recipe else _matmul_problems(options)
+    rows = [(role, str(problem), table.verdicts(problem)) for role, problem in problems]
+    sections = (
+        f"{role}: {table.explain(problem)}" if role in GEMM_OPERANDS else table.explain(problem)
+        for role, problem in problems
     )
-    show(options, "\n\n".join([_heading(options), *parts]), _record(options, rows))
+    show(options, "\n\n".join([_heading(options), *sections]), _record(options, rows))
     return 0
 
 
 def _record(options: argparse.Namespace, rows: Sequence[tuple[str, str, Sequence[Any]]]) -> dict[str, Any]:
-    problems = [
+    records = [
         {
             "role": role,
             "problem": problem,
@@ -67,25 +72,29 @@ def _record(options: argparse.Namespace, rows: Sequence[tuple[str, str, Sequence
         }
         for role, problem, verdicts in rows
     ]
-    asked = {name: getattr(options, name) for name in ("x", "w", "recipe", "formats", "block", "dtype", "weight_dtype")}
-    return asked | _where() | {"problems": problems}
+    arguments = {
+        name: getattr(options, name) for name in ("x", "w", "recipe", "formats", "block", "dtype", "weight_dtype")
+    }
+    return arguments | _environment() | {"problems": records}
 
 
 def _heading(options: argparse.Namespace) -> str:
-    how = options.recipe or " x ".join(options.formats)
+    precision = options.recipe or " x ".join(options.formats)
     shapes = f"x[{','.join(map(str, options.x))}] w[{','.join(map(str, options.w))}]"
-    return "{how}, {shapes}, on {device} with jax {jax}".format(how=how, shapes=shapes, **_where())
+    return "{precision}, {shapes}, on {device} with jax {jax}".format(
+        precision=precision, shapes=shapes, **_environment()
+    )
 
 
-def _where() -> dict[str, str]:
-    """The device and the jax that kernels are chosen for: those of this process."""
+def _environment() -> dict[str, str]:
+    """Returns the device and jax version of this process, which kernels are chosen for."""
     import jax
 
     return {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
 
-def _step(options: argparse.Namespace) -> list[tuple[str, Any]]:
-    """The casts and matmuls of a training step, each with its role."""
+def _step_problems(options: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Returns the casts and matmuls of a training step, each with its role."""
     import jax
 
     from scaledot import train
@@ -96,7 +105,7 @@ def _step(options: argparse.Namespace) -> list[tuple[str, Any]]:
 
     recipe = find_recipe(options.recipe)
     if options.block:
-        raise ValueError("`--block` is for `--formats`; a recipe has blocks of its own")
+        raise ValueError("`--block` is for `--formats`; the blocks of `--recipe` are part of the recipe")
     x = jax.ShapeDtypeStruct(options.x, options.dtype)
     w = jax.ShapeDtypeStruct(options.w, options.weight_dtype)
     state = {"state": jax.eval_shape(lambda: init_state(recipe))} if recipe.delayed else {}
@@ -107,8 +116,8 @@ def _step(options: argparse.Namespace) -> list[tuple[str, Any]]:
     return [(roles[one.contraction] if isinstance(one, Problem) else "cast", one) for one in found]
 
 
-def _matmul(options: argparse.Namespace) -> list[tuple[str, Any]]:
-    """The casts of the operands that are quantised, and their matmul."""
+def _matmul_problems(options: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Returns the casts of the operands that are quantised, and their matmul."""
     import scaledot as sd
     from scaledot.ops.explain import problems
 
@@ -121,8 +130,8 @@ def _matmul(options: argparse.Namespace) -> list[tuple[str, Any]]:
     return [*(("cast", cast) for cast in (*x_casts, *w_casts)), *(("matmul", matmul) for matmul in matmuls)]
 
 
-def _operand(shape: tuple[int, ...], dtype: str, name: str, how: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """An operand of that format or dtype, without data, and the casts that it comes from."""
+def _operand(shape: tuple[int, ...], dtype: str, name: str, layout: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Returns an abstract operand of that format or dtype, and the casts that compute it."""
     import jax
 
     import scaledot as sd
@@ -131,21 +140,21 @@ def _operand(shape: tuple[int, ...], dtype: str, name: str, how: dict[str, Any])
     if name in DTYPES:
         return jax.ShapeDtypeStruct(shape, name), []
     array = jax.ShapeDtypeStruct(shape, dtype)
-    casts = problems(sd.quantize, array, name, **how)
-    return jax.eval_shape(lambda array: sd.quantize(array, name, **how), array), casts
+    casts = problems(sd.quantize, array, name, **layout)
+    return jax.eval_shape(lambda array: sd.quantize(array, name, **layout), array), casts
 
 
 def _weight_block(block: tuple[int, ...] | None) -> dict[str, Any]:
-    """How `quantize` is told of a block along k, or along n and k, of w (k, n)."""
+    """Returns the arguments of `quantize` for w (k, n) with a block along k, or along n and k."""
     if block is None or len(block) == 1:
         return {"axis": 0, "block": block}
     return {"axis": -1, "block": block[::-1]}
 
 
-def _blocks(given: Sequence[tuple[int, ...]] | None) -> Sequence[tuple[int, ...] | None]:
-    """One for each operand."""
-    if not given:
+def _blocks(blocks: Sequence[tuple[int, ...]] | None) -> Sequence[tuple[int, ...] | None]:
+    """Returns one block for each operand."""
+    if not blocks:
         return (None, None)
-    if len(given) > 2:
-        raise ValueError(f"`--block` takes one block for both operands or one each, not {len(given)}")
-    return (given[0], given[-1])
+    if len(blocks) > 2:
+        raise ValueError(f"`--block` takes one block for both operands or one for each, not {len(blocks)}")
+    return (blocks[0], blocks[-1])

@@ -1,4 +1,4 @@
-"""`scaledot formats`: the table of formats. Nothing here needs jax."""
+"""`scaledot formats`: prints the table of formats, or one of them. This module does not import jax."""
 
 import argparse
 import dataclasses
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def record(format: Format) -> dict[str, Any]:
-    """Returns the fields of a format and what follows from them, as JSON has them."""
+    """Returns the fields and derived properties of a format, for JSON."""
     derived = {
         "bits": format.bits,
         "bits_per_element": format.bits_per_element,
@@ -56,7 +56,7 @@ def _cells(format: Format) -> tuple[str, ...]:
 
 
 def _details(format: Format) -> list[tuple[str, str]]:
-    """Rows of a field and its value; fields that say nothing about the format are left out."""
+    """Returns (title, value) rows; codes and codebook only for the formats that have them."""
     rows: list[tuple[str, str]] = list(zip(TITLES[1:], _cells(format)[1:], strict=True))
     rows.append(("stored as", f"{format.code_dtype}, {format.bits} bits packed"))
     rows.append(("scale rules", ", ".join(rules_of(format))))

@@ -1,4 +1,4 @@
-"""What commands print: text for people, or with `--json` the same as JSON."""
+"""Prints results of commands: as text, or with `--json` as JSON."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def show(options: argparse.Namespace, text: str, record: Mapping[str, Any]) -> None:
-    """Prints the text, or the record where `--json` asks for it."""
+    """Prints the text, or the record with `--json`."""
     print(as_json(record) if options.json else text)
 
 
@@ -16,7 +16,7 @@ def as_json(record: Mapping[str, Any]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows of cells as lines with aligned columns."""
+    """Returns one line per row, with columns padded to equal widths."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -1,4 +1,4 @@
-"""`scaledot recipes`: the table of recipes. A recipe as JSON is what `Recipe.from_json` reads."""
+"""`scaledot recipes`: prints the table of recipes, or one of them; `Recipe.from_json` reads its JSON."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`scaledot tune`: measures GEMM tiles on the GPU of this machine, and writes the table that kernels read."""
+"""`scaledot tune`: measures GEMM tile configs on this machine's GPU and writes the table that kernels read."""
 
 import argparse
 import sys
@@ -12,8 +12,8 @@ EXAMPLES = (
     "scaledot tune --layer 16384 8192 32768 --layer 8192 4096 14336",
     "scaledot tune --kind groups --layer 16384 4096 14336 --groups 8 --output table.json",
 )
-KINDS = {  # of kernels.hopper.autotune, which needs jax
-    "dense": "one scale or none",
+KINDS = {  # copied from kernels.hopper.autotune, whose import needs jax; a test compares both
+    "dense": "at most one scale per operand",
     "precise": "partial accumulators promoted to float32",
     "blocks": "scales per 128 elements of K",
     "integers": "int8",
@@ -38,16 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("TOKENS", "INPUTS", "OUTPUTS"),
         help="a layer whose fwd, dgrad and wgrad are measured; may be repeated (default: those of the benchmarks)",
     )
-    parser.add_argument("--groups", type=count, default=8, help="of tokens in a layer (default %(default)s)")
-    parser.add_argument("--output", type=Path, help="file of the table (default: the one that kernels read)")
+    parser.add_argument(
+        "--groups", type=count, default=8, help="groups of tokens per layer, for --kind groups (default %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, help="file to write (default: the table that kernels read)")
     add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from scaledot.kernels.hopper import autotune, tile_configs
 
-    shapes = autotune.shapes_of(options.kind, [tuple(layer) for layer in options.layer], options.groups)
+    gemms = autotune.gemm_keys(options.kind, [tuple(layer) for layer in options.layer], options.groups)
     path = options.output or tile_configs.path_of_device()
-    measured = autotune.tune(shapes, path, lambda line: print(line, file=sys.stderr, flush=True))
+    measured = autotune.tune(gemms, path, lambda line: print(line, file=sys.stderr, flush=True))
     show(options, f"wrote {path}", {"path": str(path), "measured": measured})
     return 0

@@ -28,7 +28,7 @@ from scaledot.kernels.spec import promoted
 from scaledot.numerics import blocks
 from scaledot.ops.operands import contract, float_operand
 from scaledot.ops.quantize import quantize
-from scaledot.parallel.types import Like
+from scaledot.parallel.types import PrimalType
 
 __all__ = ["BlockScaleConfig", "get_scaled_dot_general_config", "scaled_dot_general", "scaled_matmul"]
 
@@ -106,7 +106,7 @@ def _scaled(name: str, data: jax.Array, scales: jax.Array) -> ScaledArray | jax.
     block = (data.shape[-1] // num_blocks,)
     is_code = data.dtype.name.startswith(("float8", "float4", "int4", "int8")) and data.dtype.name != "float8_e8m0fnu"
     if not is_code or jnp.issubdtype(scales.dtype, jnp.integer):
-        return data.astype(jnp.float32) * blocks.spread(scales.astype(jnp.float32), data.shape, block)
+        return data.astype(jnp.float32) * blocks.repeat_scale(scales.astype(jnp.float32), data.shape, block)
     format = Format(f"{data.dtype.name} x {scales.dtype.name}", data.dtype.name, scales.dtype.name, block)
     return ScaledArray(data, scales, format=format, block=blocks.trim(block), dtype=np.dtype(np.float32))
 
@@ -239,8 +239,8 @@ def _backward(spec: _DotSpec, residuals, g: jax.Array):
             for d, x, format, s in zip((dlhs, drhs), (lhs, rhs), spec.formats, global_scales, strict=False)
         )
     return (
-        Like.of(lhs).reduced(dlhs),
-        Like.of(rhs).reduced(drhs),
+        PrimalType.of(lhs).reduced(dlhs),
+        PrimalType.of(rhs).reduced(drhs),
         jax.tree.map(jnp.zeros_like, global_scales),
     )
 
@@ -270,7 +270,7 @@ def _zero_where_clipped(gradient: jax.Array, x: jax.Array, format: Format, globa
 
 def _quantized_dot(contraction: Contraction, operands, formats, global_scales, **options) -> jax.Array:
     """Quantises both operands along their contracting dims and contracts them."""
-    contracting = contraction.contracted
+    contracting = contraction.contracting
     if not contracting:
         return contract(contraction, *operands, **options)
     merged = contracting if len(contracting) == 1 else labels(1, contraction.lhs + contraction.rhs)

@@ -1,1 +1,1 @@
-"""How contractions are computed: frozen problems, and an ordered table of kernels that can solve them."""
+"""Kernels for contractions and casts: static descriptions of a problem, and ordered tables of kernels that solve it."""

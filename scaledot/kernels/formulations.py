@@ -1,9 +1,12 @@
-"""Where scales go: the forms in which a contraction can be computed exactly.
+"""Formulations of a contraction: in which dtype it is computed, and where scales are applied.
 
-A block scale that is constant over what is summed belongs on the result. One that changes along a summed axis
-can be applied to each tile's partial sum, or, where code times scale is exact in bfloat16, folded into the codes
-beforehand. What none of these can do is multiplied out in float32 first. A Form is one such decision; the
-functions that make one return a sentence instead where it is not possible.
+A block scale that is constant along the contracting dims is applied to the result. One that varies along a contracting
+dim is applied to the partial result of each tile of that dim or, if code times scale is exact in bfloat16, folded into
+the codes before the contraction. Otherwise operands are dequantised to float32. A Formulation is one such choice. The
+functions here return one, or a sentence that says why their choice is not possible.
+
+For example, x (m, 512) with 1×128 blocks times w (512, n) with 128×128 blocks, both E4M3, is bfloat16 matmuls of codes,
+one for each of 4 tiles along k; their float32 results are scaled and added up.
 """
 
 import dataclasses
@@ -15,7 +18,7 @@ import numpy as np
 from scaledot.formats import Format
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
-# Below this many products per tile the partial sums cost more than one float32 product of everything.
+# With fewer elements along K per tile, per-tile results cost more than one float32 matmul of dequantised operands.
 MIN_TILE = 128
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -27,10 +30,11 @@ INT32 = np.dtype(np.int32)
 
 @dataclasses.dataclass(frozen=True)
 class Formulation:
-    """How operands meet: the dtype they are multiplied in, whose scales are folded, and the tiles of the sum.
+    """How a contraction is computed.
 
-    carrier None keeps codes as they are. tiles: (label, elements) pairs. float8_on_cuda: CUDA multiplies the codes as
-    they are, on tensor cores that sum with fewer bits than float32 has.
+    carrier: the dtype of the operands of the contraction; None for that of the codes. accumulator: its result dtype.
+    folded: whether block scales are folded into the codes of lhs and of rhs. tiles: (label, elements) of tiled dims.
+    float8_on_cuda: whether CUDA multiplies float8 codes, on tensor cores that accumulate with fewer bits than float32.
     """
 
     carrier: np.dtype | None
@@ -45,14 +49,14 @@ class Formulation:
 
 
 def carrier_of(problem: Problem) -> np.dtype:
-    """The narrowest dtype in which plain operands and bare codes are exact."""
+    """Returns the narrowest dtype in which plain operands and unscaled codes are exact."""
     plain = [o.dtype for o in problem.operands if o.format is None]
     if FLOAT64 in (*plain, problem.out_dtype):
         return FLOAT64
     if any(o.format is not None and o.format.codebook is not None for o in problem.operands):
         return FLOAT32
     if problem.op == "conv" and plain:
-        return FLOAT32  # JAX cannot transpose a convolution of bfloat16 that accumulates in float32
+        return FLOAT32  # JAX cannot transpose a bfloat16 convolution with a float32 result
     return BFLOAT16 if all(_is_exact_in_bfloat16(d) for d in plain) else FLOAT32
 
 
@@ -67,7 +71,7 @@ def _is_exact_in_bfloat16(dtype: np.dtype) -> bool:
 
 
 def folds_exactly(format: Format, has_zero: bool) -> bool:
-    """Whether a code times its block scale always fits the 8 significant bits of a bfloat16."""
+    """Whether every code times every block scale fits the 8 significant bits of a bfloat16."""
     if format.codebook is not None:
         return False
     code_bits = format.mantissa_bits + 1 + (1 if has_zero else 0)
@@ -75,31 +79,31 @@ def folds_exactly(format: Format, has_zero: bool) -> bool:
     return scale_bits is not None and code_bits + scale_bits <= 8
 
 
-def codes_form(problem: Problem) -> Formulation | str:
-    """Bare codes are multiplied; every scale meets the result, or partial sums of tiles."""
-    reason = _stays_behind(problem, (False, False))
+def codes_formulation(problem: Problem) -> Formulation | str:
+    """Contracts unscaled codes; all scales are applied to the result, or to the results of tiles."""
+    reason = _scale_reason(problem, (False, False))
     if reason:
         return reason
     carrier = carrier_of(problem)
     tiles = tiles_of(problem, (False, False))
-    native = carrier == BFLOAT16 and _multiplies_float8(problem) and is_default_precision(problem.precision)
+    native = carrier == BFLOAT16 and _is_float8_dot(problem) and is_default_precision(problem.precision)
     reason = _tiling_reason(problem, tiles, carrier)
     return reason or Formulation(carrier, accumulator_of(carrier), tiles=tiles, float8_on_cuda=native)
 
 
-def _multiplies_float8(problem: Problem) -> bool:
-    """Whether both sides are 8-bit floats; tensor cores have no e5m2 x e5m2."""
+def _is_float8_dot(problem: Problem) -> bool:
+    """Whether both operands are 8-bit floats; cuBLAS has no matmul of E5M2 by E5M2."""
     elements = {o.dtype.name if o.format is None else o.format.element for o in problem.operands}
     return problem.op == "dot" and elements in ({"float8_e4m3fn"}, {"float8_e4m3fn", "float8_e5m2"})
 
 
-def integer_form(problem: Problem) -> Formulation | str:
-    """int8 products summed in int32, which is exact; zero points are corrected by sums of the other side's codes."""
-    for name, operand in problem.named:
+def integer_formulation(problem: Problem) -> Formulation | str:
+    """Contracts int8 codes with int32 accumulation, which is exact; sums of codes correct for zero points."""
+    for name, operand in problem.named_operands:
         if operand.format is None or not operand.format.is_integer:
             return f"{name} is {operand}, not integer codes"
     tiles = tiles_of(problem, (False, False))
-    reason = _stays_behind(problem, (False, False)) or _tiling_reason(problem, tiles, INT8)
+    reason = _scale_reason(problem, (False, False)) or _tiling_reason(problem, tiles, INT8)
     if reason:
         return reason
     if problem.out_dtype == FLOAT64:
@@ -107,76 +111,79 @@ def integer_form(problem: Problem) -> Formulation | str:
     return _overflow_reason(problem, tiles) or _zero_reason(problem, tiles) or Formulation(INT8, INT32, tiles=tiles)
 
 
-def is_float_on_cuda(problem: Problem, form: Formulation) -> bool:
-    """Whether CUDA multiplies integer codes as bfloat16, which is as exact there.
+def is_float_on_cuda(problem: Problem, formulation: Formulation) -> bool:
+    """Whether CUDA contracts integer codes in bfloat16 with float32 accumulation, which is exact for these problems.
 
-    Its integer convolutions take few shapes, and XLA's products of few integers are unreliable (see `products`). A sum
-    of fewer than 128 products of codes is exact in float32.
+    cuDNN's integer convolutions support few shapes, and XLA's int8 matmuls with a short K are unreliable (see
+    `xla_contractions`). Fewer than 128 products of 8-bit integers accumulate exactly in float32.
     """
-    return form.is_integer and (problem.op == "conv" or tile_products(problem, form.tiles) < MIN_TILE)
+    is_short = tile_products(problem, formulation.tiles) < MIN_TILE
+    return formulation.is_integer and (problem.op == "conv" or is_short)
 
 
 def _overflow_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> str | None:
-    """Sums wrap around, so only what they come to after zero points must fit."""
+    """Accumulators wrap around, so only the result after the zero-point correction must fit int32."""
     products = tile_products(problem, tiles)
     if problem.op == "conv":
         products = math.prod(problem.rhs.shape) // problem.rhs.size("o")
     largest = math.prod(
-        2**o.format.bits - 1 if o.zero else 2 ** (o.format.bits - 1) for o in problem.operands if o.format
+        2**o.format.bits - 1 if o.has_zero_point else 2 ** (o.format.bits - 1) for o in problem.operands if o.format
     )
-    return f"{products} products of up to {largest} may pass 2^31" if products * largest >= 2**31 else None
+    return f"{products} products of up to {largest} may overflow int32" if products * largest >= 2**31 else None
 
 
-def upcast_form(problem: Problem) -> Formulation | str:
-    """Block scales that change along the sum are folded into the codes, exactly, in bfloat16."""
+def upcast_formulation(problem: Problem) -> Formulation | str:
+    """Folds block scales that vary along contracting dims into the codes, exactly, in bfloat16."""
     carrier = carrier_of(problem)
     if carrier != BFLOAT16:
-        return f"the product needs {carrier}, in which folding is what xla_dequantize does"
+        return f"operands need {carrier}; folding scales into {carrier} is what xla_dequantize does"
     folded = _needs_fold(problem, problem.lhs), _needs_fold(problem, problem.rhs)
     if not any(folded):
-        return "no block scale changes along the sum and fits bfloat16"
+        return "no block scale that varies along a contracting dim can be folded into bfloat16 exactly"
     tiles = tiles_of(problem, folded)
-    reason = _stays_behind(problem, folded) or _tiling_reason(problem, tiles, carrier)
+    reason = _scale_reason(problem, folded) or _tiling_reason(problem, tiles, carrier)
     return reason or Formulation(carrier, FLOAT32, folded, tiles)
 
 
-def dequantize_form(problem: Problem) -> Formulation:
+def dequantize_formulation(problem: Problem) -> Formulation:
+    """Dequantises both operands to float32 (or float64) first."""
     carrier = max(carrier_of(problem), FLOAT32, key=lambda d: d.itemsize)
     return Formulation(carrier, carrier, (True, True))
 
 
 def tiles_of(problem: Problem, folded: tuple[bool, ...]) -> tuple[tuple[str, int], ...]:
-    """(label, elements) for each summed label along which an unfolded scale changes."""
+    """Returns (label, elements) for each contracting dim along which a scale varies that is not folded."""
     operands = [o for o, fold in zip(problem.operands, folded, strict=True) if not fold]
-    sizes = ((c, min(o.block_of(c) for o in operands)) for c in problem.summed if operands)
+    sizes = ((c, min(o.block_of(c) for o in operands)) for c in problem.tileable_labels if operands)
     return tuple((c, size) for c, size in sizes if size < problem.lhs.size(c))
 
 
 def tile_products(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> int:
-    """How many products one tile sums."""
-    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracted)
+    """Returns the number of products that accumulate in an element of a tile's result."""
+    return math.prod(dict(tiles).get(c, problem.lhs.size(c)) for c in problem.contraction.contracting)
 
 
 def _needs_fold(problem: Problem, operand: Operand) -> bool:
-    if operand.format is None or not folds_exactly(operand.format, operand.zero):
+    if operand.format is None or not folds_exactly(operand.format, operand.has_zero_point):
         return False
-    return any(c not in problem.reaches_out for c in operand.varies)
+    return any(c not in problem.epilogue_labels for c in operand.scale_varies_along)
 
 
-def _stays_behind(problem: Problem, folded: tuple[bool, ...]) -> str | None:
-    """Why a scale that is not folded cannot reach the result, even by tiles."""
+def _scale_reason(problem: Problem, folded: tuple[bool, ...]) -> str | None:
+    """Returns why a scale that is not folded cannot be applied to the result or to the results of tiles."""
     if 0 in problem.lhs.shape + problem.rhs.shape:
         return "an operand is empty"
-    for (name, operand), fold in zip(problem.named, folded, strict=True):
-        reachable = problem.reaches_out + problem.summed
-        lost = [c for c in operand.varies if c not in reachable and not fold]
-        if lost:
-            return f"the scale of {name} changes along {lost[0]!r}, which is neither kept nor cut into tiles"
-        level = [c for c in operand.level_varies if c not in problem.reaches_out]
-        if level:
-            return f"the tensor scale of {name} changes along {level[0]!r}, which is summed"
-        if operand.rotated and operand.rotated in problem.contraction.out:
-            return f"{name} is rotated along {operand.rotated!r}, which is kept: the rotation must be undone first"
+    for (name, operand), fold in zip(problem.named_operands, folded, strict=True):
+        applicable = problem.epilogue_labels + problem.tileable_labels
+        varying = [c for c in operand.scale_varies_along if c not in applicable and not fold]
+        if varying:
+            return f"the scale of {name} varies along {varying[0]!r}, which is neither a free dim nor can be tiled"
+        varying = [c for c in operand.tensor_scale_varies_along if c not in problem.epilogue_labels]
+        if varying:
+            return f"the tensor scale of {name} varies along {varying[0]!r}, a contracting dim"
+        rotated = operand.rotated_label
+        if rotated and rotated in problem.contraction.out:
+            return f"{name} is rotated along {rotated!r}, a free dim: the rotation must be undone first"
     return None
 
 
@@ -184,22 +191,22 @@ def _tiling_reason(problem: Problem, tiles: tuple[tuple[str, int], ...], carrier
     if not tiles:
         return None
     if carrier not in (INT8, BFLOAT16):
-        return f"partial sums over tiles of {carrier} products are slower than one product of dequantised values"
-    sharded = [c for c, _ in tiles if c in problem.lhs.sharded + problem.rhs.sharded]
+        return f"{carrier} matmuls of tiles are slower than one matmul of dequantised operands"
+    sharded = [c for c, _ in tiles if c in problem.lhs.sharded_labels + problem.rhs.sharded_labels]
     if sharded:
-        return f"{sharded[0]!r} is split over explicit mesh axes and cannot be cut into tiles"
+        return f"{sharded[0]!r} is sharded over explicit mesh axes and cannot be split into tiles"
     products = tile_products(problem, tiles)
     if products < MIN_TILE:
-        return f"scales change every {products} products; partial sums pay from {MIN_TILE} on"
+        return f"scales vary every {products} elements of K; per-block accumulation is only worth it from {MIN_TILE}"
     return None
 
 
 def _zero_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> str | None:
-    if not any(o.zero for o in problem.operands):
+    if not any(o.has_zero_point for o in problem.operands):
         return None
-    if problem.op == "conv" and (problem.rhs.zero or dict(problem.window)["batch_group_count"] > 1):
-        return "zero points of a convolution are corrected on the left, without batch groups"
-    if problem.ragged in problem.contraction.contracted and problem.ragged:
-        return "zero points cannot be corrected where groups are summed"
-    short = [c for c, size in tiles if problem.lhs.size(c) % size]
-    return f"zero points need whole tiles along {short[0]!r}" if short else None
+    if problem.op == "conv" and (problem.rhs.has_zero_point or dict(problem.lax_arguments)["batch_group_count"] > 1):
+        return "zero points of a convolution are corrected for lhs only, and without batch groups"
+    if problem.ragged_label in problem.contraction.contracting and problem.ragged_label:
+        return "zero points cannot be corrected if the ragged dim is contracted"
+    partial = [c for c, size in tiles if problem.lhs.size(c) % size]
+    return f"zero points need whole tiles along {partial[0]!r}" if partial else None

@@ -1,8 +1,14 @@
-"""Contractions and casts before data: everything by which a kernel is chosen.
+"""Static descriptions of contractions and casts, from which a kernel is chosen.
 
-A Problem is a contraction (three label strings, as in einsum), what is known of each operand, and the result that is
-wanted. A CastProblem is an array and the casts that are wanted of it. Both are frozen and hash, so that one is the
-static argument of a jitted run and the key that tuning looks up.
+A Problem describes a contraction (three label strings, as in einsum), its operands and its result. A CastProblem
+describes an array and the quantised outputs to compute from it. Both are frozen and hashable: they are static arguments
+of jitted functions and keys of caches.
+
+For example, an (8, 256) bfloat16 array times an int8 (256, 16) weight with one scale for each 128 elements along K is
+
+    Problem("dot", Contraction("mk", "kn", "mn"), lhs, rhs)
+    lhs = Operand("mk", (8, 256), bfloat16)
+    rhs = Operand("kn", (256, 16), float32, INT8, block=(128, 1))   # scale: (2, 16)
 """
 
 import dataclasses
@@ -26,31 +32,33 @@ from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 
 
 def accumulation_dtype(dtype) -> np.dtype:
-    """What sums are kept in before they are rounded to dtype once: float32, or float64 for results of that."""
+    """Returns the dtype to accumulate in before one rounding to `dtype`: float64 for float64, otherwise float32."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
-# What jax.lax takes for the default precision of an operand.
+# The values of `precision` that jax.lax treats as the default precision of an operand.
 _DEFAULT_PRECISION = (None, "default", "fastest", "bfloat16", lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
 def is_default_precision(precision: Any) -> bool:
-    """Whether the argument `precision`, for both operands or a pair, leaves the precision of sums to the hardware.
+    """Whether `precision`, one value or a pair for lhs and rhs, leaves the accumulation precision to the hardware.
 
     >>> is_default_precision("bfloat16"), is_default_precision(("default", "highest"))
     (True, False)
     """
-    of_operands = precision if isinstance(precision, (tuple, list)) else (precision,)
-    return all(each in _DEFAULT_PRECISION for each in of_operands)
+    per_operand = precision if isinstance(precision, (tuple, list)) else (precision,)
+    return all(each in _DEFAULT_PRECISION for each in per_operand)
 
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is known of an operand before data; `format` is None for a plain array.
+    """The static description of an operand; `format` is None for a plain array.
 
-    block: one entry per axis. level_axes: how many leading axes the tensor scale has entries for.
-    sharded: labels that are split over explicit mesh axes. partitioning: what its type says of how XLA partitions it.
+    labels: one letter per dim. dtype: of a plain array, or the dtype that a ScaledArray dequantises to.
+    block: the block size along each dim, 0 for the whole dim. tensor_scale_axes: the number of dims of the tensor
+    scale, which are the leading dims of the operand. sharded_labels: labels of dims that are sharded over explicit mesh
+    axes. partitioning: how XLA partitions the operand, according to its type.
     """
 
     labels: str
@@ -58,44 +66,45 @@ class Operand:
     dtype: np.dtype
     format: Format | None = None
     block: blocks.Block = ()
-    zero: bool = False
-    level_axes: int = 0
+    has_zero_point: bool = False
+    tensor_scale_axes: int = 0
     rotation: Hadamard | None = None
-    sharded: str = ""
+    sharded_labels: str = ""
     partitioning: Partitioning = ONE_DEVICE
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The shape of the scale."""
+        """The shape of the block scale: the number of blocks along each dim."""
         return blocks.grid(self.shape, self.block)
 
     @property
-    def varies(self) -> str:
-        """The labels along which the block scale is not one number."""
+    def scale_varies_along(self) -> str:
+        """Labels along which the block scale has more than one entry."""
         if self.format is None:
             return ""
         return "".join(c for c, count in zip(self.labels, self.grid, strict=True) if count > 1)
 
     @property
-    def level_varies(self) -> str:
-        """The same for the tensor scale."""
-        return "".join(c for c, size in zip(self.labels[: self.level_axes], self.shape, strict=False) if size > 1)
+    def tensor_scale_varies_along(self) -> str:
+        """Labels along which the tensor scale has more than one entry."""
+        labels = self.labels[: self.tensor_scale_axes]
+        return "".join(c for c, size in zip(labels, self.shape, strict=False) if size > 1)
 
     @property
-    def rotated(self) -> str:
-        """The label that a rotation runs along."""
+    def rotated_label(self) -> str:
+        """The label of the Hadamard-rotated dim, or "" without a rotation."""
         return "" if self.rotation is None else self.labels[self.rotation.axis]
 
     def size(self, label: str) -> int:
         return self.shape[self.labels.index(label)]
 
     def block_of(self, label: str) -> int:
-        """Elements along a label that share a scale; a plain operand has one block."""
+        """The number of elements along a label that share a scale: all of them for a plain operand."""
         size = self.size(label)
         if self.format is None:
             return size
-        b = self.block[self.labels.index(label)]
-        return size if blocks.covers_axis(size, b) else b
+        block = self.block[self.labels.index(label)]
+        return size if blocks.covers_axis(size, block) else block
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
@@ -105,9 +114,10 @@ class Operand:
 
 
 def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
+    """Describes an array whose dims have these labels."""
     if not isinstance(x, ScaledArray):
-        sharded, partitioning = _sharded(x, labels), partitioning_of(x)
-        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded=sharded, partitioning=partitioning)
+        sharded, partitioning = _sharded_labels(x, labels), partitioning_of(x)
+        return Operand(labels, tuple(x.shape), np.dtype(x.dtype), sharded_labels=sharded, partitioning=partitioning)
     return Operand(
         labels,
         x.shape,
@@ -117,25 +127,25 @@ def operand_of(x: ScaledArray | jax.Array, labels: str) -> Operand:
         x.zero is not None,
         0 if x.tensor_scale is None else x.tensor_scale.ndim,
         x.rotation,
-        _sharded(x.data, labels),
+        _sharded_labels(x.data, labels),
         partitioning_of(x.data),
     )
 
 
-def _sharded(x: jax.Array, labels: str) -> str:
+def _sharded_labels(x: jax.Array, labels: str) -> str:
     return "".join(c for c, axes in zip(labels, jax.typeof(x).sharding.spec, strict=False) if axes is not None)
 
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One contraction of two operands, and the result that is wanted.
+    """The static description of a contraction of two operands.
 
-    op: "dot", "ragged_dot" or "conv". preferred: the caller's preferred_element_type.
-    ragged, group: the label whose axis is cut into groups and the label that counts them.
-    gathers: whether a scale per group can be turned into one per row. group_multiple: what sizes of groups are
-    multiples of.
-    window: the remaining arguments of a convolution, as pairs.
+    op: "dot", "ragged_dot" or "conv". preferred: the caller's `preferred_element_type`.
+    ragged_label: the label of the dim that is split into groups. group_label: the label of the group dim.
+    group_scales_to_rows: whether the ragged dim is free, so that a scale per group can be gathered to one per row.
+    group_multiple: a number that divides every group size.
+    lax_arguments: the remaining arguments of `lax.conv_general_dilated`, as (name, value) pairs.
     """
 
     op: str
@@ -145,30 +155,31 @@ class Problem:
     preferred: np.dtype | None = None
     precision: Any = None
     out_sharding: Any = None
-    ragged: str = ""
-    group: str = ""
-    gathers: bool = False
+    ragged_label: str = ""
+    group_label: str = ""
+    group_scales_to_rows: bool = False
     group_multiple: int = 1
-    window: tuple[tuple[str, Any], ...] = ()
+    lax_arguments: tuple[tuple[str, Any], ...] = ()
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
         return self.lhs, self.rhs
 
     @property
-    def named(self) -> tuple[tuple[str, Operand], ...]:
+    def named_operands(self) -> tuple[tuple[str, Operand], ...]:
         return ("lhs", self.lhs), ("rhs", self.rhs)
 
     @property
     def partitioning(self) -> Partitioning:
-        """How XLA partitions it; automatic if each device can multiply shards of its operands."""
-        found = self.lhs.partitioning.joined(self.rhs.partitioning)
+        """How XLA partitions the contraction; `is_automatic` only if a kernel can run on shards of the operands."""
+        joined = self.lhs.partitioning.joined(self.rhs.partitioning)
         are_scaled = self.lhs.format is not None and self.rhs.format is not None
         can_shard = self.op == "dot" and are_scaled and not self.contraction.batch and self.out_sharding is None
-        return found if can_shard or found == ONE_DEVICE else found._replace(is_automatic=False)
+        return joined if can_shard or joined == ONE_DEVICE else joined._replace(is_automatic=False)
 
     @property
     def is_plain(self) -> bool:
+        """Whether neither operand is quantised."""
         return self.lhs.format is None and self.rhs.format is None
 
     @functools.cached_property
@@ -178,14 +189,14 @@ class Problem:
         return promoted(self.lhs.dtype, self.rhs.dtype)
 
     @property
-    def reaches_out(self) -> str:
-        """Labels along which a scale may vary and still be applied to the result."""
-        return self.contraction.out + (self.group if self.gathers else "")
+    def epilogue_labels(self) -> str:
+        """Labels along which a scale can vary and still be applied to the result."""
+        return self.contraction.out + (self.group_label if self.group_scales_to_rows else "")
 
     @property
-    def summed(self) -> str:
-        """Labels that are summed over and may be cut into tiles."""
-        return "".join(c for c in self.contraction.contracted if c != self.ragged)
+    def tileable_labels(self) -> str:
+        """Labels of contracting dims that can be split into tiles: all but the ragged one."""
+        return "".join(c for c in self.contraction.contracting if c != self.ragged_label)
 
     def __str__(self) -> str:
         c = self.contraction
@@ -193,13 +204,13 @@ class Problem:
 
 
 def promoted(a: np.dtype, b: np.dtype) -> np.dtype:
-    """The dtype of a result of both, whatever promotion the caller's own arithmetic is held to."""
+    """Returns the dtype that JAX promotes both to, also under `jax.numpy_dtype_promotion("strict")`."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(_promotable(a), _promotable(b)))
 
 
 def _promotable(dtype: np.dtype) -> np.dtype:
-    """What narrow numbers count as: floats of at most 8 bits and integers of fewer have no place in the lattice."""
+    """Returns a wider dtype for those that JAX does not promote: floats of 8 bits or less, integers of less than 8."""
     if jnp.issubdtype(dtype, jnp.floating):
         return np.dtype(jnp.bfloat16 if jnp.finfo(dtype).bits <= 8 else dtype)
     narrow = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
@@ -208,13 +219,13 @@ def _promotable(dtype: np.dtype) -> np.dtype:
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
-class View:
-    """One cast of an array, as its consumer takes it. Views with equal plans and keys have equal codes.
+class CastOutput:
+    """One quantised output of a cast. Outputs with equal specs and keys have equal codes.
 
-    key: for stochastic rounding, the index of its key (or uniform numbers) among the CastArguments; None rounds to
-    nearest. contracted: the axis that the consuming matmul sums over; the result may then have any layout of
-    `kernels.layouts`. None asks for an ordinary ScaledArray. is_residual: whether it is saved for the backward pass, as
-    codes. Otherwise a contracted one may hold the values that the codes stand for.
+    key: with stochastic rounding, the index of the random key (or of the uniform numbers) in CastArguments; None rounds
+    to nearest. contracted: the contracting dim of the matmul that reads the output. The kernel may then choose any of
+    `kernels.layouts`, and bfloat16 dequantised values in place of codes; None requires a ScaledArray in the layout of
+    the input. is_residual: whether the output is saved as a residual, so that it must be codes.
     """
 
     spec: CastSpec
@@ -227,29 +238,31 @@ class View:
         return self.key is not None
 
     def __str__(self) -> str:
-        rounding = " stochastically" if self.is_stochastic else ""
-        rotation = "" if self.spec.rotation is None else f" after a rotation of {self.spec.rotation.size}"
-        contracted = "" if self.contracted is None else f", contracted along axis {self.contracted}"
+        rounding = " with stochastic rounding" if self.is_stochastic else ""
+        rotation = "" if self.spec.rotation is None else f" after a Hadamard rotation of {self.spec.rotation.size}"
+        contracted = "" if self.contracted is None else f", contracting dim {self.contracted}"
         return f"{self.spec.format.name} in blocks of {self.spec.block}{rounding}{rotation}{contracted}"
 
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class CastProblem:
-    """One array and all casts that are wanted of it, for a kernel that may make them in one read.
+    """The static description of an array and the outputs to compute from it, if possible in one pass over memory.
 
-    given: which CastArguments decide the scales or the rounding, by name. amax, column_sums: whether the largest finite
-    magnitude, and sums over all axes but the last, are wanted beside the codes; a kernel may leave them to its caller.
-    groups: rows come in so many groups, whose sizes are data, and each is cast as if it were alone; None elsewhere.
-    group_multiple: each group of the results begins at a multiple of so many rows, with zeros between.
-    row_length: of a shard (m, k), the length of rows in the whole matrix, by which stochastic rounding counts elements;
-    None for k.
+    passed_arguments: names of the CastArguments that the caller passes, so that the kernel does not compute them.
+    amax: whether to return the largest finite magnitude, float32 (). column_sums: whether to return the sums over all
+    dims but the last. A kernel may return None for both, and the caller computes them.
+    groups: the number of groups that rows are split into, each cast as if it were an array of its own; None without
+    groups. Group sizes are data. group_multiple: groups start at multiples of this many rows in the outputs, with zeros
+    between them.
+    row_length: if the array is a shard (m, k), the length of rows of the whole matrix, from which stochastic rounding
+    computes the index of an element; None for k.
     """
 
     op: ClassVar[str] = "cast"
     shape: tuple[int, ...]
-    views: tuple[View, ...]
-    given: frozenset[str] = frozenset()
+    outputs: tuple[CastOutput, ...]
+    passed_arguments: frozenset[str] = frozenset()
     amax: bool = False
     column_sums: bool = False
     groups: int | None = None
@@ -259,18 +272,19 @@ class CastProblem:
 
     @property
     def dtype(self) -> np.dtype:
-        return self.views[0].spec.input_dtype
+        return self.outputs[0].spec.input_dtype
 
     def __str__(self) -> str:
         groups = "" if self.groups is None else f" with rows in {self.groups} groups"
-        return f"cast {self.dtype}[{','.join(map(str, self.shape))}]{groups} -> {' and '.join(map(str, self.views))}"
+        return f"cast {self.dtype}[{','.join(map(str, self.shape))}]{groups} -> {' and '.join(map(str, self.outputs))}"
 
 
 class CastArguments(NamedTuple):
-    """The arrays of a cast beside the one that is cast; None where they are not given.
+    """The arrays that a cast reads in addition to x; None for those that are computed or not needed.
 
-    keys: those that views name. uniforms: numbers in [0, 1) in the place of keys, each None or of the array's shape.
-    offset: of a shard, the flat index of its first element in the whole matrix, uint32 ().
+    keys: random keys, indexed by `CastOutput.key`. uniforms: random numbers in [0, 1) that replace keys; each is None
+    or has the shape of x. multiplier, scale, tensor_scale, zero: as in `sd.quantize`. group_sizes: (groups,).
+    offset: if x is a shard, the flat index of its first element in the whole matrix, uint32 ().
     """
 
     keys: tuple[Key | None, ...] = ()
@@ -283,23 +297,23 @@ class CastArguments(NamedTuple):
     offset: jax.Array | None = None
 
     @property
-    def names(self) -> frozenset[str]:
-        """Of those that decide scales or rounding: what CastProblem.given holds."""
-        known = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
-        if known and all(uniform is None for uniform in self.uniforms):
+    def passed(self) -> frozenset[str]:
+        """Names of the arguments that are passed and determine scales or rounding, for `CastProblem`."""
+        no_scales = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
+        if no_scales and all(uniform is None for uniform in self.uniforms):
             return frozenset()
-        found = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
-        return frozenset(found | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
+        passed = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        return frozenset(passed | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
-    def key(self, view: View) -> Key | None:
-        return None if view.key is None or self.uniform(view) is not None else self.keys[view.key]
+    def key(self, output: CastOutput) -> Key | None:
+        return None if output.key is None or self.uniform(output) is not None else self.keys[output.key]
 
-    def uniform(self, view: View) -> jax.Array | None:
-        return None if view.key is None or not self.uniforms else self.uniforms[view.key]
+    def uniform(self, output: CastOutput) -> jax.Array | None:
+        return None if output.key is None or not self.uniforms else self.uniforms[output.key]
 
 
 class CastResult(NamedTuple):
-    """For each view a ScaledArray or a layout of one; and what else was wanted, None where the kernel left it."""
+    """For each output, a ScaledArray or a layout of one; amax and column sums, or None if they were not computed."""
 
     arrays: tuple[Any, ...]
     amax: jax.Array | None = None

@@ -1,9 +1,12 @@
-"""The ordered tables of kernels, one per operation: choose one, and explain why.
+"""Ordered tables of kernels, one per kind of operation: which kernel solves a problem, and why.
 
-A kernel is a name, a sentence on how it would solve a problem, a reason for which it cannot, and a run. The
-first that supports a problem is taken; a name means that kernel or an error with its reason. The last one,
-`xla_dequantize` or `xla_cast`, solves everything and is what the others are held to. A kernel for another device is one
-more row: nothing above this module knows of devices.
+A Kernel has a name, a function that returns why it cannot solve a problem, and a function that runs it. The first row
+of a table that supports a problem is chosen; a caller who names a kernel gets that one or an error with the reason. The
+last row, `xla_dequantize` or `xla_cast`, solves every problem and is the reference for the others. Support for another
+device is another row: modules above this one do not depend on the device.
+
+For example, mxfp8 (8, 256) times mxfp8 (256, 16) on an H200 is computed by `hopper_bf16`, because `xla_plain`,
+`xla_block_scaled`, `hopper_weight_only`, `hopper_fp8` and `hopper_int8`, the rows above it in `DOT`, do not support it.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ from scaledot.kernels.hopper import cast_8bit, cast_microscaled, support
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.hopper import grouped as hopper_grouped
 from scaledot.kernels.hopper import weight_only as hopper_weight_only
-from scaledot.kernels.operands import LabeledScale, lay, scaled
+from scaledot.kernels.operands import LabeledScale, align_to, apply_scales
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, accumulation_dtype
 from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
@@ -34,78 +37,90 @@ from scaledot.parallel.types import Partitioning, vary_as
 class Kernel:
     """A row of a table.
 
-    problem_reason: why it cannot solve a problem, whatever the device, or None; place_reason: why it does not run in a
-    program that XLA partitions so, or inside a shard_map for None (XLA's own kernels run anywhere). is_opaque: whether
-    XLA cannot partition it.
-    how: one sentence on what it does with a problem that it supports.
-    run: (problem, lhs, rhs, group_sizes) -> result; of a cast (problem, x, CastArguments) -> CastResult.
-    Of matmuls: adds_bias: whether `run` also takes a `bias` along the columns of rhs, added before the rounding.
-    scales_groups: whether it takes `multipliers` of results per group, applied before it. keeps_codes: whether its
-    derivative keeps codes for the backward pass and not values made of them.
-    Of casts: group_multiple: of rows, at which it places groups whose rows are contracted.
+    problem_reason: returns why the kernel cannot run_problem a problem on any device, or None if it can.
+    describe: returns a sentence on how it solves a problem that it supports.
+    run: (problem, lhs, rhs, group_sizes) -> result; for casts (problem, x, CastArguments) -> CastResult.
+    environment_reason: returns why the kernel cannot run in a program that XLA partitions in this way, or inside a
+    shard_map if the argument is None; None if it can. A kernel without this function runs everywhere.
+    is_opaque: whether XLA cannot partition the kernel.
+
+    For matmuls: fuses_bias: whether `run` takes a `bias` along the columns of rhs, added before the rounding.
+    fuses_result_scales: whether `run` takes `result_scales` per group, applied before the rounding.
+    saves_codes: whether its derivative saves codes as residuals, not dequantised values.
+    For casts: group_multiple: groups start at multiples of this many rows in the outputs if rows are contracted.
     """
 
     name: str
     problem_reason: Callable[[Any], str | None]
-    how: Callable[[Any], str]
+    describe: Callable[[Any], str]
     run: Callable[..., Any]
-    place_reason: Callable[[Partitioning | None], str | None] | None = None
+    environment_reason: Callable[[Partitioning | None], str | None] | None = None
     is_opaque: bool = False
-    adds_bias: bool = False
-    scales_groups: bool = False
-    keeps_codes: bool = False
+    fuses_bias: bool = False
+    fuses_result_scales: bool = False
+    saves_codes: bool = False
     group_multiple: int = 1
 
-    def supports(self, problem: Problem | CastProblem) -> str | None:
-        """A reason why not, or None."""
+    def unsupported_reason(self, problem: Problem | CastProblem) -> str | None:
+        """Returns why the kernel cannot solve the problem here, or None if it can."""
         reason = self.problem_reason(problem)
-        return reason if reason or self.place_reason is None else self.place_reason(problem.partitioning)
+        return reason if reason or self.environment_reason is None else self.environment_reason(problem.partitioning)
 
 
 def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
-    """The kernels of a problem's kind, in the order in which they are tried."""
+    """Returns the table for a problem, in order of preference."""
     return {"dot": DOT, "ragged_dot": RAGGED, "cast": CASTS}.get(problem.op, OTHERS)
 
 
 def tables() -> tuple[tuple[Kernel, ...], ...]:
-    """All of them: what programs whose kernels are chosen when they are traced depend on, besides what JAX knows."""
+    """Returns all tables: programs that choose kernels when they are traced have them in their cache key."""
     return DOT, RAGGED, OTHERS, CASTS
 
 
 def choose(problem: Problem | CastProblem, kernel: str | None = None) -> Kernel:
-    """The named kernel, or the first that supports the problem."""
+    """Returns the named kernel, or the first that supports the problem."""
     rows = kernels_for(problem)
     if kernel is None:
-        return _first(rows, problem, tuple(find(problem.partitioning) for find in _place_reasons(rows)))
+        environment = tuple(check(problem.partitioning) for check in _environment_checks(rows))
+        return _first_supporting(rows, problem, environment)
     if not isinstance(kernel, str):
         raise TypeError(f"`kernel` must be a name, a function that gives one, or None, not {kernel!r}")
-    named = {row.name: row for row in rows}
+    by_name = {row.name: row for row in rows}
     kernel = deprecated.current("kernel", kernel, deprecated.KERNELS)
-    if kernel not in named:
-        near = difflib.get_close_matches(str(kernel), named, n=1) or list(named)
+    if kernel not in by_name:
+        near = difflib.get_close_matches(str(kernel), by_name, n=1) or list(by_name)
         raise ValueError(f"`kernel` {kernel!r} is not one of {problem.op}'s; did you mean {' or '.join(near)}?")
-    reason = named[kernel].supports(problem)
+    reason = by_name[kernel].unsupported_reason(problem)
     if reason:
         raise NotImplementedError(f"`kernel` {kernel!r} cannot compute {problem}: {reason}")
-    return named[kernel]
+    return by_name[kernel]
 
 
 @functools.lru_cache(maxsize=4096)
-def _first(rows: tuple[Kernel, ...], problem: Problem | CastProblem, places: tuple[str | None, ...]) -> Kernel:
-    """The first kernel that supports a problem, found once: an eager call asks every time. places: `_place_reasons`."""
-    reasons = dict(zip(_place_reasons(rows), places, strict=True))
-    runs_here = (row for row in rows if row.place_reason is None or reasons[row.place_reason] is None)
+def _first_supporting(
+    rows: tuple[Kernel, ...], problem: Problem | CastProblem, environment: tuple[str | None, ...]
+) -> Kernel:
+    """Returns the first row that supports a problem; cached for eager calls.
+
+    environment: the results of `_environment_checks`, which may change between calls.
+    """
+    reasons = dict(zip(_environment_checks(rows), environment, strict=True))
+    runs_here = (row for row in rows if row.environment_reason is None or reasons[row.environment_reason] is None)
     return next(row for row in runs_here if row.problem_reason(problem) is None)
 
 
 @functools.cache
-def _place_reasons(rows: tuple[Kernel, ...]) -> tuple[Callable[[Partitioning | None], str | None], ...]:
-    """What the rows ask about the place that a program runs in, each question once."""
-    return tuple(dict.fromkeys(row.place_reason for row in rows if row.place_reason is not None))
+def _environment_checks(rows: tuple[Kernel, ...]) -> tuple[Callable[[Partitioning | None], str | None], ...]:
+    """Returns the distinct `environment_reason` functions of the rows."""
+    return tuple(dict.fromkeys(row.environment_reason for row in rows if row.environment_reason is not None))
 
 
 class Verdict(NamedTuple):
-    """verdict: "taken", "could" (it supports the problem too) or "no". reason: how it solves it, or why not."""
+    """Whether a kernel is chosen for a problem, and why.
+
+    verdict: "taken" (chosen), "could" (it supports the problem, but an earlier row is chosen) or "no".
+    reason: how the kernel solves the problem, or why it cannot.
+    """
 
     kernel: str
     verdict: str
@@ -113,20 +128,20 @@ class Verdict(NamedTuple):
 
 
 def verdicts(problem: Problem | CastProblem) -> list[Verdict]:
-    """Every kernel of the problem's table, in order, and why it was taken or passed over."""
+    """Returns a verdict for each kernel of the problem's table, in order."""
     chosen = choose(problem)
     return [_verdict(row, problem, row is chosen) for row in kernels_for(problem)]
 
 
 def _verdict(row: Kernel, problem: Problem | CastProblem, is_taken: bool) -> Verdict:
-    reason = row.supports(problem)
+    reason = row.unsupported_reason(problem)
     if reason:
         return Verdict(row.name, "no", reason)
-    return Verdict(row.name, "taken" if is_taken else "could", f"{row.how(problem)}{_on_shards(row, problem)}")
+    return Verdict(row.name, "taken" if is_taken else "could", f"{row.describe(problem)}{_on_shards(row, problem)}")
 
 
 def explain(problem: Problem | CastProblem) -> str:
-    """The verdicts as text."""
+    """Returns the verdicts as text, one line per kernel."""
     rows = verdicts(problem)
     width = max(len(row.kernel) for row in rows)
     words = {"taken": "TAKEN", "could": "could", "no": "no"}
@@ -135,47 +150,52 @@ def explain(problem: Problem | CastProblem) -> str:
 
 
 def _on_shards(row: Kernel, problem: Problem | CastProblem) -> str:
-    """What becomes of a kernel in a program that XLA partitions."""
+    """Returns how an opaque kernel runs in a program that XLA partitions, as the end of a sentence."""
     devices = problem.partitioning.devices
     if devices == 1 or not row.is_opaque:
         return ""
-    gathered = "" if problem.op == "cast" else ", and operands are gathered as codes"
+    gathered = "" if problem.op == "cast" else ", and operands are all-gathered as codes"
     return f"; each of {devices} devices runs it on its shards{gathered}"
 
 
-def passes(problem: CastProblem) -> tuple[CastProblem, ...]:
-    """The problem itself where one kernel makes all of its casts, or none but XLA any; else a problem for each cast."""
-    if len(problem.views) == 1 or choose(problem) is not XLA_CAST:
+def split_by_kernel(problem: CastProblem) -> tuple[CastProblem, ...]:
+    """Splits a problem into one per output, if no fused kernel computes all outputs but one computes some of them.
+
+    A fused kernel for all outputs reads x once, and so does XLA, which fuses its casts: these problems are not split.
+    """
+    if len(problem.outputs) == 1 or choose(problem) is not XLA_CAST:
         return (problem,)
-    first, *others = (dataclasses.replace(problem, views=(view,)) for view in problem.views)
+    first, *others = (dataclasses.replace(problem, outputs=(output,)) for output in problem.outputs)
     others = (dataclasses.replace(other, amax=False, column_sums=False) for other in others)
     singles = first, *others
     return singles if any(choose(single) is not XLA_CAST for single in singles) else (problem,)
 
 
-def spacing(problem: CastProblem) -> int:
-    """Rows at whose multiples groups begin, for a cast of rows that are contracted: as a kernel that makes it wants."""
+def group_row_multiple(problem: CastProblem) -> int:
+    """Returns the multiple of rows at which groups start, if rows are contracted, for a kernel that can cast them."""
     for kernel in CASTS:
-        spaced = dataclasses.replace(problem, group_multiple=kernel.group_multiple)
-        if kernel is not XLA_CAST and kernel.supports(spaced) is None:
+        aligned = dataclasses.replace(problem, group_multiple=kernel.group_multiple)
+        if kernel is not XLA_CAST and kernel.unsupported_reason(aligned) is None:
             return kernel.group_multiple
     return problem.group_multiple
 
 
-def casts_matrices(partitioning: Partitioning | None) -> bool:
-    """Whether kernels that cast matrices, and nothing else, run in such a program, or inside a shard_map for None."""
-    return any(kernel.place_reason is not None and kernel.place_reason(partitioning) is None for kernel in CASTS)
+def has_matrix_cast_kernels(partitioning: Partitioning | None) -> bool:
+    """Whether a cast kernel that takes only matrices can run under a partitioning (None: inside a shard_map)."""
+    checks = (kernel.environment_reason for kernel in CASTS if kernel.environment_reason is not None)
+    return any(check(partitioning) is None for check in checks)
 
 
-def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array]:
-    """What computes f(*scalars), a float32 scalar, from (key, f, *scalars): a kernel where kernels run, or f itself.
+def scalar_runner(partitioning: Partitioning | None) -> Callable[..., jax.Array]:
+    """Returns compute(key, f, *scalars), which returns f(*scalars), a float32 scalar, from one kernel launch.
 
-    partitioning: as in `casts_matrices`. key: what f depends on.
+    If kernels cannot run here, XLA computes f. partitioning: None inside a shard_map.
+    key: everything that f depends on, as for `hopper.launch`.
     """
 
     def compute(key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Array) -> jax.Array:
-        is_one = partitioning is None or partitioning.devices == 1
-        if not is_one or support.place_reason(partitioning) is not None:
+        is_single = partitioning is None or partitioning.devices == 1
+        if not is_single or support.environment_reason(partitioning) is not None:
             return f(*scalars)
         from scaledot.kernels.hopper import scalars as scalar_kernels
 
@@ -190,57 +210,64 @@ def scalar_program(partitioning: Partitioning | None) -> Callable[..., jax.Array
     return compute
 
 
-def _of_form(name: str, make: Callable[[Problem], Formulation | str], run: Callable[..., jax.Array]) -> Kernel:
-    """A kernel whose support is whether its form can be made."""
+def _xla_kernel(name: str, formulate: Callable[[Problem], Formulation | str], run: Callable[..., jax.Array]) -> Kernel:
+    """Returns the XLA kernel that supports the problems for which `formulate` returns a Formulation."""
 
     def problem_reason(problem: Problem) -> str | None:
-        form = _scaled_reason(problem) or make(problem)
-        return form if isinstance(form, str) else None
+        formulation = _plain_reason(problem) or formulate(problem)
+        return formulation if isinstance(formulation, str) else None
 
-    def how(problem: Problem) -> str:
-        return _sentence(problem, _formed(make, problem))
+    def describe(problem: Problem) -> str:
+        return _description(problem, _formulation(formulate, problem))
 
-    def run_formed(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
-        return run(problem, _formed(make, problem), lhs, rhs, group_sizes)
+    def run_formulated(problem: Problem, lhs, rhs, group_sizes=None) -> jax.Array:
+        return run(problem, _formulation(formulate, problem), lhs, rhs, group_sizes)
 
-    return Kernel(name, problem_reason, how, run_formed)
-
-
-def _formed(make: Callable[[Problem], Formulation | str], problem: Problem) -> Formulation:
-    form = make(problem)
-    assert isinstance(form, Formulation), form
-    return form
+    return Kernel(name, problem_reason, describe, run_formulated)
 
 
-def _scaled_reason(problem: Problem) -> str | None:
-    return "neither operand is scaled" if problem.is_plain else None
+def _formulation(formulate: Callable[[Problem], Formulation | str], problem: Problem) -> Formulation:
+    formulation = formulate(problem)
+    assert isinstance(formulation, Formulation), formulation
+    return formulation
 
 
-def _sentence(problem: Problem, form: Formulation) -> str:
-    """What a form does, in words."""
-    if form.folded == (True, True) and form.carrier != formulations.BFLOAT16:
-        return f"values are multiplied out in {form.carrier} first, then one {form.carrier} product"
-    parts = [f"{form.carrier} products, {form.accumulator} sums"]
-    if form.float8_on_cuda:
-        parts = ["float8 products on CUDA, bfloat16 elsewhere, float32 sums"]
-    elif formulations.is_float_on_cuda(problem, form):
-        parts = ["int8 products and int32 sums, on CUDA bfloat16 and float32"]
-    if any(form.folded):
-        sides = " and ".join(n for n, f in zip(("lhs", "rhs"), form.folded, strict=True) if f)
-        parts.append(f"block scales of {sides} folded in exactly")
-    if form.tiles:
-        cuts = " and ".join(f"{-(-problem.lhs.size(c) // size)} tiles of {size} along {c!r}" for c, size in form.tiles)
-        parts.append(f"scales applied to each of {cuts}")
-    elif any(o.format is not None and not folded for o, folded in zip(problem.operands, form.folded, strict=True)):
-        parts.append("scales applied to the result")
-    if form.is_integer and any(o.zero for o in problem.operands):
-        parts.append("zero points corrected by sums of codes")
-    return "; ".join(parts)
+def _plain_reason(problem: Problem) -> str | None:
+    return "neither operand is quantised" if problem.is_plain else None
 
 
-def _run_upcast(problem: Problem, form: Formulation, lhs, rhs, group_sizes=None) -> jax.Array:
-    """Exact in bfloat16; a program compiled here for a GPU elsewhere takes its block-scaled product."""
-    upcast = functools.partial(xla.run_form, problem, form)
+def _description(problem: Problem, formulation: Formulation) -> str:
+    """Returns a sentence on how a formulation computes a problem."""
+    carrier = formulation.carrier
+    if formulation.folded == (True, True) and carrier != formulations.BFLOAT16:
+        return f"dequantises to {carrier}, then one {carrier} matmul"
+    clauses = [f"{carrier} matmul, {formulation.accumulator} accumulation"]
+    if formulation.float8_on_cuda:
+        clauses = ["float8 matmul on CUDA, bfloat16 elsewhere, float32 accumulation"]
+    elif formulations.is_float_on_cuda(problem, formulation):
+        clauses = ["int8 matmul and int32 accumulation, on CUDA bfloat16 and float32"]
+    if any(formulation.folded):
+        names = zip(("lhs", "rhs"), formulation.folded, strict=True)
+        folded = " and ".join(name for name, is_folded in names if is_folded)
+        clauses.append(f"block scales of {folded} folded into the codes exactly")
+    if formulation.tiles:
+        tiles = " and ".join(
+            f"{-(-problem.lhs.size(c) // size)} tiles of {size} along {c!r}" for c, size in formulation.tiles
+        )
+        clauses.append(f"scales applied to each of {tiles}")
+    elif any(o.format is not None and not f for o, f in zip(problem.operands, formulation.folded, strict=True)):
+        clauses.append("scales applied to the result")
+    if formulation.is_integer and any(o.has_zero_point for o in problem.operands):
+        clauses.append("zero points corrected by sums of codes")
+    return "; ".join(clauses)
+
+
+def _run_upcast(problem: Problem, formulation: Formulation, lhs, rhs, group_sizes=None) -> jax.Array:
+    """Runs an exact bfloat16 matmul.
+
+    A program that is traced on a machine without a GPU, and compiled for a GPU, uses the block-scaled matmul instead.
+    """
+    upcast = functools.partial(xla.run_formulation, problem, formulation)
     if jax.default_backend() == "gpu" or block_scaled.layout_reason(problem) or block_scaled.mesh_reason():
         return upcast(lhs, rhs, group_sizes)
     hardware = functools.partial(block_scaled.run, problem)
@@ -249,137 +276,149 @@ def _run_upcast(problem: Problem, form: Formulation, lhs, rhs, group_sizes=None)
 
 _PLAIN = Kernel(
     "xla_plain",
-    lambda problem: None if problem.is_plain else "an operand is scaled",
-    lambda problem: "the product of jax.lax",
+    lambda problem: None if problem.is_plain else "an operand is quantised",
+    lambda problem: "the contraction of jax.lax",
     xla.run_plain,
 )
 _BLOCK_SCALED = Kernel(
     "xla_block_scaled",
-    lambda problem: _scaled_reason(problem) or block_scaled.layout_reason(problem),
-    lambda problem: "the block-scaled product of the tensor cores, scales in their own dtype",
+    lambda problem: _plain_reason(problem) or block_scaled.layout_reason(problem),
+    lambda problem: "the block-scaled matmul of the tensor cores, with scales in their stored dtype",
     block_scaled.run,
     lambda partitioning: block_scaled.device_reason() or block_scaled.mesh_reason(),
 )
 
 
-def _hopper(name: str, product: Any) -> Kernel:
-    """A kernel for CUDA, by what says whether and how, and runs it.
+def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
+    """Returns the row of a CUDA kernel from its module, which has `problem_reason`, `describe` and `run`.
 
-    Where a program runs on something else, as on an array put on a CPU, XLA's takes its place.
+    On a machine with a GPU, the program also has XLA's kernel, for arrays that are placed on a CPU.
     """
 
     def run(problem: Problem, lhs, rhs, group_sizes=None, bias=None) -> jax.Array:
-        kernel = functools.partial(product.run, problem)
+        kernel = functools.partial(matmul.run, problem)
         if jax.default_backend() != "gpu":
             return kernel(lhs, rhs, bias)
-        reference = functools.partial(run_and_add, _without_hopper(problem), problem)
+        reference = functools.partial(run_with_bias, _first_xla_kernel(problem), problem)
         return lax.platform_dependent(lhs, rhs, bias, cuda=kernel, default=reference)
 
-    return Kernel(name, product.problem_reason, product.how, run, support.place_reason, is_opaque=True, adds_bias=True)
+    return Kernel(
+        name,
+        matmul.problem_reason,
+        matmul.describe,
+        run,
+        support.environment_reason,
+        is_opaque=True,
+        fuses_bias=True,
+    )
 
 
-def _without_hopper(problem: Problem) -> Kernel:
-    """The first of XLA's kernels that supports a problem of scaled operands."""
-    return next(row for row in OTHERS if row.supports(problem) is None)
+def _first_xla_kernel(problem: Problem) -> Kernel:
+    """Returns the first of XLA's kernels that supports a problem with quantised operands."""
+    return next(row for row in OTHERS if row.unsupported_reason(problem) is None)
 
 
 def _differentiated(kernel: Kernel) -> Kernel:
-    """The kernel of a plain lhs, whose derivative is the product of its tangent, by XLA."""
+    """Adds a derivative with respect to a plain lhs and the bias: XLA multiplies their tangents."""
 
     def run(problem: Problem, lhs, rhs, group_sizes=None, bias=None) -> jax.Array:
         @jax.custom_jvp
-        def product(lhs, rhs, bias):
+        def matmul(lhs, rhs, bias):
             return kernel.run(problem, lhs, rhs, bias=bias)
 
-        @product.defjvp
+        @matmul.defjvp
         def _(primals, tangents):
-            (_, rhs, _), (change, _, bias_change) = primals, tangents
-            reference = functools.partial(run_and_add, _without_hopper(problem), problem)
-            return product(*primals), jax.checkpoint(reference)(change, rhs, bias_change)
+            (_, rhs, _), (lhs_tangent, _, bias_tangent) = primals, tangents
+            reference = functools.partial(run_with_bias, _first_xla_kernel(problem), problem)
+            return matmul(*primals), jax.checkpoint(reference)(lhs_tangent, rhs, bias_tangent)
 
-        return product(lhs, rhs, bias)
+        return matmul(lhs, rhs, bias)
 
-    return dataclasses.replace(kernel, run=run, keeps_codes=True)
+    return dataclasses.replace(kernel, run=run, saves_codes=True)
 
 
-def run_and_add(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
-    """A dot plus a bias along the columns of rhs, with one rounding, whatever the kernel."""
+def run_with_bias(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
+    """Returns a dot plus a bias along the free dims of rhs, rounded once, by any kernel."""
     if bias is None:
         return kernel.run(problem, lhs, rhs)
-    if kernel.adds_bias:
+    if kernel.fuses_bias:
         return kernel.run(problem, lhs, rhs, bias=bias)
     wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs)
-    bias = lay(LabeledScale(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
+    bias = align_to(LabeledScale(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
     return (total + bias).astype(problem.out_dtype)
 
 
-def run_and_scale(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, multipliers) -> jax.Array:
-    """A result (groups, m, n) times factors (groups, 1 or m) and (groups, 1 or n), with one rounding."""
-    if kernel.scales_groups:
-        return kernel.run(problem, lhs, rhs, group_sizes, multipliers=multipliers)
+def run_with_result_scales(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, result_scales) -> jax.Array:
+    """Returns a result (groups, m, n) times result_scales (groups, 1 or m) and (groups, 1 or n), rounded once."""
+    if kernel.fuses_result_scales:
+        return kernel.run(problem, lhs, rhs, group_sizes, result_scales=result_scales)
     wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs, group_sizes)
-    left, right = multipliers
-    return scaled(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
+    left, right = result_scales
+    return apply_scales(total, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
 
 
-def _run_grouped(problem: Problem, lhs, rhs, group_sizes, multipliers=None) -> jax.Array:
-    """A kernel for CUDA; where a program runs on something else, the next of the table that can takes its place."""
+def _run_grouped(problem: Problem, lhs, rhs, group_sizes, result_scales=None) -> jax.Array:
+    """Runs the CUDA kernel; on a machine with a GPU, the program also has XLA's kernel for arrays placed on a CPU."""
     kernel = functools.partial(hopper_grouped.run, problem)
     if jax.default_backend() != "gpu":
-        return kernel(lhs, rhs, group_sizes, multipliers)
-    elsewhere = _without_hopper(problem)
+        return kernel(lhs, rhs, group_sizes, result_scales)
+    xla_kernel = _first_xla_kernel(problem)
 
-    def reference(lhs, rhs, group_sizes, multipliers):
-        if multipliers is None:
-            return elsewhere.run(problem, lhs, rhs, group_sizes)
-        return run_and_scale(elsewhere, problem, lhs, rhs, group_sizes, multipliers)
+    def reference(lhs, rhs, group_sizes, result_scales):
+        if result_scales is None:
+            return xla_kernel.run(problem, lhs, rhs, group_sizes)
+        return run_with_result_scales(xla_kernel, problem, lhs, rhs, group_sizes, result_scales)
 
-    return lax.platform_dependent(lhs, rhs, group_sizes, multipliers, cuda=kernel, default=reference)
+    return lax.platform_dependent(lhs, rhs, group_sizes, result_scales, cuda=kernel, default=reference)
 
 
-def _hopper_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
-    """A cast for CUDA. An ordinary one is the reference's where a program runs on something else, as matmuls are."""
+def _mosaic_cast(name: str, cast: Any, group_multiple: int = 1) -> Kernel:
+    """Returns the row of a CUDA cast kernel from its module, which has `problem_reason`, `describe` and `run`.
 
-    def run(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
+    On a machine with a GPU, a program whose outputs are all in the layout of the input also has XLA's cast, for arrays
+    that are placed on a CPU. Outputs for matmuls have layouts that XLA's cast does not write.
+    """
+
+    def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
         kernel = functools.partial(cast.run, problem)
-        x = lax.stop_gradient(x)  # codes have no derivative, and the kernel has no rule for one
-        if jax.default_backend() != "gpu" or any(view.contracted is not None for view in problem.views):
-            return kernel(x, given)
+        x = lax.stop_gradient(x)  # codes have no derivative, and Pallas kernels have no differentiation rule
+        if jax.default_backend() != "gpu" or any(output.contracted is not None for output in problem.outputs):
+            return kernel(x, arguments)
         reference = functools.partial(_reference_cast, problem)
-        return lax.platform_dependent(x, given, cuda=kernel, default=reference)
+        return lax.platform_dependent(x, arguments, cuda=kernel, default=reference)
 
-    place = {"place_reason": support.place_reason, "is_opaque": True}
-    return Kernel(name, cast.problem_reason, cast.how, run, group_multiple=group_multiple, **place)
+    environment = {"environment_reason": support.environment_reason, "is_opaque": True}
+    return Kernel(name, cast.problem_reason, cast.describe, run, group_multiple=group_multiple, **environment)
 
 
-def _reference_cast(problem: CastProblem, x: jax.Array, given: CastArguments) -> CastResult:
-    """XLA's casts, and the amax and sums that kernels make on the way."""
+def _reference_cast(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
+    """Casts by XLA, with the amax and column sums that the CUDA kernels also return."""
     assert problem.groups is None or not (problem.amax or problem.column_sums)
-    made = xla_casts.run(problem, x, given)
+    result = xla_casts.run(problem, x, arguments)
     amax = block_amax(flush(x.astype(jnp.float32)), (0,) * x.ndim).reshape(()) if problem.amax else None
     sums = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if problem.column_sums else None
-    return made._replace(amax=amax, column_sums=sums)
+    return result._replace(amax=amax, column_sums=sums)
 
 
-_INTEGER = _of_form("xla_integer", formulations.integer_form, xla.run_integers)
-_CODES = _of_form("xla_codes", formulations.codes_form, xla.run_codes)
-_UPCAST = _of_form("xla_upcast", formulations.upcast_form, _run_upcast)
-_DEQUANTIZE = _of_form("xla_dequantize", formulations.dequantize_form, xla.run_dequantized)
-_HOPPER_WEIGHT_ONLY = _differentiated(_hopper("hopper_weight_only", hopper_weight_only))
-_HOPPER_FP8 = _hopper("hopper_fp8", hopper_dot.FLOAT8)
-_HOPPER_INT8 = _hopper("hopper_int8", hopper_dot.INT8)
+_INTEGER = _xla_kernel("xla_integer", formulations.integer_formulation, xla.run_integers)
+_CODES = _xla_kernel("xla_codes", formulations.codes_formulation, xla.run_codes)
+_UPCAST = _xla_kernel("xla_upcast", formulations.upcast_formulation, _run_upcast)
+_DEQUANTIZE = _xla_kernel("xla_dequantize", formulations.dequantize_formulation, xla.run_dequantized)
+_HOPPER_WEIGHT_ONLY = _differentiated(_mosaic_matmul("hopper_weight_only", hopper_weight_only))
+_HOPPER_FP8 = _mosaic_matmul("hopper_fp8", hopper_dot.FLOAT8)
+_HOPPER_INT8 = _mosaic_matmul("hopper_int8", hopper_dot.INT8)
 _HOPPER_GROUPED = Kernel(
     "hopper_grouped",
     hopper_grouped.problem_reason,
-    hopper_grouped.how,
+    hopper_grouped.describe,
     _run_grouped,
-    support.place_reason,
+    support.environment_reason,
     is_opaque=True,
-    scales_groups=True,
+    fuses_result_scales=True,
 )
-_HOPPER_BF16 = _hopper("hopper_bf16", hopper_dot.BFLOAT16)
+_HOPPER_BF16 = _mosaic_matmul("hopper_bf16", hopper_dot.BFLOAT16)
 
 DOT = (
     _PLAIN,
@@ -395,9 +434,9 @@ DOT = (
 )
 RAGGED = (_PLAIN, _HOPPER_GROUPED, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
 OTHERS = (_PLAIN, _INTEGER, _CODES, _UPCAST, _DEQUANTIZE)
-XLA_CAST = Kernel("xla_cast", xla_casts.problem_reason, xla_casts.how, xla_casts.run)
+XLA_CAST = Kernel("xla_cast", xla_casts.problem_reason, xla_casts.describe, xla_casts.run)
 CASTS = (
-    _hopper_cast("hopper_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
-    _hopper_cast("hopper_cast_microscaled", cast_microscaled),
+    _mosaic_cast("hopper_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
+    _mosaic_cast("hopper_cast_microscaled", cast_microscaled),
     XLA_CAST,
 )

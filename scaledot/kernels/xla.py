@@ -1,7 +1,8 @@
-"""The reference kernels: forms carried out by XLA's own products, on every backend.
+"""The reference kernels: Formulations computed by XLA's own contractions, on every backend.
 
-They differ only in their Form (see `forms`): which dtype is multiplied, what is folded, how the sum is cut.
-Sums are float32 (or exact in int32), scales are applied in float32, and there is one rounding to the result.
+Kernels differ only in their Formulation (see `formulations`): the dtype of the contraction, the scales that are folded
+into operands, and the tiles of contracting dims. Matmuls accumulate in float32 (int32 for integer codes), scales are
+applied in float32, and the result is rounded once, to the output dtype.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
-from scaledot.kernels.formulations import Formulation, codes_form, is_float_on_cuda
+from scaledot.kernels.formulations import Formulation, codes_formulation, is_float_on_cuda
 from scaledot.kernels.operands import LabeledScale
 from scaledot.kernels.spec import Operand, Problem, promoted
 from scaledot.kernels.xla_contractions import ContractionOps, ops_for
@@ -26,150 +27,152 @@ Array = jax.Array | ScaledArray
 
 
 class DecodedOperand(NamedTuple):
-    """An operand taken apart: what is multiplied, what the result is multiplied by, and the zero point."""
+    """The array of an operand that is contracted, and the scales and zero point that are applied to the result."""
 
     values: jax.Array
-    factors: list[LabeledScale]
+    scales: list[LabeledScale]
     zero: LabeledScale | None = None
 
 
-def run_form(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """The contraction in that form."""
-    steps = ops_for(problem, group_sizes)
+def run_formulation(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Computes the contraction in this formulation."""
+    ops = ops_for(problem, group_sizes)
     a, b = (
-        _take_apart(o, x, form, folded) for o, x, folded in zip(problem.operands, (lhs, rhs), form.folded, strict=True)
+        _decode_operand(operand, x, formulation, is_folded)
+        for operand, x, is_folded in zip(problem.operands, (lhs, rhs), formulation.folded, strict=True)
     )
-    if form.tiles:
-        (a, left), (b, right) = (_without_tiles(side, dict(form.tiles)) for side in (a, b))
-        total = _scaled(steps, _sum_of_tiles(problem, form, steps, (a, b)), left, right)
+    if formulation.tiles:
+        (a, left), (b, right) = (_split_scales(operand, dict(formulation.tiles)) for operand in (a, b))
+        total = _apply_scales(ops, _accumulate_tiles(problem, formulation, ops, (a, b)), left, right)
     else:
-        total = _one_sum(problem, form, steps, (a, b))
-    return steps.clear(total).astype(problem.out_dtype)
+        total = _contract(problem, formulation, ops, (a, b))
+    return ops.mask_ungrouped(total).astype(problem.out_dtype)
 
 
-def _without_tiles(side: DecodedOperand, tiles: operands.Tiles) -> tuple[DecodedOperand, list[LabeledScale]]:
-    """The side with the factors of its tiles, and those that can wait for the result."""
-    waiting = [f for f in side.factors if not f.varies(tiles)]
-    return side._replace(factors=[f for f in side.factors if f.varies(tiles)]), waiting
+def _split_scales(operand: DecodedOperand, tiles: operands.Tiles) -> tuple[DecodedOperand, list[LabeledScale]]:
+    """Returns the operand with the scales that vary along tiled dims, and its other scales, for the whole result."""
+    for_result = [scale for scale in operand.scales if not scale.varies_along(tiles)]
+    return operand._replace(scales=[scale for scale in operand.scales if scale.varies_along(tiles)]), for_result
 
 
-def _scaled(steps: ContractionOps, total: jax.Array, lhs: list[LabeledScale], rhs: list[LabeledScale]) -> jax.Array:
-    return operands.scaled(total, [steps.lay(f) for f in lhs], [steps.lay(f) for f in rhs])
+def _apply_scales(ops: ContractionOps, total: jax.Array, lhs: list[LabeledScale], rhs: list[LabeledScale]) -> jax.Array:
+    return operands.apply_scales(total, [ops.align(scale) for scale in lhs], [ops.align(scale) for scale in rhs])
 
 
-def run_dequantized(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """Values first, in full, then one product."""
+def run_dequantized(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Dequantises both operands, then contracts them."""
     values = []
     for operand, x in zip(problem.operands, (lhs, rhs), strict=True):
         if isinstance(x, ScaledArray):
-            values.append(operands.all_values(x, form.carrier, operand.rotated in problem.contraction.out))
+            unrotate = operand.rotated_label in problem.contraction.out
+            values.append(operands.dequantized_values(x, formulation.carrier, unrotate))
         else:
-            values.append(x.astype(form.carrier))
-    steps = ops_for(problem, group_sizes)
-    return steps.clear(steps.product(*values, form.accumulator)).astype(problem.out_dtype)
+            values.append(x.astype(formulation.carrier))
+    ops = ops_for(problem, group_sizes)
+    return ops.mask_ungrouped(ops.contract(*values, formulation.accumulator)).astype(problem.out_dtype)
 
 
 def run_plain(problem: Problem, lhs: jax.Array, rhs: jax.Array, group_sizes=None) -> jax.Array:
-    """jax.lax's own product, of operands promoted to one dtype."""
+    """Contracts plain operands by jax.lax, promoted to a common dtype."""
     if lhs.dtype != rhs.dtype:
         common = promoted(lhs.dtype, rhs.dtype)
         lhs, rhs = lhs.astype(common), rhs.astype(common)
-    return ops_for(problem, group_sizes).product(lhs, rhs, problem.preferred)
+    return ops_for(problem, group_sizes).contract(lhs, rhs, problem.preferred)
 
 
-def run_integers(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """Integer codes; CUDA may multiply them as bfloat16."""
-    if not is_float_on_cuda(problem, form):
-        return run_form(problem, form, lhs, rhs, group_sizes)
-    floats = codes_form(problem)
+def run_integers(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Contracts integer codes; CUDA may do so in bfloat16."""
+    if not is_float_on_cuda(problem, formulation):
+        return run_formulation(problem, formulation, lhs, rhs, group_sizes)
+    floats = codes_formulation(problem)
     assert isinstance(floats, Formulation), floats
     return lax.platform_dependent(
         lhs,
         rhs,
         group_sizes,
-        cuda=functools.partial(run_form, problem, floats),
-        default=functools.partial(run_form, problem, form),
+        cuda=functools.partial(run_formulation, problem, floats),
+        default=functools.partial(run_formulation, problem, formulation),
     )
 
 
-def run_codes(problem: Problem, form: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
-    """Bare codes; CUDA may multiply 8-bit floats as they are."""
-    if not form.float8_on_cuda:
-        return run_form(problem, form, lhs, rhs, group_sizes)
-    native = dataclasses.replace(form, carrier=None)
+def run_codes(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
+    """Contracts unscaled codes; CUDA may contract 8-bit floats without an upcast."""
+    if not formulation.float8_on_cuda:
+        return run_formulation(problem, formulation, lhs, rhs, group_sizes)
+    native = dataclasses.replace(formulation, carrier=None)
     return lax.platform_dependent(
         lhs,
         rhs,
-        cuda=functools.partial(run_form, problem, native),
-        default=functools.partial(run_form, problem, form),
+        cuda=functools.partial(run_formulation, problem, native),
+        default=functools.partial(run_formulation, problem, formulation),
     )
 
 
-def _take_apart(operand: Operand, x: Array, form: Formulation, folded: bool) -> DecodedOperand:
+def _decode_operand(operand: Operand, x: Array, formulation: Formulation, folded: bool) -> DecodedOperand:
+    carrier, tiles = formulation.carrier, dict(formulation.tiles)
     if not isinstance(x, ScaledArray):
-        return DecodedOperand(x if form.carrier is None else x.astype(form.carrier), [])
-    tiles = dict(form.tiles)
-    factors = operands.tensor_scales(x, operand.labels)
+        return DecodedOperand(x if carrier is None else x.astype(carrier), [])
+    scales = operands.tensor_scales(x, operand.labels)
     if folded:
-        return DecodedOperand(operands.block_values(x, form.carrier), factors)
-    factors = operands.block_scales(x, operand.labels, tiles) + factors
-    if form.is_integer:
-        return DecodedOperand(operands.unpacked(x).data, factors, operands.zero_points(x, operand.labels, tiles))
-    return DecodedOperand(x.data if form.carrier is None else operands.code_values(x, form.carrier), factors)
+        return DecodedOperand(operands.block_scaled_values(x, carrier), scales)
+    scales = operands.block_scales(x, operand.labels, tiles) + scales
+    if formulation.is_integer:
+        return DecodedOperand(operands.widen_int4(x).data, scales, operands.zero_points(x, operand.labels, tiles))
+    return DecodedOperand(x.data if carrier is None else operands.unscaled_values(x, carrier), scales)
 
 
-def _one_sum(
-    problem: Problem, form: Formulation, steps: ContractionOps, sides: tuple[DecodedOperand, DecodedOperand]
+def _contract(
+    problem: Problem, formulation: Formulation, ops: ContractionOps, decoded: tuple[DecodedOperand, DecodedOperand]
 ) -> jax.Array:
-    """One product, and the factors that belong to it alone."""
-    a, b = sides
-    total = steps.product(a.values, b.values, form.accumulator)
-    if form.is_integer:
-        total = _less_zeros(problem, steps, total, a, b).astype(jnp.float32)
-    return _scaled(steps, total, a.factors, b.factors)
+    """Contracts two decoded operands, or a tile of each, corrects for zero points, and applies the scales."""
+    a, b = decoded
+    total = ops.contract(a.values, b.values, formulation.accumulator)
+    if formulation.is_integer:
+        total = _correct_zero_points(problem, ops, total, a, b).astype(jnp.float32)
+    return _apply_scales(ops, total, a.scales, b.scales)
 
 
-def _less_zeros(
-    problem: Problem, steps: ContractionOps, total: jax.Array, a: DecodedOperand, b: DecodedOperand
+def _correct_zero_points(
+    problem: Problem, ops: ContractionOps, total: jax.Array, a: DecodedOperand, b: DecodedOperand
 ) -> jax.Array:
-    """The sum of (a - za)(b - zb) from the sum of ab: sums of codes, not further products."""
+    """Returns sum (a - za)(b - zb) from sum ab, with sums of codes instead of further matmuls."""
     if a.zero is not None:
-        total = total - steps.lay(a.zero) * steps.code_sums(1, b.values)
+        total = total - ops.align(a.zero) * ops.operand_sums(1, b.values)
     if b.zero is not None:
-        total = total - steps.lay(b.zero) * steps.code_sums(0, a.values)
+        total = total - ops.align(b.zero) * ops.operand_sums(0, a.values)
     if a.zero is not None and b.zero is not None:
-        summed = (axis for axis, c in enumerate(problem.lhs.labels) if c in problem.contraction.contracted)
-        products = math.prod(a.values.shape[axis] for axis in summed)
-        total = total + steps.lay(a.zero) * steps.lay(b.zero) * np.int32(products)
+        contracting = (axis for axis, c in enumerate(problem.lhs.labels) if c in problem.contraction.contracting)
+        products = math.prod(a.values.shape[axis] for axis in contracting)
+        total = total + ops.align(a.zero) * ops.align(b.zero) * np.int32(products)
     return total
 
 
-def _sum_of_tiles(
-    problem: Problem, form: Formulation, steps: ContractionOps, sides: tuple[DecodedOperand, DecodedOperand]
+def _accumulate_tiles(
+    problem: Problem, formulation: Formulation, ops: ContractionOps, decoded: tuple[DecodedOperand, DecodedOperand]
 ) -> jax.Array:
-    """One tile after the other, so that no array of all partial sums is ever made."""
-    tiles = dict(form.tiles)
-    counts = {c: -(-problem.lhs.size(c) // size) for c, size in form.tiles}
+    """Contracts one tile after the other and adds up the scaled results, which are never all in memory."""
+    tiles = dict(formulation.tiles)
+    counts = {c: -(-problem.lhs.size(c) // size) for c, size in formulation.tiles}
     labels = problem.lhs.labels, problem.rhs.labels
 
-    def cut(factor: LabeledScale | None) -> jax.Array | None:
-        return None if factor is None else operands.tile_scales(factor, tiles, counts)
+    def split(scale: LabeledScale | None) -> jax.Array | None:
+        return None if scale is None else operands.split_scale(scale, tiles, counts)
 
-    cuts = [
-        (operands.cut(side.values, of, tiles), [cut(f) for f in side.factors], cut(side.zero))
-        for side, of in zip(sides, labels, strict=True)
+    all_tiles = [
+        (operands.split_tiles(x.values, of, tiles), [split(scale) for scale in x.scales], split(x.zero))
+        for x, of in zip(decoded, labels, strict=True)
     ]
 
-    def term(parts) -> jax.Array:
+    def contract_tile(tile) -> jax.Array:
         a, b = (
             DecodedOperand(
-                values, [LabeledScale(f, of) for f in factors], None if zero is None else LabeledScale(zero, of)
+                values, [LabeledScale(scale, of) for scale in scales], None if zero is None else LabeledScale(zero, of)
             )
-            for (values, factors, zero), of in zip(parts, labels, strict=True)
+            for (values, scales, zero), of in zip(tile, labels, strict=True)
         )
-        return _one_sum(problem, form, steps, (a, b))
+        return _contract(problem, formulation, ops, (a, b))
 
-    # The sum starts from zeros of the type (sharding, varying axes) that the terms have.
-    kind = jax.eval_shape(lambda parts: term(jax.tree.map(lambda x: x[0], parts)), cuts)
-    zeros = vary_as(lax.full(kind.shape, 0, kind.dtype, sharding=kind.sharding), *jax.tree.leaves(cuts))
-    return lax.scan(lambda total, parts: (total + term(parts), None), zeros, cuts)[0]
+    # The accumulator starts as zeros of the type (sharding, varying mesh axes) of a tile's result.
+    kind = jax.eval_shape(lambda tiles: contract_tile(jax.tree.map(lambda x: x[0], tiles)), all_tiles)
+    zeros = vary_as(lax.full(kind.shape, 0, kind.dtype, sharding=kind.sharding), *jax.tree.leaves(all_tiles))
+    return lax.scan(lambda total, tile: (total + contract_tile(tile), None), zeros, all_tiles)[0]

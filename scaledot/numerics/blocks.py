@@ -122,8 +122,8 @@ def split(x: jax.Array, block: Block) -> tuple[jax.Array, tuple[int, ...]]:
     return reshape_sharded(x, shape, spec), tuple(within_axes)
 
 
-def spread(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
-    """Repeats each scale over its block, giving an array that broadcasts against `shape`; axes of size 1 stay so."""
+def repeat_scale(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.Array:
+    """Repeats each scale over its block, giving an array that broadcasts against `shape`; axes of size 1 are kept."""
     unrepeated, repeated_shape, merged, spec = [], [], [], []
     for axis, (count, b) in enumerate(zip(scale.shape, expand(block, len(shape)), strict=True)):
         repeats = [b] if count > 1 and b > 1 else []

@@ -2,7 +2,7 @@
 
 A calibration is a string of a method and its numbers, as in Qwix:
 
-absmax[,f]      f times the largest magnitude (f = 1 by default)
+absmax[,f]      f times the amax (f = 1 by default)
 minmax[,f]      f times the range from the minimum to the maximum, with a zero point
 rms,f           f times the root mean square
 percentile,p    the p-th percentile of magnitudes
@@ -94,8 +94,8 @@ def magnitude(x: jax.Array, calibration: Calibration, block: blocks.Block) -> ja
         return _rms(x, block) * np.float32(calibration.values[0])
     if calibration.method == "percentile":
         return _percentile(x, block, calibration.values[0])
-    clipping = np.float32(calibration.values[0] if calibration.values else 1)
-    return jnp.minimum(block_amax(x, block) * clipping, FLOAT32_MAX)
+    factor = np.float32(calibration.values[0] if calibration.values else 1)
+    return jnp.minimum(block_amax(x, block) * factor, FLOAT32_MAX)
 
 
 def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tuple[jax.Array, jax.Array]:
@@ -103,12 +103,12 @@ def extremes(x: jax.Array, calibration: Calibration, block: blocks.Block) -> tup
     if calibration.method == "fixed":
         low, high = (jnp.full(blocks.grid(x.shape, block), v, jnp.float32) for v in calibration.values)
         return low, high
-    parts, within_axes = blocks.split(jnp.where(jnp.isfinite(x), flush(x), np.float32(0)), block)
-    clipping = np.float32(calibration.values[0] if calibration.values else 1)
+    in_blocks, within_axes = blocks.split(jnp.where(jnp.isfinite(x), flush(x), np.float32(0)), block)
+    factor = np.float32(calibration.values[0] if calibration.values else 1)
     shape = blocks.grid(x.shape, block)
-    low = lax.reduce_min(jnp.minimum(parts, 0), within_axes) if parts.size else jnp.zeros(shape)
-    high = lax.reduce_max(jnp.maximum(parts, 0), within_axes) if parts.size else jnp.zeros(shape)
-    return low.reshape(shape) * clipping, high.reshape(shape) * clipping
+    low = lax.reduce_min(jnp.minimum(in_blocks, 0), within_axes) if in_blocks.size else jnp.zeros(shape)
+    high = lax.reduce_max(jnp.maximum(in_blocks, 0), within_axes) if in_blocks.size else jnp.zeros(shape)
+    return low.reshape(shape) * factor, high.reshape(shape) * factor
 
 
 def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
@@ -117,7 +117,7 @@ def block_amax(x: jax.Array, block: blocks.Block) -> jax.Array:
 
 
 def block_amax_or_inf(x: jax.Array, block: blocks.Block) -> jax.Array:
-    """The largest magnitude of each block, infinite for a block that contains NaN or infinities."""
+    """The amax of each block, infinite for a block that contains NaN or infinities."""
     return _block_max(bits_of(amax_of_bits(magnitude_bits(x))).astype(jnp.int32), block)
 
 
@@ -127,12 +127,12 @@ def _block_max(bits: jax.Array, block: blocks.Block) -> jax.Array:
     Reduces in two stages: XLA:CPU fuses a reduction over up to 32 elements with its producer, and writes the input of a
     longer one to memory first. The second stage compares floats, so that XLA does not merge the stages.
     """
-    parts, within_axes = blocks.split(bits | _zero_at_run_time(), block)
-    last = parts.ndim - 1
-    if last in within_axes and parts.shape[last]:
-        step = max(d for d in range(1, 33) if parts.shape[last] % d == 0)
-        parts = jnp.max(parts.reshape(*parts.shape[:last], parts.shape[last] // step, step), axis=-1)
-    largest = jnp.max(lax.bitcast_convert_type(parts, jnp.float32), axis=within_axes, initial=0)
+    in_blocks, within_axes = blocks.split(bits | _zero_at_run_time(), block)
+    last = in_blocks.ndim - 1
+    if last in within_axes and in_blocks.shape[last]:
+        step = max(d for d in range(1, 33) if in_blocks.shape[last] % d == 0)
+        in_blocks = jnp.max(in_blocks.reshape(*in_blocks.shape[:last], in_blocks.shape[last] // step, step), axis=-1)
+    largest = jnp.max(lax.bitcast_convert_type(in_blocks, jnp.float32), axis=within_axes, initial=0)
     return largest.reshape(blocks.grid(bits.shape, block))
 
 
@@ -147,15 +147,15 @@ def _zero_at_run_time() -> jax.Array:
 
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:
     """The sum of each block, in the shape of the scale."""
-    parts, within_axes = blocks.split(x, block)
-    return jnp.sum(parts, axis=within_axes).reshape(blocks.grid(x.shape, block))
+    in_blocks, within_axes = blocks.split(x, block)
+    return jnp.sum(in_blocks, axis=within_axes).reshape(blocks.grid(x.shape, block))
 
 
 def _rms(x: jax.Array, block: blocks.Block) -> jax.Array:
     finite = jnp.isfinite(x)
     # Relative to the block amax, so that squares neither overflow nor underflow.
     largest = jnp.maximum(block_amax(x, block), np.finfo(np.float32).tiny)
-    ratio = jnp.where(finite, x, 0) / blocks.spread(largest, x.shape, block)
+    ratio = jnp.where(finite, x, 0) / blocks.repeat_scale(largest, x.shape, block)
     count = jnp.maximum(block_sum(finite.astype(jnp.float32), block), 1)
     return jnp.sqrt(block_sum(ratio * ratio, block) / count) * largest
 

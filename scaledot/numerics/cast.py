@@ -59,7 +59,7 @@ class CastSpec:
     nonfinite: str = "saturate"
 
 
-class Parts(NamedTuple):
+class QuantizedLeaves(NamedTuple):
     """The leaves of a ScaledArray."""
 
     data: jax.Array
@@ -68,9 +68,9 @@ class Parts(NamedTuple):
     zero: jax.Array | None
 
 
-def quantize_parts(
+def quantize_leaves(
     spec: CastSpec, x: jax.Array, scale=None, tensor_scale=None, zero=None, multiplier=None, uniform=None, key=None
-) -> Parts:
+) -> QuantizedLeaves:
     """Quantises x. `scale` (with `tensor_scale`, `zero`) or `multiplier` replace the computed scales.
 
     Stochastic rounding takes a `key`, or `uniform` numbers in the shape of x.
@@ -100,19 +100,21 @@ def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 
 
-def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> Parts:
+def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> QuantizedLeaves:
     """Quantises an array from `prepare` with the given scales."""
     codes = encode(_scaled(spec, x, scales), spec.format, uniform)
-    return Parts(codes, scales.scale, scales.tensor_scale, None)
+    return QuantizedLeaves(codes, scales.scale, scales.tensor_scale, None)
 
 
-def dequantize_values(parts: Parts, format: Format, block: blocks.Block, rotation: Hadamard | None) -> jax.Array:
+def dequantize_values(
+    leaves: QuantizedLeaves, format: Format, block: blocks.Block, rotation: Hadamard | None
+) -> jax.Array:
     """The dequantised values in float32; subnormals are flushed to 0 on every backend."""
-    values = decode(parts.data, format)
-    if parts.zero is not None:
-        values = values - blocks.spread(parts.zero.astype(jnp.float32), values.shape, block)
-    for multiplier in scale_values(parts.scale, parts.tensor_scale, format):
-        values = values * blocks.spread(computed_once(multiplier), values.shape, block)
+    values = decode(leaves.data, format)
+    if leaves.zero is not None:
+        values = values - blocks.repeat_scale(leaves.zero.astype(jnp.float32), values.shape, block)
+    for multiplier in scale_values(leaves.scale, leaves.tensor_scale, format):
+        values = values * blocks.repeat_scale(computed_once(multiplier), values.shape, block)
     if rotation is not None:
         return unrotate(flush(values), rotation)
     # An integer times a scale, which is a normal number, is never subnormal.
@@ -179,11 +181,11 @@ def _over_shards(spec: CastSpec, amax: jax.Array) -> jax.Array:
 def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.Array:
     """amax times the candidate that gives each block the smallest squared error; the first candidate wins a tie."""
     # Errors relative to the block amax, so that squares neither overflow nor underflow.
-    unit = blocks.spread(divide(np.float32(1), jnp.maximum(amax, np.float32(2.0**-100))), x.shape, spec.block)
+    unit = blocks.repeat_scale(divide(np.float32(1), jnp.maximum(amax, np.float32(2.0**-100))), x.shape, spec.block)
 
     def step(best, candidate):
-        parts = cast(spec, x, scales_for(amax * candidate), None)
-        error = x - dequantize_values(parts, spec.format, spec.block, None)
+        leaves = cast(spec, x, scales_for(amax * candidate), None)
+        error = x - dequantize_values(leaves, spec.format, spec.block, None)
         error = jnp.where(jnp.isfinite(x), error, 0) * unit
         error = calibrate.block_sum(error * error, spec.block)
         least, chosen = best
@@ -198,15 +200,17 @@ def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.
 def _scaled(spec: CastSpec, x: jax.Array, scales: Scales) -> jax.Array:
     """x / scale, before it is rounded to the element type."""
     if scales.divisor is not None:
-        x = divide(x, blocks.spread(scales.divisor, x.shape, spec.block))
+        x = divide(x, blocks.repeat_scale(scales.divisor, x.shape, spec.block))
         return round_to(x, spec.format.arithmetic_dtype(spec.input_dtype))
     for multiplier in scales.multipliers:
-        x = x * blocks.spread(computed_once(multiplier), x.shape, spec.block)
+        x = x * blocks.repeat_scale(computed_once(multiplier), x.shape, spec.block)
     return x
 
 
-def _cast_affine(spec: CastSpec, x: jax.Array, scales: Scales, zero: jax.Array, uniform: jax.Array | None) -> Parts:
+def _cast_affine(
+    spec: CastSpec, x: jax.Array, scales: Scales, zero: jax.Array, uniform: jax.Array | None
+) -> QuantizedLeaves:
     """Quantises to integer codes with the given scales and zero points."""
-    zero_per_element = blocks.spread(zero, x.shape, spec.block)
+    zero_per_element = blocks.repeat_scale(zero, x.shape, spec.block)
     codes = encode_affine(_scaled(spec, x, scales), zero_per_element, spec.format, spec.input_dtype, uniform)
-    return Parts(codes, scales.scale, None, narrow(zero.astype(jnp.int8), spec.format.code_dtype))
+    return QuantizedLeaves(codes, scales.scale, None, narrow(zero.astype(jnp.int8), spec.format.code_dtype))

@@ -15,32 +15,32 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.numerics.bits import INFINITY, MAGNITUDE, SIGN, bits_of, float_of
-from scaledot.numerics.rounding import round_count, round_float, round_integer, round_to
+from scaledot.numerics.rounding import round_integer, round_nonnegative, round_to, round_to_uint32
 
 
-def encode(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
-    """Rounds scaled values w to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
+def encode(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+    """Rounds scaled values x to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
 
     NaN is encoded as NaN in 8-bit floats and as 0 in every other element.
     """
     if format.is_float:
-        return _encode_float(w, format, uniform)
+        return _encode_float(x, format, uniform)
     if format.codebook is not None:
-        return _encode_codebook(w, format.codebook, format.code_dtype, uniform)
+        return _encode_codebook(x, format.codebook, format.code_dtype, uniform)
     # XLA's conversion to int8 saturates and converts NaN to 0.
     low, high = format.integer_range
-    codes = jnp.maximum(round_integer(w, uniform).astype(jnp.int8), low)
+    codes = jnp.maximum(round_integer(x, uniform).astype(jnp.int8), low)
     return narrow(codes if high == 127 else jnp.minimum(codes, high), format.code_dtype)
 
 
-def encode_affine(w, zero, format: Format, input_dtype, uniform: jax.Array | None) -> jax.Array:
-    """Integer codes of scaled float32 values w, shifted by the float32 zero points `zero`."""
-    w = _nan_to_zero(w)
+def encode_affine(x, zero, format: Format, input_dtype, uniform: jax.Array | None) -> jax.Array:
+    """Integer codes of scaled float32 values x, shifted by the float32 zero points `zero`."""
+    x = _nan_to_zero(x)
     half = 2 ** (format.bits - 1)
     if format.quirks.zero_first:
-        codes = round_integer(round_to(w + zero, format.arithmetic_dtype(input_dtype)), uniform)
+        codes = round_integer(round_to(x + zero, format.arithmetic_dtype(input_dtype)), uniform)
     else:
-        codes = round_integer(w, uniform) + zero
+        codes = round_integer(x, uniform) + zero
     return narrow(jnp.clip(codes, -half, half - 1).astype(jnp.int8), format.code_dtype)
 
 
@@ -80,34 +80,36 @@ def _bits(dtype: np.dtype) -> int:
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
 
 
-def _nan_to_zero(w: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isnan(w), np.float32(0), w)
+def _nan_to_zero(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(x), np.float32(0), x)
 
 
-def _encode_float(w: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
-    return narrow(float_code(w, format, uniform).astype(jnp.uint8), format.code_dtype)
+def _encode_float(x: jax.Array, format: Format, uniform: jax.Array | None) -> jax.Array:
+    return narrow(float_code(x, format, uniform).astype(jnp.uint8), format.code_dtype)
 
 
-def float_code(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+def float_code(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
     """Codes of a float format as uint32, by operations that Pallas kernels support, too."""
     info = ml_dtypes.finfo(format.element_dtype)
     mantissa, min_exponent_field = int(info.nmant), np.uint32(127 + int(info.minexp))
-    bits = bits_of(w)
-    sign = (w < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
+    bits = bits_of(x)
+    sign = (x < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
     in_ulps, field = _in_ulps(bits, format)
-    code = (round_count(in_ulps, uniform) + ((field - min_exponent_field) << mantissa)) | (sign << (format.bits - 1))
+    code = (round_to_uint32(in_ulps, uniform) + ((field - min_exponent_field) << mantissa)) | (
+        sign << (format.bits - 1)
+    )
     nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
     return jnp.where(_is_nan(bits), np.uint32(nan), code)
 
 
-def rounded(w: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
-    """w rounded to the element type, in float32: the same as decoding its codes, NaN included."""
+def round_to_element(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+    """Rounds x to the element type, in float32: the same as decoding its codes, NaN included."""
     info = ml_dtypes.finfo(format.element_dtype)
-    bits = bits_of(w)
+    bits = bits_of(x)
     clipped = _clipped(bits, format)
     binade = jnp.maximum(clipped & INFINITY, np.float32(2.0 ** int(info.minexp)).view(np.uint32))
     in_ulps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
-    value = round_float(in_ulps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
+    value = round_nonnegative(in_ulps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
     nan = np.float32(np.nan).view(np.uint32) if format.bits == 8 else np.uint32(0)
     return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | (bits & SIGN)))
 
@@ -141,29 +143,29 @@ def decode_float(bits: jax.Array, format: Format) -> jax.Array:
     return float_of(bits_of(value) | ((bits << (31 - sign_bit)) & SIGN))
 
 
-def _encode_codebook(w, codebook, dtype, uniform):
-    """The index of the nearest entry, which is the number of midpoints below w; a tie takes the lower entry."""
+def _encode_codebook(x, codebook, dtype, uniform):
+    """The index of the nearest entry, which is the number of midpoints below x; a tie takes the lower entry."""
     entries = np.array(codebook, np.float32)
-    w = _nan_to_zero(w)
+    x = _nan_to_zero(x)
     if uniform is None:
-        index = _count_below(w, (entries[1:] + entries[:-1]) / np.float32(2))
+        index = _count_below(x, (entries[1:] + entries[:-1]) / np.float32(2))
     else:
-        w = jnp.clip(w, entries[0], entries[-1])
-        below = _count_below(w, np.nextafter(entries[1:], entries[:-1]))  # entries at or below w
+        x = jnp.clip(x, entries[0], entries[-1])
+        below = _count_below(x, np.nextafter(entries[1:], entries[:-1]))  # entries at or below x
         inverse_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
-        index = below + ((w - _look_up(below, codebook)) * inverse_gap > uniform).astype(jnp.uint32)
+        index = below + ((x - _look_up(below, codebook)) * inverse_gap > uniform).astype(jnp.uint32)
     return narrow(index.astype(jnp.uint8), dtype)
 
 
-def _count_below(w: jax.Array, thresholds: np.ndarray) -> jax.Array:
-    """The number of sorted thresholds below w, by binary search with one comparison per bit of the result."""
+def _count_below(x: jax.Array, thresholds: np.ndarray) -> jax.Array:
+    """The number of sorted thresholds below x, by binary search with one comparison per bit of the result."""
     bits = len(thresholds).bit_length()
     padded = np.append(thresholds, np.full(2**bits - 1 - len(thresholds), np.inf, np.float32))
-    index = jnp.zeros(w.shape, jnp.uint32)
+    index = jnp.zeros(x.shape, jnp.uint32)
     for bit in reversed(range(bits)):
         step = 2**bit
         middle = _look_up(index >> (bit + 1), tuple(padded[step - 1 :: 2 * step]))
-        index = index + jnp.where(w > middle, np.uint32(step), np.uint32(0))
+        index = index + jnp.where(x > middle, np.uint32(step), np.uint32(0))
     return index
 
 

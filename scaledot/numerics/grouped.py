@@ -4,8 +4,8 @@ Every group is quantised as if it were an array of its own. Group sizes may be t
 not static: each row looks up the block it belongs to, and scales are stored per row. For example, with row blocks of 4
 and `group_sizes` [3, 2], rows 0 to 2 form one block, rows 3 and 4 another, and later rows belong to no group.
 
-wgrad contracts over the rows of each group. `spaced` pads groups to multiples of `row_alignment` rows for it, so that
-neither blocks nor K tiles span two groups; `aligned_row_tiles` describes the same layout without moving rows.
+wgrad contracts over the rows of each group. For it `align_groups` pads groups to multiples of `row_alignment` rows, so
+that neither blocks nor K tiles span two groups; `aligned_row_tiles` describes the same layout without moving rows.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import CastSpec, Parts, all_reduce_max, calibrated_scales, cast, prepare
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, all_reduce_max, calibrated_scales, cast, prepare
 from scaledot.numerics.rounding import uniform_of
 from scaledot.numerics.scale import scales_of, scales_or_nan
 
 
-def quantize_grouped_parts(
+def quantize_grouped_leaves(
     spec: CastSpec, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
-) -> Parts:
+) -> QuantizedLeaves:
     """Quantises a matrix (rows, features) by groups of rows, in blocks of `row_block` rows (0: the whole group).
 
     `spec.block` is the block within one row. Scales, and tensor scales of two-level formats, have one entry per row.
@@ -49,7 +49,9 @@ def quantize_grouped_parts(
     return cast(spec, x, scales_from(amax, spec.format, spec.input_dtype, None, tensor_amax), uniform)
 
 
-def quantize_tiles_parts(spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None) -> Parts:
+def quantize_tiles_leaves(
+    spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None
+) -> QuantizedLeaves:
     """Quantises an array (tiles, rows, features), tile i of which belongs to group[i] of `groups`.
 
     The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group.
@@ -73,7 +75,7 @@ def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)
 
 
-def members(x: jax.Array, sizes: jax.Array) -> jax.Array:
+def zero_ungrouped_rows(x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Replaces the rows of x that belong to no group by zeros."""
     in_group = jnp.arange(x.shape[0]) < jnp.sum(sizes)
     return jnp.where(in_group[:, None], x, jnp.zeros_like(x))
@@ -103,14 +105,14 @@ def _segment_amax(amax: jax.Array, segment: jax.Array, count: int) -> jax.Array:
     return jnp.maximum(largest, 0)[segment]
 
 
-def whole_groups(group_sizes: Any, row_alignment: int) -> Any:
+def aligned_group_sizes(group_sizes: Any, row_alignment: int) -> Any:
     """Group sizes rounded up to multiples of `row_alignment`."""
     return -(-group_sizes // row_alignment) * row_alignment
 
 
 def padded_capacity(rows: int, groups: int, row_alignment: int) -> int:
-    """The largest possible sum of `whole_groups` for `groups` groups of `rows` rows in total."""
-    return whole_groups(rows + min(groups, rows) * (row_alignment - 1), row_alignment)
+    """The largest possible sum of `aligned_group_sizes` for `groups` groups of `rows` rows in total."""
+    return aligned_group_sizes(rows + min(groups, rows) * (row_alignment - 1), row_alignment)
 
 
 def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
@@ -125,7 +127,7 @@ def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Arra
 
 
 def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """`row_tiles` for the layout of `spaced`, in which every group starts a tile; rows are those before `spaced`.
+    """`row_tiles` for the layout of `align_groups`, in which every group starts a tile. rows: before that padding.
 
     >>> aligned_row_tiles(jnp.array([3, 2]), rows=5, row_alignment=4)
     Array([[0, 3],
@@ -146,14 +148,14 @@ def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> 
     return jnp.stack([first, rows_in_tile], axis=1).astype(jnp.int32)
 
 
-def spaced(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
+def align_groups(x: jax.Array, group_sizes: jax.Array, row_alignment: int) -> jax.Array:
     """Pads every group with rows of zeros, so that it starts at a multiple of `row_alignment`.
 
     The padded number of rows depends on `group_sizes`, which may be traced; the result has `padded_capacity` rows.
     """
     if row_alignment == 1:
         return x
-    count, padded_sizes = group_sizes.shape[0], whole_groups(group_sizes, row_alignment)
+    count, padded_sizes = group_sizes.shape[0], aligned_group_sizes(group_sizes, row_alignment)
     capacity = padded_capacity(x.shape[0], count, row_alignment)
     group = group_rows(padded_sizes, capacity, 0)[0]
     source, target = (jnp.append(jnp.cumsum(sizes) - sizes, 0) for sizes in (group_sizes, padded_sizes))

@@ -17,32 +17,35 @@ from jax import lax
 _STRIDE = np.uint32(0x9E3779B1)  # multiplies the flat index, before the first round of the hash
 
 
-def round_integer(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """Rounds w to an integer: to nearest even, or up with the probability of its fraction if `uniform` is not None."""
+def round_integer(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """Rounds x to an integer value in its own dtype: to nearest even, or stochastically with `uniform` numbers.
+
+    Stochastic rounding rounds up with the probability of the fraction.
+    """
     if uniform is None:
-        return lax.round(w, lax.RoundingMethod.TO_NEAREST_EVEN)
-    below = jnp.floor(w)
-    return below + (w - below > uniform).astype(w.dtype)
+        return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    below = jnp.floor(x)
+    return below + (x - below > uniform).astype(x.dtype)
 
 
-def round_count(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """Rounds 0 <= w < 2^22 to uint32, as `round_integer` does.
+def round_to_uint32(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """Rounds 0 <= x < 2^22 to uint32, as `round_integer` does.
 
     The float32 addition of 2^23 rounds to nearest even and leaves the integer in the low mantissa bits.
     """
     if uniform is None:
-        return lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
-    return round_float(w, uniform).astype(jnp.int32).astype(jnp.uint32)
+        return lax.bitcast_convert_type(x + np.float32(2.0**23), jnp.uint32) & np.uint32(0x7FFFFF)
+    return round_nonnegative(x, uniform).astype(jnp.int32).astype(jnp.uint32)
 
 
-def round_float(w: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
-    """Rounds 0 <= w < 2^22 to an integer in float32, as `round_integer` does."""
+def round_nonnegative(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:
+    """Rounds 0 <= x < 2^22 to an integer value in float32, as `round_integer` does."""
     if uniform is None:
-        # The or changes no bit; without it XLA would simplify w + 2^23 - 2^23 to w.
-        shifted = lax.bitcast_convert_type(w + np.float32(2.0**23), jnp.uint32) | np.uint32(0x4B000000)
+        # The or changes no bit; without it XLA would simplify x + 2^23 - 2^23 to x.
+        shifted = lax.bitcast_convert_type(x + np.float32(2.0**23), jnp.uint32) | np.uint32(0x4B000000)
         return lax.bitcast_convert_type(shifted, jnp.float32) - np.float32(2.0**23)
-    below = w.astype(jnp.int32).astype(jnp.float32)
-    return jnp.where(w - below > uniform, below + np.float32(1), below)
+    below = x.astype(jnp.int32).astype(jnp.float32)
+    return jnp.where(x - below > uniform, below + np.float32(1), below)
 
 
 def uniform_of(
@@ -56,14 +59,14 @@ def uniform_of(
     axes = [Positions(jnp.arange(size, dtype=jnp.uint32), size) for size in shape]
     if row_length is not None:
         axes[-1] = axes[-1]._replace(size=row_length)
-    return uniform_at(flat_index(axes), *seeds_from(offset, *seeds_of(key)))
+    return uniform_at(flat_index(axes), *offset_seeds(offset, *seeds_of(key)))
 
 
 def uniform_at(index: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
     """`uniform_of` for uint32 flat indices and the two seed words of `seeds_of`.
 
-    The second word is added between two rounds, so that the streams of two keys are not shifted copies of each other.
-    Only the high 24 bits are used, which the last multiplication has mixed.
+    The second word is added between the two hash rounds, so that the random numbers of two keys are not shifted copies
+    of each other. Only the high 24 bits are used: the low bits of a product depend on few bits of its input.
     """
     hashed = index * _STRIDE + first
     hashed = (hashed ^ (hashed >> 16)) * np.uint32(0x7FEB352D) + second
@@ -113,24 +116,24 @@ def flat_index(axes: Sequence[Positions]) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Stream:
-    """A key with a static number, for one of several casts that share the key.
+class FoldedKey:
+    """A key with a static index folded in, for one of several casts that share the key.
 
-    `seeds_of` hashes the number with the words of the key, so that different numbers give independent streams. Unlike
-    jax.random.fold_in it adds no Threefry to the program, which XLA would compile for every cast of a model.
+    `seeds_of` hashes the index with the words of the key, so that different indices give independent random numbers.
+    Unlike jax.random.fold_in it adds no Threefry to the program, which XLA would compile for every cast of a model.
     """
 
     key: jax.Array
-    number: int = dataclasses.field(metadata={"static": True})
+    index: int = dataclasses.field(metadata={"static": True})
 
 
-Key = jax.Array | Stream  # a key array of jax.random, typed or raw
+Key = jax.Array | FoldedKey  # a key array of jax.random, typed or raw, or a FoldedKey
 
 
 def key_words(key: Key) -> list[Any]:
     """The uint32 words of a key; for raw keys of shape (..., words), arrays of shape (...)."""
-    if isinstance(key, Stream):
-        return [*key_words(key.key), np.uint32(key.number)]
+    if isinstance(key, FoldedKey):
+        return [*key_words(key.key), np.uint32(key.index)]
     words = raw_key(key)
     return [words[..., i] for i in range(words.shape[-1])]
 
@@ -139,19 +142,19 @@ def raw_key(key: jax.Array) -> jax.Array:
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
-def numbered(key: Key, numbers: jax.Array) -> jax.Array:
-    """A raw key for each of `numbers`, which may be traced, in shape (*numbers.shape, words)."""
-    words = [*key_words(key), numbers.astype(jnp.uint32)]
-    return jnp.stack([jnp.broadcast_to(word, numbers.shape) for word in words], axis=-1)
+def fold_in_traced(key: Key, indices: jax.Array) -> jax.Array:
+    """A raw key for each of `indices`, which may be traced, in shape (*indices.shape, words)."""
+    words = [*key_words(key), indices.astype(jnp.uint32)]
+    return jnp.stack([jnp.broadcast_to(word, indices.shape) for word in words], axis=-1)
 
 
 def seeds_of(key: Key) -> tuple[jax.Array, jax.Array]:
     """Hashes the words of a key to two uint32 seeds; for raw keys of shape (..., words), two arrays of shape (...)."""
-    first, second = mixed(key_words(key))
+    first, second = hash_words(key_words(key))
     return jnp.asarray(first), jnp.asarray(second)
 
 
-def mixed(words: Sequence[Any]) -> tuple[Any, Any]:
+def hash_words(words: Sequence[Any]) -> tuple[Any, Any]:
     """Hashes uint32 words to two seeds."""
     first: Any = np.uint32(0x9E3779B9)
     second: Any = np.uint32(0x85EBCA6B)
@@ -162,7 +165,7 @@ def mixed(words: Sequence[Any]) -> tuple[Any, Any]:
     return first, second
 
 
-def seeds_from(offset: jax.Array | None, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+def offset_seeds(offset: jax.Array | None, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Seeds (first, second) adjusted so that flat index i gives the number of flat index i + offset."""
     return (first if offset is None else first + offset * _STRIDE), second
 

@@ -2,7 +2,7 @@
 
 A rule (listed in `formats`) computes from the amax of each block what is stored (`scale`, and `tensor_scale` for
 two-level formats) and what the cast applies to the data (quantisation multipliers, or a divisor). All arrays here have
-the shape of the scale and are small, so divisions are correctly rounded (`bits.divide`).
+the shape of the scale and are small, so divisions are correctly rounded (`bits.divide`). F is `Format.max`.
 
 Example: an fp8_e4m3 block with amax 3 has the multiplier 448 / 3 and the scale 1 / (448 / 3); its codes are
 round(x * multiplier).
@@ -88,11 +88,11 @@ def scales_from_stored(scale: jax.Array, format: Format, tensor_scale=None) -> S
         return _e8m0_scales(code, two_multipliers=True)
     value = scale.astype(jnp.float32)
     if tensor_scale is not None:
-        value = value * beside(tensor_scale, value.ndim)
+        value = value * with_trailing_axes(tensor_scale, value.ndim)
     if format.quirks.divide:
         return Scales(scale, tensor_scale, (), value)
     is_zero = value == 0
-    return Scales(scale, tensor_scale, tuple(jnp.where(is_zero, np.float32(0), f) for f in _reciprocal(value, 0)))
+    return Scales(scale, tensor_scale, tuple(jnp.where(is_zero, np.float32(0), m) for m in _reciprocal(value, 0)))
 
 
 def scales_from_multiplier(multiplier: jax.Array) -> Scales:
@@ -109,7 +109,7 @@ def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Forma
     value = scale.astype(jnp.float32)
     if tensor_scale is None:
         return (value,)
-    second = beside(tensor_scale, scale.ndim)
+    second = with_trailing_axes(tensor_scale, scale.ndim)
     return (value * second,) if format.quirks.scales_first else (value, second)
 
 
@@ -206,22 +206,24 @@ def _e8m0_scales(code: jax.Array, two_multipliers: bool) -> Scales:
 
 def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
     largest = np.float32(format.max)
-    tensor_multiplier, tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
-    up, down = beside(tensor_multiplier, amax.ndim), beside(tensor_scale, amax.ndim)
+    multiplier, stored_tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
+    tensor_multiplier = with_trailing_axes(multiplier, amax.ndim)
+    tensor_scale = with_trailing_axes(stored_tensor_scale, amax.ndim)
     if format.rule == "multiply":
-        relative = amax * (up * np.float32(1 / format.max))
+        relative = amax * (tensor_multiplier * np.float32(1 / format.max))
     elif format.rule == "divide_multiply":
-        relative = divide(amax, largest) * up
+        relative = divide(amax, largest) * tensor_multiplier
     elif format.rule == "divide_divide":
-        relative = divide(divide(amax, largest), down)
+        relative = divide(divide(amax, largest), tensor_scale)
     elif format.rule == "divide_by_product":
-        relative = divide(amax, largest * down)
+        relative = divide(amax, largest * tensor_scale)
     else:
-        relative = up * round_to(divide(amax, largest), dtype)
+        relative = tensor_multiplier * round_to(divide(amax, largest), dtype)
     if format.guard:
         relative = relative * _GUARD
     stored, value = _e4m3_scale(relative, amax, format)
-    return Scales(stored, tensor_scale if format.two_level else None, *_e4m3_cast(value, up, down, format))
+    multipliers, divisor = _e4m3_cast(value, tensor_multiplier, tensor_scale, format)
+    return Scales(stored, stored_tensor_scale if format.two_level else None, multipliers, divisor)
 
 
 def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
@@ -255,17 +257,21 @@ def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format) -> tuple[j
     return stored, stored.astype(jnp.float32)
 
 
-def _e4m3_cast(scale, up, down, format: Format) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+def _e4m3_cast(
+    scale, tensor_multiplier, tensor_scale, format: Format
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Multipliers or divisor of the cast, from block scales in float32; the codes of a block with scale 0 are 0."""
     if format.rule == "round_divide_multiply":
-        return (), divide(scale, up)
+        return (), divide(scale, tensor_multiplier)
     if format.quirks.divide:
-        return (), scale * down
-    divides_twice = format.rule == "divide_divide"
-    multiplier = divide(divide(ONE, down), scale) if divides_twice else divide(ONE, scale * divide(ONE, up))
+        return (), scale * tensor_scale
+    if format.rule == "divide_divide":
+        multiplier = divide(divide(ONE, tensor_scale), scale)
+    else:
+        multiplier = divide(ONE, scale * divide(ONE, tensor_multiplier))
     return (jnp.where(scale == 0, np.float32(0), jnp.minimum(multiplier, bits.FLOAT32_MAX)),), None
 
 
-def beside(per_leading: jax.Array, ndim: int) -> jax.Array:
+def with_trailing_axes(per_leading: jax.Array, ndim: int) -> jax.Array:
     """Appends axes of size 1 up to `ndim`, so that one entry per leading index broadcasts over the trailing axes."""
     return per_leading.reshape(per_leading.shape + (1,) * (ndim - per_leading.ndim))

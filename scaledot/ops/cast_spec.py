@@ -72,7 +72,7 @@ def _cast_spec(shape, input_dtype, format, axis, block, calibration, rule, rotat
     return CastSpec(format, resolved, input_dtype, dtype, parsed, _rotation_on_axis(rotation, axis, shape))
 
 
-def propagating(spec: CastSpec, ndim: int) -> CastSpec:
+def propagate_nonfinite(spec: CastSpec, ndim: int) -> CastSpec:
     """The cast with NaN and infinities propagated: every matmul result that depends on one is NaN.
 
     A block that contains one gets a NaN scale. If one scale covers the whole array, of `ndim` axes, and the codes have

@@ -6,36 +6,36 @@ from typing import Any
 import jax
 
 from scaledot.kernels import table
-from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, View
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.kernels.table import Kernel
-from scaledot.ops.operands import Choice
+from scaledot.ops.operands import KernelChoice
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.programs import program
 
 
-def make_casts(
+def run_casts(
     x: jax.Array,
-    views: tuple[View, ...],
+    outputs: tuple[CastOutput, ...],
     arguments: CastArguments,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: tuple[tuple[int, ...], ...] | None = None,
     **fields,
 ) -> CastResult:
-    """Casts x to all views, by one kernel that reads x once if the table has one, else by a kernel for each view.
+    """Casts x to all outputs, by one kernel that reads x once if the table has one, else by a kernel for each output.
 
     partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
     the axes that were flattened to it. `fields` are further fields of the CastProblem.
     """
     groups = None if arguments.group_sizes is None else arguments.group_sizes.shape[0]
     partitioning = partitioning.joined(partitioning_of(x))
-    if groups is not None or (x.ndim != 2 and any(view.is_stochastic for view in views)):
+    if groups is not None or (x.ndim != 2 and any(output.is_stochastic for output in outputs)):
         partitioning = partitioning._replace(is_automatic=False)  # partitioned_ops cannot partition these
-    problem = _problem(x.shape, views, arguments.names, groups=groups, partitioning=partitioning, **fields)
-    if len(views) == 1 or isinstance(kernel, str):
-        return _solve(problem, kernel, x, arguments, members)
-    first, *others = [_solve(each, kernel, x, arguments, members) for each in table.passes(problem)]
+    problem = _problem(x.shape, outputs, arguments.passed, groups=groups, partitioning=partitioning, **fields)
+    if len(outputs) == 1 or isinstance(kernel, str):
+        return _run_problem(problem, kernel, x, arguments, members)
+    first, *others = [_run_problem(each, kernel, x, arguments, members) for each in table.split_by_kernel(problem)]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
@@ -45,7 +45,9 @@ def _problem(*fields, **named_fields) -> CastProblem:
     return CastProblem(*fields, **named_fields)
 
 
-def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, arguments: CastArguments, members) -> CastResult:
+def _run_problem(
+    problem: CastProblem, kernel: KernelChoice, x: jax.Array, arguments: CastArguments, members
+) -> CastResult:
     chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
     if chosen.is_opaque and problem.partitioning.devices > 1:
         result = partitioned_ops.cast(problem, chosen, x, arguments, members or tuple((size,) for size in x.shape))
@@ -55,9 +57,9 @@ def _solve(problem: CastProblem, kernel: Choice, x: jax.Array, arguments: CastAr
 
 
 def _deduplicated(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arrays, with the same object for equal views, so that it is saved as a residual once."""
+    """The arrays, with the same object for equal outputs, so that it is saved as a residual once."""
     first: dict[Any, Any] = {}
-    keys = ((view.spec, view.key, jax.tree.structure(q)) for view, q in zip(problem.views, arrays, strict=True))
+    keys = ((output.spec, output.key, jax.tree.structure(q)) for output, q in zip(problem.outputs, arrays, strict=True))
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 

@@ -4,7 +4,7 @@ import jax
 from jax import lax
 
 from scaledot.contraction import Contraction, labels
-from scaledot.ops.operands import Choice, as_operand, make_problem, solve
+from scaledot.ops.operands import KernelChoice, as_operand, make_problem, run_problem
 
 
 def conv_general_dilated(
@@ -21,7 +21,7 @@ def conv_general_dilated(
     preferred_element_type=None,
     *,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` where either operand (image, kernel) may be a ScaledArray.
 
@@ -55,9 +55,9 @@ def conv_general_dilated(
         rhs,
         precision=precision,
         preferred=preferred_element_type,
-        window=tuple(window.items()),
+        lax_arguments=tuple(window.items()),
     )
-    return solve(problem, kernel, lhs, rhs)
+    return run_problem(problem, kernel, lhs, rhs)
 
 
 def _sequence(name: str, value) -> tuple:

@@ -5,7 +5,7 @@ import functools
 import jax
 
 from scaledot.contraction import Contraction, for_matmul, from_dimension_numbers
-from scaledot.ops.operands import Choice, as_operand, contract
+from scaledot.ops.operands import KernelChoice, as_operand, contract
 
 
 def dot_general(
@@ -16,7 +16,7 @@ def dot_general(
     preferred_element_type=None,
     *,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` where either operand may be a ScaledArray.
 
@@ -58,7 +58,7 @@ def matmul(
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jnp.matmul` where either operand may be a ScaledArray; leading axes broadcast. Arguments as in `dot_general`.
 

@@ -10,7 +10,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, parse_einsum
 from scaledot.kernels.spec import accumulation_dtype, operand_of, promoted
-from scaledot.ops.operands import Array, Choice, as_operand, constant, contract, element_type
+from scaledot.ops.operands import Array, KernelChoice, as_operand, constant, contract, element_type
 from scaledot.ops.quantize import dequantize
 
 
@@ -31,7 +31,7 @@ def einsum(
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jnp.einsum` where operands may be ScaledArrays.
 

@@ -16,14 +16,14 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import Operand, Problem, operand_of
-from scaledot.kernels.table import Kernel, choose, run_and_add, run_and_scale
+from scaledot.kernels.table import Kernel, choose, run_with_bias, run_with_result_scales
 from scaledot.ops.cast_spec import check_byte_order, check_consistent, check_hashable
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 
 Array = jax.Array | ScaledArray
-Choice = str | Callable[[Any], str | None] | None  # the name of a kernel, or a function from a problem to a name
+KernelChoice = str | Callable[[Any], str | None] | None  # the name of a kernel, or a function from a problem to a name
 
 
 def as_operand(x, name: str) -> Array:
@@ -108,7 +108,7 @@ def _check_blocks(contraction: Contraction, lhs: Operand, rhs: Operand) -> None:
     """Raises unless blocks along a contracting dim nest: blocks of one operand are unions of blocks of the other."""
     if lhs.format is None or rhs.format is None:
         return
-    for label in contraction.contracted:
+    for label in contraction.contracting:
         a, b = sorted((lhs.block_of(label), rhs.block_of(label)))
         if a and b % a and b != lhs.size(label):
             raise ValueError(
@@ -122,8 +122,8 @@ def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> No
 
     A rotation along a free dim is undone by the kernel.
     """
-    left = lhs.rotation if lhs.rotated in contraction.contracted else None
-    right = rhs.rotation if rhs.rotated in contraction.contracted else None
+    left = lhs.rotation if lhs.rotated_label in contraction.contracting else None
+    right = rhs.rotation if rhs.rotated_label in contraction.contracting else None
     if left is None and right is None:
         return
     if left is None or right is None:
@@ -132,7 +132,7 @@ def _check_rotations(contraction: Contraction, lhs: Operand, rhs: Operand) -> No
             f"{rotated} was rotated before it was quantised and {plain} was not: cannot contract {lhs} with {rhs}; "
             f"quantize {plain} with the same `rotation`, or dequantize {rotated}"
         )
-    if lhs.rotated != rhs.rotated or (left.size, left.mask) != (right.size, right.mask):
+    if lhs.rotated_label != rhs.rotated_label or (left.size, left.mask) != (right.size, right.mask):
         raise ValueError(f"lhs and rhs have different rotations, {left} and {right}: cannot contract {lhs} with {rhs}")
 
 
@@ -144,7 +144,7 @@ def contract(
     precision=None,
     preferred_element_type=None,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
     bias: jax.Array | None = None,
     partitioning: Partitioning = ONE_DEVICE,
     members: dict[str, tuple[int, ...]] | None = None,
@@ -161,27 +161,27 @@ def contract(
         if choose(problem, name).is_opaque:
             lhs, rhs = constant(lhs), constant(rhs)
             return partitioned_ops.contract(problem, name, lhs, rhs, bias, members or {})
-    return solve(problem, kernel, lhs, rhs, bias=bias)
+    return run_problem(problem, kernel, lhs, rhs, bias=bias)
 
 
-def solve(
-    problem: Problem, kernel: Choice, lhs: Array, rhs: Array, group_sizes=None, bias=None, multipliers=None
+def run_problem(
+    problem: Problem, kernel: KernelChoice, lhs: Array, rhs: Array, group_sizes=None, bias=None, result_scales=None
 ) -> jax.Array:
     """Runs a problem with the chosen kernel, or with the first that supports it."""
     name = kernel(problem) if callable(kernel) else kernel
-    return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, multipliers)
+    return program(_run, problem, choose(problem, name))(lhs, rhs, group_sizes, bias, result_scales)
 
 
-def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, multipliers) -> jax.Array:
+def _run(problem: Problem, kernel: Kernel, lhs: Array, rhs: Array, group_sizes, bias, result_scales) -> jax.Array:
     run = functools.partial(kernel.run, problem)
     lhs, rhs = (constant(x) if isinstance(x, ScaledArray) else x for x in (lhs, rhs))
     if bias is not None:
-        return run_and_add(kernel, problem, lhs, rhs, bias)
-    if multipliers is not None:
-        return run_and_scale(kernel, problem, lhs, rhs, group_sizes, multipliers)
+        return run_with_bias(kernel, problem, lhs, rhs, bias)
+    if result_scales is not None:
+        return run_with_result_scales(kernel, problem, lhs, rhs, group_sizes, result_scales)
     if problem.is_plain:
         return run(lhs, rhs, group_sizes)
-    if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.keeps_codes:
+    if (problem.lhs.format is None or problem.rhs.format is None) and not kernel.saves_codes:
         run = jax.checkpoint(run)  # saves codes as residuals, not dequantised values
     return run(lhs, rhs, group_sizes)
 

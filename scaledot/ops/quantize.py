@@ -1,8 +1,8 @@
 """quantize, dequantize and related functions.
 
-Each function checks its arguments and makes a CastSpec of them (`ops.cast_spec`), which a kernel of the table runs
-(`ops.casts`). Casts are jitted, so that eager calls and calls under a user's jit run the same program, with the same
-bits.
+Each function checks its arguments and makes a CastSpec of them (`ops.cast_spec`), which the first supporting kernel of
+`kernels.table` runs (`ops.casts`). Casts are jitted, so that eager calls and calls under a user's jit run the same
+program and give the same bits.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.deprecated import accepts_renamed_arguments
 from scaledot.formats import Format, find_format
-from scaledot.kernels.spec import CastArguments, View, accumulation_dtype
+from scaledot.kernels.spec import CastArguments, CastOutput, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import CastSpec, Parts, dequantize_values
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, dequantize_values
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.ops.cast_spec import (
     Axis,
@@ -39,8 +39,8 @@ from scaledot.ops.cast_spec import (
     make_cast_spec,
     resolved_block,
 )
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice
+from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import KernelChoice
 
 
 @accepts_renamed_arguments
@@ -64,7 +64,7 @@ def quantize(
     dtype=None,
     nan: str = "keep",
     amax_axes: tuple[str, ...] = (),
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> ScaledArray:
     """Quantises a float array to codes and scales.
 
@@ -79,8 +79,10 @@ def quantize(
       format: a Format or its name.
       axis: the axis of the last entry of `block`; as a tuple, the axis of each entry.
       block: elements that share a scale, e.g. (128,), (128, 128), or (0,) for one scale per channel.
-      calibration: `absmax[,f]`, `rms,f`, `percentile,p`, `mse`, `fixed,a`; `minmax[,f]` and `fixed,lo,hi` give
-        integer formats a zero point.
+      calibration: the magnitude of a block that is mapped to the largest code. `absmax[,f]` or `rms,f`: the amax or the
+        root mean square, times a factor f; `percentile,p`: the p-th percentile of magnitudes; `fixed,a`: the number a;
+        `mse`: that of the least squared error. `minmax[,f]` (minimum and maximum, times f) and `fixed,lo,hi` are ranges
+        for integer formats with a zero point.
       rule: how a power-of-two scale is rounded: `ceil`, `floor`, `even`, `even1`, `ceil_log2`.
       rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`, or `uniform` numbers in [0, 1) that
         broadcast against x.
@@ -90,9 +92,9 @@ def quantize(
         delayed scaling.
       pad: allow a short last block instead of raising.
       dtype: the dtype of dequantised values, by default that of x.
-      nan: "raise" raises if x has NaN elements, which needs a concrete array.
-      amax_axes: inside a shard_map, the mesh axes over which the amax is all-reduced: those that shard an axis with one
-        scale, or any axis for a per-tensor scale. All devices then have the same scale.
+      nan: "keep" quantises NaN elements as stated for x; "raise" raises if there are any, which needs a concrete array.
+      amax_axes: inside a shard_map, the mesh axes over which the amax is all-reduced, so that devices agree on a scale:
+        those that shard an axis whose elements share a scale; for per-tensor scales, all that shard x.
       kernel: the name of a kernel (`explain` lists them), or a function from the CastProblem to a name; None is the
         first kernel that supports it.
 
@@ -107,11 +109,11 @@ def quantize(
     x = float_array(x)
     spec = _cast_spec(x, format, axis, block, calibration, rule, rotation, dtype, pad, amax_axes)
     check_nan(x, nan)
-    checked = arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
-    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    checked = make_cast_arguments(spec, x, rounding, key, uniform, scale, tensor_scale, zero, multiplier)
+    return run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
 
 
-def arguments(
+def make_cast_arguments(
     spec: CastSpec,
     x: jax.Array,
     rounding: str,
@@ -136,9 +138,9 @@ _NO_ARGUMENTS = CastArguments((None,), (None,))
 
 
 @functools.lru_cache(maxsize=4096)
-def view_of(spec: CastSpec, rounding: str) -> View:
-    """The View of a single cast, whose key is the first of the CastArguments."""
-    return View(spec, key=0 if rounding == "stochastic" else None)
+def single_output(spec: CastSpec, rounding: str) -> CastOutput:
+    """The CastOutput of a single cast, whose key is the first of the CastArguments."""
+    return CastOutput(spec, key=0 if rounding == "stochastic" else None)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -163,7 +165,7 @@ def requantize(q: ScaledArray, format: str | Format, **options) -> ScaledArray:
 
 
 def quantize_both(
-    x, format: str | Format, *, key=None, rotation=None, kernel: Choice = None, **options
+    x, format: str | Format, *, key=None, rotation=None, kernel: KernelChoice = None, **options
 ) -> tuple[ScaledArray, ScaledArray]:
     """Quantises a matrix row-wise and column-wise: with blocks along its last axis, and along the one before.
 
@@ -185,7 +187,7 @@ def quantize_both(
     key = checked_key(options.get("rounding", "nearest"), key)
     row_block = resolved_block(find_format(format), options.pop("block", None), -1, x.ndim)
     column_block = _swap_last(row_block, x.ndim)
-    row_wise = {"block": _trailing(row_block), "key": key, "rotation": row_rotation}
+    row_wise = {"block": _nonempty(row_block), "key": key, "rotation": row_rotation}
     if row_block == column_block and row_rotation == column_rotation is None:
         rows = quantize(x, format, kernel=kernel, **row_wise, **options)
         return rows, rows
@@ -197,20 +199,26 @@ def quantize_both(
     return _cast_both(x, format, (row_wise, column_wise), kernel, **options)
 
 
-_ARRAY_ARGUMENTS = ("scale", "tensor_scale", "zero", "multiplier", "uniform")  # which a CastProblem has for one cast
+_ARRAY_ARGUMENTS = (
+    "scale",
+    "tensor_scale",
+    "zero",
+    "multiplier",
+    "uniform",
+)  # not supported by a CastProblem of several casts
 
 
-def _cast_both(x, format, orientations, kernel: Choice, rounding="nearest", nan="keep", **options) -> Any:
+def _cast_both(x, format, orientations, kernel: KernelChoice, rounding="nearest", nan="keep", **options) -> Any:
     """Both orientations as one CastProblem; `options` are those of a CastSpec."""
     check_nan(x, nan)
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = checked_key(rounding, keys[0]) is not None
-    views = tuple(View(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
-    return make_casts(x, views, CastArguments(keys), kernel).arrays
+    outputs = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
+    return run_casts(x, outputs, CastArguments(keys), kernel).arrays
 
 
-def quantize_dbias(x, format: str | Format, *, kernel: Choice = None, **options) -> tuple[ScaledArray, jax.Array]:
+def quantize_dbias(x, format: str | Format, *, kernel: KernelChoice = None, **options) -> tuple[ScaledArray, jax.Array]:
     """`quantize`, and the bias gradient: the sum of x over all axes but the last, in float32, or float64 for float64 x.
 
     >>> q, dbias = quantize_dbias(jnp.ones((3, 32)), "mxfp8")
@@ -219,7 +227,7 @@ def quantize_dbias(x, format: str | Format, *, kernel: Choice = None, **options)
     """
     x = float_array(x)
     if not x.ndim:
-        raise ValueError("`x` must have at least 1 axis to have a bias")
+        raise ValueError("`x` must have at least 1 axis to compute a bias gradient")
     return quantize(x, format, kernel=kernel, **options), _column_sum(x)
 
 
@@ -238,7 +246,7 @@ def quantize_grouped(
     pad: bool = False,
     dtype=None,
     amax_axes: tuple[str, ...] = (),
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> ScaledArray:
     """Quantises a matrix whose rows are in consecutive groups, each group independently.
 
@@ -257,8 +265,8 @@ def quantize_grouped(
         raise ValueError(f"`x` must be a matrix of rows in groups, not of shape {x.shape}")
     group_sizes = checked_groups(group_sizes, x.shape[0])
     spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
-    checked = arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return make_casts(x, (view_of(spec, rounding),), checked, kernel).arrays[0]
+    checked = make_cast_arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
+    return run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
 
 
 def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:
@@ -299,8 +307,8 @@ def _amax(block: blocks.Block, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _dequantize(q: ScaledArray, dtype: np.dtype) -> jax.Array:
-    parts = Parts(q.data, q.scale, q.tensor_scale, q.zero)
-    return dequantize_values(parts, q.format, q.block, q.rotation).astype(dtype)
+    leaves = QuantizedLeaves(q.data, q.scale, q.tensor_scale, q.zero)
+    return dequantize_values(leaves, q.format, q.block, q.rotation).astype(dtype)
 
 
 @jax.jit
@@ -339,7 +347,7 @@ def _swap_last(block: blocks.Block, ndim: int) -> blocks.Block:
     return blocks.trim((*lead, columns, rows))
 
 
-def _trailing(block: blocks.Block) -> blocks.Block:
+def _nonempty(block: blocks.Block) -> blocks.Block:
     return block or (1,)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from scaledot.contraction import Contraction, from_dimension_numbers, labels
 from scaledot.kernels.spec import operand_of
 from scaledot.ops.cast_spec import checked_groups
-from scaledot.ops.operands import Choice, as_operand, make_problem, solve
+from scaledot.ops.operands import KernelChoice, as_operand, make_problem, run_problem
 from scaledot.parallel.types import is_sharded
 
 _MATRIX_PER_GROUP = lax.RaggedDotDimensionNumbers(
@@ -26,14 +26,14 @@ def ragged_dot(
     preferred_element_type=None,
     *,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` where either operand may be a ScaledArray: (m, k) x (groups, k, n) -> (m, n).
 
-    Rows of lhs are in consecutive groups, of `group_sizes`, and each group is multiplied by its own matrix of rhs.
-    Groups may be empty; rows past the last group give zeros. Scales of rhs may differ between groups. vmap is supported
-    as far as by jax.lax. If operands are sharded over explicit mesh axes, `out_sharding` is required. Accumulation and
-    `precision` as in `dot_general`.
+    Rows of lhs form consecutive groups of sizes `group_sizes`, and group i is multiplied by rhs[i]. Groups may be
+    empty; rows past the last group give zeros. Scales of rhs may differ between groups. vmap is supported where
+    jax.lax.ragged_dot supports it. If operands are sharded over explicit mesh axes, `out_sharding` is required.
+    Accumulation and `precision` are those of `dot_general`.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.stack([jnp.eye(2), 3 * jnp.eye(2)]), "int8", axis=1)
@@ -56,7 +56,7 @@ def ragged_dot_general(
     preferred_element_type=None,
     *,
     out_sharding=None,
-    kernel: Choice = None,
+    kernel: KernelChoice = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` where either operand may be a ScaledArray.
 
@@ -86,48 +86,53 @@ def contract_groups(
     rhs,
     group_sizes,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
-    kernel: Choice,
+    kernel: KernelChoice,
     *,
-    multipliers: tuple[jax.Array, jax.Array] | None = None,
+    result_scales: tuple[jax.Array, jax.Array] | None = None,
     **fields,
 ) -> jax.Array:
-    """ragged_dot_general with further `fields` of the Problem, such as `group_multiple`, which divides all group sizes.
+    """ragged_dot_general with further `fields` of the Problem.
 
-    multipliers: a pair of (groups, 1) or (groups, m), and (groups, 1) or (groups, n), which multiply a result
-    (groups, m, n) before it is rounded.
+    `group_multiple` is such a field: a number of which all group sizes are multiples. result_scales: a pair of
+    (groups, 1) or (groups, m), and (groups, 1) or (groups, n), which multiply a result (groups, m, n) before it is
+    rounded.
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     numbers = ragged_dot_dimension_numbers
     contraction = from_dimension_numbers(numbers.dot_dimension_numbers, lhs.ndim, rhs.ndim)
     contraction, ragged, group = _with_groups(contraction, numbers)
-    is_flat = np.ndim(group_sizes) == 1
-    if not is_flat and ragged in contraction.contracted:
+    has_1d_sizes = np.ndim(group_sizes) == 1
+    if not has_1d_sizes and ragged in contraction.contracting:
         raise ValueError(
             "`group_sizes` must be 1-d, one size per group, if the ragged dim is contracted; it has shape "
             f"{np.shape(group_sizes)}"
         )
-    if is_flat:
+    if has_1d_sizes:
         group_sizes = checked_groups(group_sizes, lhs.shape[contraction.lhs.index(ragged)])
-    if is_flat and group in contraction.rhs and rhs.shape[contraction.rhs.index(group)] != group_sizes.size:
-        raise ValueError(f"`group_sizes` has {group_sizes.size} groups, but rhs is {operand_of(rhs, contraction.rhs)}")
+    has_rhs_per_group = has_1d_sizes and group in contraction.rhs
+    if has_rhs_per_group and (matrices := rhs.shape[contraction.rhs.index(group)]) != group_sizes.size:
+        raise ValueError(
+            f"`group_sizes` has {group_sizes.size} groups, but rhs has {matrices} matrices: "
+            f"{operand_of(rhs, contraction.rhs)}"
+        )
     problem = make_problem(
         "ragged_dot",
         contraction,
         lhs,
         rhs,
-        ragged=ragged,
-        group=group,
-        gathers=is_flat and group in contraction.rhs,
+        ragged_label=ragged,
+        group_label=group,
+        group_scales_to_rows=has_rhs_per_group,
         **fields,
     )
-    return solve(problem, kernel, lhs, rhs, group_sizes, multipliers=multipliers)
+    return run_problem(problem, kernel, lhs, rhs, group_sizes, result_scales=result_scales)
 
 
 def _with_groups(contraction: Contraction, numbers: lax.RaggedDotDimensionNumbers) -> tuple[Contraction, str, str]:
     """The contraction with a label for the group dim, the ragged label, and the group label."""
     (ragged_axis,) = _one_axis("lhs_ragged_dimensions", numbers.lhs_ragged_dimensions)
     ragged = contraction.lhs[ragged_axis]
-    if ragged in contraction.contracted:
+    if ragged in contraction.contracting:
         group = labels(1, contraction.lhs + contraction.rhs)
         return Contraction(contraction.lhs, contraction.rhs, group + contraction.out), ragged, group
     if ragged in contraction.rhs:

@@ -72,7 +72,7 @@ class Operation(Protocol):
     def results(self) -> tuple[Leaf, ...]: ...
 
     @property
-    def contracted(self) -> str:
+    def contracting(self) -> str:
         """Contracting labels: if one is sharded, devices compute partial results."""
         ...
 
@@ -113,7 +113,7 @@ def _partitioned(operation: Operation) -> Callable[..., Arrays]:
         )
 
     partitioned = custom_partitioning(run)
-    rule = propagation_rule(operation.operands, operation.results, operation.contracted)
+    rule = propagation_rule(operation.operands, operation.results, operation.contracting)
     shardy: dict[str, Any] = {"sharding_rule": rule.text, "reduction_factors": rule.reduced, **rule.sizes}
     partitioned.def_partition(partition, decode_shardings=False, **shardy)
     with_vmap = custom_vmap(partitioned)
@@ -167,7 +167,7 @@ class PropagationRule(NamedTuple):
     sizes: dict[str, int]
 
 
-def propagation_rule(operands: Sequence[Leaf], results: Sequence[Leaf], contracted: str = "") -> PropagationRule:
+def propagation_rule(operands: Sequence[Leaf], results: Sequence[Leaf], contracting: str = "") -> PropagationRule:
     """The rule by which Shardy propagates shardings between operands and results: along equal labels.
 
     512 rows and the scales of their 4 blocks share a factor of 4; the 128 rows of a block are a factor of their own:
@@ -193,7 +193,7 @@ def propagation_rule(operands: Sequence[Leaf], results: Sequence[Leaf], contract
         for name in of_size[-1:]
         if name not in inferred
     }
-    reduced = tuple(name for c in contracted for name in max(factors[c].values(), key=len, default=()))
+    reduced = tuple(name for c in contracting for name in max(factors[c].values(), key=len, default=()))
     texts = [" ".join(axis[0] if len(axis) == 1 else f"({' '.join(axis)})" for axis in leaf) for leaf in by_leaf]
     return PropagationRule(
         f"{', '.join(texts[: len(operands)])} -> {', '.join(texts[len(operands) :])}", reduced, sizes
@@ -246,8 +246,8 @@ class Batched:
         return tuple(map(self._with_batch, self.operation.results))
 
     @property
-    def contracted(self) -> str:
-        return self.operation.contracted
+    def contracting(self) -> str:
+        return self.operation.contracting
 
     def run(self, arrays: Arrays) -> Arrays:
         return self._mapped(self.operation.run)(arrays)

@@ -18,7 +18,7 @@ from jax import lax
 from scaledot.parallel import transfer_plan
 from scaledot.parallel.transfer_plan import AxesByLabel, LabelSharding
 from scaledot.parallel.transfers import Axes, own_shard
-from scaledot.parallel.types import Like
+from scaledot.parallel.types import PrimalType
 
 
 class Gather(NamedTuple):
@@ -138,14 +138,14 @@ def _run_route(route: Route, transposed: bool, x: jax.Array, start: jax.Array) -
 
 
 def _run_route_fwd(route: Route, transposed: bool, x: jax.Array, start: jax.Array):
-    return _run_route(route, transposed, x, start), (start, Like.of(x))
+    return _run_route(route, transposed, x, start), (start, PrimalType.of(x))
 
 
 def _run_route_bwd(
-    route: Route, transposed: bool, residuals: tuple[jax.Array, Like], g: jax.Array
+    route: Route, transposed: bool, residuals: tuple[jax.Array, PrimalType], g: jax.Array
 ) -> tuple[jax.Array, Any]:
-    start, like = residuals
-    return like.reduced(cast(jax.Array, _run_route(route, not transposed, g, start))), np.zeros((), jax.dtypes.float0)
+    start, primal = residuals
+    return primal.reduced(cast(jax.Array, _run_route(route, not transposed, g, start))), np.zeros((), jax.dtypes.float0)
 
 
 _run_route.defvjp(_run_route_fwd, _run_route_bwd)

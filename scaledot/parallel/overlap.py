@@ -81,7 +81,7 @@ def ring_of(plan: TransferPlan, overlap: Axes) -> Ring | None:
 def accumulates_partials(plan: TransferPlan, contraction: Contraction, overlap: Axes) -> bool:
     """Whether the result is accumulated from several matmuls, which must then have float32 results."""
     ring = ring_of(plan, overlap)
-    return bool(plan.reduced_axes) or (ring is not None and ring.label in contraction.contracted)
+    return bool(plan.reduced_axes) or (ring is not None and ring.label in contraction.contracting)
 
 
 def contract_overlapped(

@@ -22,7 +22,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, labels
 from scaledot.kernels import table
 from scaledot.kernels.layouts import RowPairs, Transposed
-from scaledot.kernels.operands import LabeledScale, lay
+from scaledot.kernels.operands import LabeledScale, align_to
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Operand, Problem, accumulation_dtype
 from scaledot.kernels.table import Kernel
 from scaledot.numerics import blocks
@@ -36,7 +36,7 @@ from scaledot.programs import for_types, program
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat:
+class CollapsedShape:
     """The shape of a matrix or of its scales, and the CollapsedDim of each dim; None for a dim of size 1."""
 
     shape: Sizes
@@ -50,31 +50,33 @@ class Flat:
             names += [None] if dim is None else dim.labels
         return Leaf(tuple(shape), tuple(names))
 
-    def shard(self, sharding: AxesByLabel, mesh) -> "Flat":
+    def shard(self, sharding: AxesByLabel, mesh) -> "CollapsedShape":
         dims = tuple(None if dim is None else dim.shard(sharding, mesh) for dim in self.dims)
         sizes = zip(self.shape, self.dims, dims, strict=True)
         shape = (size if old is None or new is None else size * new.size // old.size for size, old, new in sizes)
-        return Flat(tuple(shape), dims)
+        return CollapsedShape(tuple(shape), dims)
 
 
-def flat_leaves(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
-    """The pytree of a quantised matrix in any layout of `kernels.layouts`, or an array, with a Flat as each leaf."""
+def with_collapsed_shapes(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
+    """A quantised matrix in any layout of `kernels.layouts`, or an array, with a CollapsedShape per leaf."""
     if isinstance(tree, Transposed):
-        return dataclasses.replace(tree, stored=flat_leaves(tree.stored, dims[::-1]))
+        return dataclasses.replace(tree, stored=with_collapsed_shapes(tree.stored, dims[::-1]))
     if isinstance(tree, RowPairs):
-        return dataclasses.replace(tree, stored=flat_leaves(tree.stored, dims))
+        return dataclasses.replace(tree, stored=with_collapsed_shapes(tree.stored, dims))
     if not isinstance(tree, ScaledArray):
-        return Flat(tree.shape, tuple(dims))
+        return CollapsedShape(tree.shape, tuple(dims))
 
-    def of_blocks(a: Any) -> Flat:
-        return Flat(a.shape, tuple(None if size == 1 else dim for size, dim in zip(a.shape, dims, strict=True)))
+    def of_blocks(a: Any) -> CollapsedShape:
+        return CollapsedShape(
+            a.shape, tuple(None if size == 1 else dim for size, dim in zip(a.shape, dims, strict=True))
+        )
 
-    def replicated(a: Any) -> Flat:
-        return Flat(a.shape, (None,) * len(a.shape))
+    def replicated(a: Any) -> CollapsedShape:
+        return CollapsedShape(a.shape, (None,) * len(a.shape))
 
     return dataclasses.replace(
         tree,
-        data=Flat(tree.data.shape, tuple(dims)),
+        data=CollapsedShape(tree.data.shape, tuple(dims)),
         scale=of_blocks(tree.scale),
         tensor_scale=None if tree.tensor_scale is None else replicated(tree.tensor_scale),
         zero=None if tree.zero is None else of_blocks(tree.zero),
@@ -93,7 +95,9 @@ def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArgu
     leaves, tree = jax.tree.flatten(arguments._replace(keys=jax.tree.map(raw_key, arguments.keys)))
     operation = Cast(problem, kernel, members, tuple(leaf.shape for leaf in leaves), tree)
     results = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
-    return jax.tree.unflatten(operation.tree, _reshaped(results, [flat.shape for flat in operation.flats]))
+    return jax.tree.unflatten(
+        operation.tree, _reshaped(results, [collapsed.shape for collapsed in operation.collapsed_shapes])
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Cast:
     argument_shapes: tuple[Sizes, ...]
     argument_tree: Any
 
-    contracted = ""
+    contracting = ""
 
     @functools.cached_property
     def dims(self) -> tuple[CollapsedDim, ...]:
@@ -121,11 +125,11 @@ class Cast:
     def _multiple(self, axis: int) -> int:
         """What the size of shards along an axis must be a multiple of, so that no block or rotation group is cut."""
         ndim, multiple = len(self.problem.shape), 1
-        for view in self.problem.views:
-            rotation = view.spec.rotation
-            block = blocks.expand(view.spec.block, ndim)[axis]
+        for output in self.problem.outputs:
+            rotation = output.spec.rotation
+            block = blocks.expand(output.spec.block, ndim)[axis]
             rotation_group = rotation.size if rotation is not None and rotation.axis % ndim == axis else 1
-            multiple = math.lcm(multiple, max(block, 1), rotation_group, 2 if view.spec.format.bits == 4 else 1)
+            multiple = math.lcm(multiple, max(block, 1), rotation_group, 2 if output.spec.format.bits == 4 else 1)
         return multiple
 
     @functools.cached_property
@@ -146,27 +150,27 @@ class Cast:
 
     @property
     def _is_stochastic(self) -> bool:
-        return any(view.is_stochastic for view in self.problem.views)
+        return any(output.is_stochastic for output in self.problem.outputs)
 
     @property
     def tree(self) -> Any:
         return jax.tree.structure(self._result)
 
     @functools.cached_property
-    def flats(self) -> list[Flat]:
+    def collapsed_shapes(self) -> list[CollapsedShape]:
         arrays, amax, sums = self._result
-        of_amax = None if amax is None else Flat((), ())
-        of_sums = None if sums is None else Flat(sums.shape, self.dims[-1:])
-        return jax.tree.leaves(([flat_leaves(q, self.dims) for q in arrays], of_amax, of_sums))
+        of_amax = None if amax is None else CollapsedShape((), ())
+        of_sums = None if sums is None else CollapsedShape(sums.shape, self.dims[-1:])
+        return jax.tree.leaves(([with_collapsed_shapes(q, self.dims) for q in arrays], of_amax, of_sums))
 
     @property
     def operands(self) -> tuple[Leaf, ...]:
         arguments = (Leaf(shape, (None,) * len(shape)) for shape in self.argument_shapes)
-        return Flat(self.problem.shape, self.dims).leaf, *arguments
+        return CollapsedShape(self.problem.shape, self.dims).leaf, *arguments
 
     @property
     def results(self) -> tuple[Leaf, ...]:
-        return tuple(flat.leaf for flat in self.flats)
+        return tuple(collapsed.leaf for collapsed in self.collapsed_shapes)
 
     def run(self, arrays: Arrays) -> Arrays:
         x, *leaves = arrays
@@ -182,7 +186,9 @@ class Cast:
         if self._is_stochastic:  # random numbers are drawn by global indices
             arguments = arguments._replace(offset=first_index(self.dims, sharding, mesh))
         result = self._all_reduced(self._cast(self._shard(mesh, sharding), x, arguments), sharding)
-        return _reshaped(jax.tree.leaves(result), [flat.shard(sharding, mesh).leaf.shape for flat in self.flats])
+        return _reshaped(
+            jax.tree.leaves(result), [collapsed.shard(sharding, mesh).leaf.shape for collapsed in self.collapsed_shapes]
+        )
 
     def _all_reduced(self, result: CastResult, sharding: AxesByLabel) -> CastResult:
         """All-reduces amax over all mesh axes of x, and column sums over those that shard its rows."""
@@ -214,12 +220,12 @@ class Cast:
     def _shard(self, mesh, sharding: AxesByLabel) -> CastProblem:
         """The casts of a shard. The amax of a block that extends over several devices is all-reduced."""
         shape = tuple(dim.shard(sharding, mesh).size for dim in self.dims)
-        specs = [dataclasses.replace(v.spec, amax_axes=self._amax_axes(v.spec, sharding)) for v in self.problem.views]
-        views = tuple(
-            dataclasses.replace(view, spec=spec) for view, spec in zip(self.problem.views, specs, strict=True)
+        specs = [dataclasses.replace(v.spec, amax_axes=self._amax_axes(v.spec, sharding)) for v in self.problem.outputs]
+        outputs = tuple(
+            dataclasses.replace(output, spec=spec) for output, spec in zip(self.problem.outputs, specs, strict=True)
         )
         row_length = self.dims[-1].size if self._is_stochastic else None
-        fields = {"shape": shape, "views": views, "row_length": row_length, "partitioning": ONE_DEVICE}
+        fields = {"shape": shape, "outputs": outputs, "row_length": row_length, "partitioning": ONE_DEVICE}
         return dataclasses.replace(self.problem, **fields)
 
     def _amax_axes(self, spec, sharding: AxesByLabel) -> tuple[str, ...]:
@@ -279,7 +285,7 @@ class Matmul:
         for operand in self.problem.operands:
             if label in operand.labels:
                 block = operand.block_of(label)
-                rotation = operand.rotation if operand.rotated == label else None
+                rotation = operand.rotation if operand.rotated_label == label else None
                 rotation_group = 1 if rotation is None else rotation.size
                 multiple = math.lcm(multiple, 1 if block == operand.size(label) else block, rotation_group)
         return multiple
@@ -291,15 +297,15 @@ class Matmul:
         return Contraction(*("".join(self.dims[label].labels for label in of) for of in (c.lhs, c.rhs, c.out)))
 
     @property
-    def contracted(self) -> str:
-        return self.expanded.contracted
+    def contracting(self) -> str:
+        return self.expanded.contracting
 
     @functools.cached_property
-    def flats(self) -> list[Flat]:
+    def collapsed_shapes(self) -> list[CollapsedShape]:
         lhs, rhs, bias = jax.tree.unflatten(self.tree, self.types)
         c = self.problem.contraction
         labelled = (lhs, c.lhs), (rhs, c.rhs), (bias, c.rhs_free)
-        trees = [flat_leaves(q, self._dims_of(names)) for q, names in labelled if q is not None]
+        trees = [with_collapsed_shapes(q, self._dims_of(names)) for q, names in labelled if q is not None]
         return jax.tree.leaves(trees)
 
     def _dims_of(self, names: str) -> list[CollapsedDim]:
@@ -307,7 +313,7 @@ class Matmul:
 
     @property
     def operands(self) -> tuple[Leaf, ...]:
-        return tuple(flat.leaf for flat in self.flats)
+        return tuple(collapsed.leaf for collapsed in self.collapsed_shapes)
 
     @property
     def results(self) -> tuple[Leaf, ...]:
@@ -317,15 +323,15 @@ class Matmul:
         """The result if `mesh` is None, else a device's shard of it."""
         dims = self._dims_of(self.problem.contraction.out)
         dims = dims if mesh is None else [dim.shard(sharding, mesh) for dim in dims]
-        return Flat(tuple(dim.size for dim in dims), tuple(dims)).leaf
+        return CollapsedShape(tuple(dim.size for dim in dims), tuple(dims)).leaf
 
     def run(self, arrays: Arrays) -> Arrays:
-        y = self._multiplied(self.problem, *self._matrices(arrays, self.flats))
+        y = self._multiplied(self.problem, *self._matrices(arrays, self.collapsed_shapes))
         return (y.reshape(self.results[0].shape),)
 
-    def _matrices(self, arrays: Arrays, flats: Sequence[Flat]) -> tuple[Any, Any, Any]:
+    def _matrices(self, arrays: Arrays, collapsed_shapes: Sequence[CollapsedShape]) -> tuple[Any, Any, Any]:
         """lhs, rhs and bias, or their shards, with dims collapsed."""
-        return jax.tree.unflatten(self.tree, _reshaped(arrays, [flat.shape for flat in flats]))
+        return jax.tree.unflatten(self.tree, _reshaped(arrays, [collapsed.shape for collapsed in collapsed_shapes]))
 
     def _multiplied(self, problem: Problem, lhs, rhs, bias) -> jax.Array:
         problem = dataclasses.replace(problem, lhs=_on_one_device(problem.lhs), rhs=_on_one_device(problem.rhs))
@@ -336,8 +342,13 @@ class Matmul:
         out = dict(plan.out)
         counts = [jax.tree.structure(q).num_leaves for q in jax.tree.unflatten(self.tree, self.types)]
         shardings = [each for each, count in zip((lhs, rhs, out), counts, strict=True) for _ in range(count)]
-        flats = [flat.shard(sharding, mesh) for flat, sharding in zip(self.flats, shardings, strict=True)]
-        return Shards(shardings, [out], lambda arrays: self._run_shards(mesh, plan, {**lhs, **rhs}, arrays, flats))
+        collapsed_shapes = [
+            collapsed.shard(sharding, mesh)
+            for collapsed, sharding in zip(self.collapsed_shapes, shardings, strict=True)
+        ]
+        return Shards(
+            shardings, [out], lambda arrays: self._run_shards(mesh, plan, {**lhs, **rhs}, arrays, collapsed_shapes)
+        )
 
     def _code_shardings(self, operands: Sequence[AxesByLabel], results: Sequence[AxesByLabel]) -> list[LabelSharding]:
         """The shardings of the codes of lhs, of the codes of rhs, and of the result."""
@@ -361,9 +372,11 @@ class Matmul:
                 return plan, left, right
             lhs, rhs, out = (tuple((c, axes) for c, axes in each if c != indivisible) for each in (lhs, rhs, out))
 
-    def _run_shards(self, mesh, plan: TransferPlan, work: AxesByLabel, arrays: Arrays, flats: Sequence[Flat]):
+    def _run_shards(
+        self, mesh, plan: TransferPlan, work: AxesByLabel, arrays: Arrays, collapsed_shapes: Sequence[CollapsedShape]
+    ):
         """The matmul of shards. Partial results are reduced in the accumulation dtype before the bias is added."""
-        problem, (lhs, rhs, bias) = self._shard(mesh, work), self._matrices(arrays, flats)
+        problem, (lhs, rhs, bias) = self._shard(mesh, work), self._matrices(arrays, collapsed_shapes)
         dtype = problem.out_dtype
         late_bias = bias if plan.reduced_axes else None
         if plan.reduced_axes:
@@ -373,7 +386,7 @@ class Matmul:
         if late_bias is not None:
             dims = [self.dims[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
             names, sizes = "".join(dim.labels for dim in dims), [size for dim in dims for size in dim.sizes]
-            y += lay(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
+            y += align_to(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
         return (y.astype(dtype),)
 
     def _shard(self, mesh, work: AxesByLabel) -> Problem:
@@ -391,4 +404,4 @@ def _on_one_device(operand: Operand) -> Operand:
 
 
 def _run_matmul(problem: Problem, kernel: Kernel, lhs, rhs, bias) -> jax.Array:
-    return table.run_and_add(kernel, problem, lhs, rhs, bias)
+    return table.run_with_bias(kernel, problem, lhs, rhs, bias)

@@ -70,10 +70,10 @@ def _shardings_of_specs(contraction: Contraction, specs: Specs, out_sharding) ->
 
 def _inferred_result(contraction: Contraction, x: LabelSharding, w: LabelSharding) -> LabelSharding:
     """The sharding that jax.lax infers for the result; raises where jax.lax requires `out_sharding`."""
-    contracted = [c for c, _ in (*x, *w) if c in contraction.contracted]
-    if contracted:
+    sharded = [c for c, _ in (*x, *w) if c in contraction.contracting]
+    if sharded:
         raise ValueError(
-            f"the contracting dim {contracted[0]!r} of {contraction} is sharded, so the sharding of the result is "
+            f"the contracting dim {sharded[0]!r} of {contraction} is sharded, so the sharding of the result is "
             "ambiguous; pass `out_sharding`"
         )
     inferred = {c: axes for c, axes in (*x, *w) if c in contraction.out}

@@ -2,7 +2,7 @@
 
 Along each mesh axis the work is partitioned by one label of the contraction:
 
-* a contracted label, if the mesh axis shards it in both operands: every device computes a partial result, and partial
+* a contracting label, if the mesh axis shards it in both operands: every device computes a partial result, and partial
   results are all-reduced, or reduce-scattered if the mesh axis shards the result;
 * otherwise the label of the result that the mesh axis shards: operands with another sharding are all-gathered.
 
@@ -87,7 +87,7 @@ def make_transfer_plan(
     Transfers(gathered=(('s', ('tp',)),), sliced=())
     """
     work = _work_sharding(contraction, lhs, rhs, out)
-    reduced_axes = tuple(axis for c in contraction.contracted for axis in work.get(c, ()))
+    reduced_axes = tuple(axis for c in contraction.contracting for axis in work.get(c, ()))
     requested = dict(out)
     scattered, result = [], []
     for c in contraction.out:
@@ -120,7 +120,7 @@ def _work_sharding(
 
 def _partitioned_label(contraction: Contraction, left: str | None, right: str | None, result: str | None) -> str:
     """The label along which a mesh axis partitions the work, if it shards these labels of lhs, rhs and the result."""
-    if left is not None and left == right and left in contraction.contracted:
+    if left is not None and left == right and left in contraction.contracting:
         return left  # both operands are sharded alike along K: no operand is transferred, partial results are reduced
     return next(label for label in (result, left, right) if label is not None)
 

@@ -88,18 +88,18 @@ def vary_as(x: jax.Array, *others: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Like:
+class PrimalType:
     """The type of a primal, saved as a residual in its place: a cotangent has to match the type only."""
 
-    type: Any = dataclasses.field(metadata={"static": True})
+    aval: Any = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, x: jax.Array) -> "Like":
+    def of(cls, x: jax.Array) -> "PrimalType":
         return cls(jax.typeof(x))
 
     def reduced(self, cotangent: jax.Array) -> jax.Array:
         """Reduces (psum) a cotangent over the manual axes along which it varies and its primal does not."""
-        axes = varying(cotangent) - _varying(self.type)
+        axes = varying(cotangent) - _varying(self.aval)
         return lax.psum(cotangent, tuple(axes)) if axes else cotangent
 
 

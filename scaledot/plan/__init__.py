@@ -1,8 +1,8 @@
-"""What a training step of a large model takes on many devices, before anybody has them: `scaledot plan`.
+"""Estimates time, communication and memory of a training step on many devices, without the devices: `scaledot plan`.
 
-XLA compiles one decoder layer for the mesh, with shapes instead of arrays, on CPU devices (`programs`, in a `child`
-process that has as many). What devices send each other is read from the compiled program (`hlo`); what they compute
-follows from the model (`models`) and the recipe (`products`). Times are bytes and operations over the rates of a device
-(`rates`), memory is what the step keeps (`cost`). It is a model: rates say where they come from, and what is left out
-is said in docs/notes/scaling.md.
+XLA compiles one decoder layer for the mesh, from shapes alone, on CPU devices (`programs`, in a child process with as
+many CPU devices as the mesh has: `compile_process`). Collectives and their bytes are read from the compiled HLO
+(`hlo`); FLOPs and bytes of casts follow from the model (`models`) and the recipe (`gemm_kinds`). Times are bytes and
+FLOPs over the rates of a device (`rates`); memory is weights, optimizer state and residuals (`cost`). It is a model,
+not a measurement: every rate has its source, and docs/notes/scaling.md lists what is not modelled.
 """

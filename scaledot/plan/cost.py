@@ -1,46 +1,53 @@
-"""Times and memory of a step on a device, from what was compiled and what devices reach.
+"""Estimates the time and memory of a training step on one device, from compiled collectives and the rates of a device.
 
-A step is the layers and the head, forward and backward, and an update by Adam with float32 weights. Products, attention
-and casts take turns on a device; collectives have links of their own, which at best hide behind those, and behind each
-other where one is NVLink and the other the network.
+A step is forward and backward of all decoder layers and the output head, and an Adam update of float32 weights.
+Matmuls, attention and casts run one after another on a device. Collectives run on links, which at best overlap with
+compute and with each other: NVLink and the network are separate links. The time of a step is between `full_overlap`
+and `no_overlap` of its `Cost`.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from scaledot.plan.gemm_kinds import BASELINE, cast_bytes, kind_of
+from scaledot.plan.gemm_kinds import BASELINE, cast_bytes, gemm_kind
 from scaledot.plan.hlo import Collective
 from scaledot.plan.models import Linear
-from scaledot.plan.programs import Compiled
+from scaledot.plan.programs import CompiledModule
 from scaledot.plan.rates import Rates
 from scaledot.plan.setup import Setup
-from scaledot.recipes import PRODUCTS, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Recipe
 
-UPDATE_BYTES = 28  # of a parameter: four float32 numbers are read, three written
-BACKWARD_ATTENTION = 2.5  # of forward's work: five products for two
+# Bytes of memory traffic per parameter in an Adam update: float32 weight, gradient and two moments are read, and all
+# but the gradient are written.
+UPDATE_BYTES = 28
+# FLOPs of attention's backward pass over those of its forward pass: five matmuls instead of two.
+BACKWARD_ATTENTION = 2.5
 
 
-def of_operands(kind: str, dtype: str) -> bool:
-    """Whether a collective puts operands together, at once or by passing parts on; others add up sums in float32."""
+def transfers_operands(kind: str, dtype: str) -> bool:
+    """Returns whether a collective transfers matmul operands, not float32 partial results.
+
+    Operands are all-gathered, or passed around a ring by collective-permutes.
+    """
     return kind == "all-gather" or (kind == "collective-permute" and dtype != "f32")
 
 
 class Traffic(NamedTuple):
-    """What a device sends in a step by collectives of one kind along some axes."""
+    """Collectives of one kind and dtype along the same mesh axes: number, bytes sent and time per device and step."""
 
     axes: tuple[str, ...]
     link: str
     kind: str
     dtype: str
     collectives: int
-    sent: float
+    sent_bytes: float
     seconds: float
 
 
 class Cost(NamedTuple):
-    """Of a step on a device: seconds of each kind of work, collectives, and bytes of memory."""
+    """Cost of a step on one device: seconds per kind of compute, collectives, and bytes of memory by what they hold."""
 
-    work: dict[str, float]
+    compute_seconds: dict[str, float]
     traffic: list[Traffic]
     memory: dict[str, float]
 
@@ -49,118 +56,132 @@ class Cost(NamedTuple):
         return sum(self.memory.values())
 
     @property
-    def computing(self) -> float:
-        return sum(self.work.values())
+    def compute(self) -> float:
+        """Seconds of compute, without communication."""
+        return sum(self.compute_seconds.values())
 
     @property
-    def sent(self) -> float:
-        return sum(row.sent for row in self.traffic)
+    def sent_bytes(self) -> float:
+        return sum(row.sent_bytes for row in self.traffic)
 
     @property
-    def gathered(self) -> float:
-        """Of what is sent, that which recipes change."""
-        return sum(row.sent for row in self.traffic if of_operands(row.kind, row.dtype))
-
-    @property
-    def moving(self) -> float:
-        return sum(row.seconds for row in self.traffic)
+    def gathered_bytes(self) -> float:
+        """Bytes sent to gather operands, which depend on the recipe; reductions are float32 under all recipes."""
+        return sum(row.sent_bytes for row in self.traffic if transfers_operands(row.kind, row.dtype))
 
     def seconds_on(self, link: str) -> float:
+        """Seconds of collectives on "nvlink" or "network"."""
         return sum(row.seconds for row in self.traffic if row.link == link)
 
     @property
-    def in_turns(self) -> float:
-        """Nothing overlaps."""
-        return self.computing + self.moving
+    def no_overlap(self) -> float:
+        """Seconds of a step if collectives and compute run one after another."""
+        return self.compute + sum(row.seconds for row in self.traffic)
 
     @property
-    def at_once(self) -> tuple[float, str]:
-        """Everything overlaps that can, and what is left is the longest."""
-        longest = {"computing": self.computing, **{link: self.seconds_on(link) for link in ("nvlink", "network")}}
-        name = max(longest, key=lambda of: longest[of])
-        return longest[name], name
+    def full_overlap(self) -> tuple[float, str]:
+        """Seconds of a step if compute, NVLink and network overlap completely, and which of the three takes longest."""
+        seconds = {"compute": self.compute, **{link: self.seconds_on(link) for link in ("nvlink", "network")}}
+        bottleneck = max(seconds, key=lambda name: seconds[name])
+        return seconds[bottleneck], bottleneck
 
 
-def cost(setup: Setup, rates: Rates, recipe: Recipe, layer: Compiled, head: Compiled) -> Cost:
-    """Of a recipe in the layers; the head is bfloat16."""
+def cost(setup: Setup, rates: Rates, recipe: Recipe, layer: CompiledModule, head: CompiledModule) -> Cost:
+    """Returns the cost of a step whose decoder layers use `recipe`; the output head is bfloat16."""
     layers = setup.model.layers
-    every = [(one, layers) for one in (*layer.forward, *layer.backward)]
-    every += [(one, 1) for one in (*head.forward, *head.backward)]
-    return Cost(_work(setup, rates, recipe), _traffic(setup, rates, every), memory(setup, recipe, layer, head))
+    collectives = [(collective, layers) for collective in (*layer.forward, *layer.backward)]
+    collectives += [(collective, 1) for collective in (*head.forward, *head.backward)]
+    return Cost(
+        _compute_seconds(setup, rates, recipe), _traffic(setup, rates, collectives), memory(setup, recipe, layer, head)
+    )
 
 
-def _work(setup: Setup, rates: Rates, recipe: Recipe) -> dict[str, float]:
+def _compute_seconds(setup: Setup, rates: Rates, recipe: Recipe) -> dict[str, float]:
     model = setup.model
-    products = sum(_product_seconds(setup, rates, recipe, linear) for linear in model.linears)
-    cast = sum(cast_bytes(recipe, setup.parts(linear)) for linear in model.linears)
-    casts = cast / (1e9 * rates.memory.gb_s * rates.products[kind_of(recipe, "fwd")].casts_reached)
-    of_head = cast_bytes(BASELINE, setup.parts(model.head)) / rates.memory.bytes_s
+    matmuls = sum(_matmul_seconds(setup, rates, recipe, linear) for linear in model.linears)
+    layer_bytes = sum(cast_bytes(recipe, setup.local_elements(linear)) for linear in model.linears)
+    casts = layer_bytes / (1e9 * rates.memory.gb_s * rates.matmuls[gemm_kind(recipe, "fwd")].casts_achieved)
+    head_casts = cast_bytes(BASELINE, setup.local_elements(model.head)) / rates.memory.bytes_s
     return {
-        "products": model.layers * products + _product_seconds(setup, rates, BASELINE, model.head),
-        "attention": model.layers * _attention_flops(setup) / rates.products["attention"].flops,
-        "casts": model.layers * casts + of_head,
-        "update": UPDATE_BYTES * _parameters(setup) / rates.memory.bytes_s,
+        "matmuls": model.layers * matmuls + _matmul_seconds(setup, rates, BASELINE, model.head),
+        "attention": model.layers * _attention_flops(setup) / rates.matmuls["attention"].flops,
+        "casts": model.layers * casts + head_casts,
+        "optimizer update": UPDATE_BYTES * _local_parameters(setup) / rates.memory.bytes_s,
     }
 
 
-def _product_seconds(setup: Setup, rates: Rates, recipe: Recipe, linear: Linear) -> float:
-    return sum(setup.flops(linear) / rates.products[kind_of(recipe, product)].flops for product in PRODUCTS)
+def _matmul_seconds(setup: Setup, rates: Rates, recipe: Recipe, linear: Linear) -> float:
+    """Returns the seconds of fwd, dgrad and wgrad of one linear layer on a device."""
+    return sum(setup.matmul_flops(linear) / rates.matmuls[gemm_kind(recipe, gemm)].flops for gemm in GEMM_OPERANDS)
 
 
 def _attention_flops(setup: Setup) -> float:
-    """Of a layer on a device, both ways: scores and their values, half of them masked."""
-    forward = 2 * setup.tokens * setup.sequence * setup.model.attention / setup.mesh.sizes["tp"]
+    """Returns the FLOPs of one layer's attention on a device, forward and backward, half of them masked."""
+    forward = 2 * setup.tokens * setup.sequence * setup.model.attention_width / setup.mesh.sizes["tp"]
     return forward * (1 + BACKWARD_ATTENTION)
 
 
-def _parameters(setup: Setup) -> float:
-    """On a device; norms are whole on all."""
+def _local_parameters(setup: Setup) -> float:
+    """Returns the parameters on a device: matrices are sharded over fsdp and tp, scales of norms are replicated."""
     model = setup.model
-    return model.matrices / setup.mesh.along(("fsdp", "tp")) + model.parameters - model.matrices
+    return model.matrix_parameters / setup.mesh.size_along(("fsdp", "tp")) + model.parameters - model.matrix_parameters
 
 
-def _traffic(setup: Setup, rates: Rates, every: Iterable[tuple[Collective, int]]) -> list[Traffic]:
-    """Collectives that are alike together, each so many times in a step."""
-    alike: dict[tuple[tuple[str, ...], str, str], list[tuple[float, int]]] = {}
-    for one, times in every:
-        _check_repeats(setup, one)
-        sent = times * one.sent(setup.mesh.along(one.axes))
-        alike.setdefault((one.axes, one.kind, one.dtype), []).append((sent, times * one.count))
-    found = []
-    for (axes, kind, dtype), rows in sorted(alike.items()):
+def _traffic(setup: Setup, rates: Rates, collectives: Iterable[tuple[Collective, int]]) -> list[Traffic]:
+    """Returns the traffic of a step, grouped by axes, kind and dtype.
+
+    collectives: each with the number of times that its program runs per step.
+    """
+    grouped: dict[tuple[tuple[str, ...], str, str], list[tuple[float, int]]] = {}
+    for collective, times in collectives:
+        _check_extrapolates(setup, collective)
+        sent = times * collective.sent_bytes(setup.mesh.size_along(collective.axes))
+        key = (collective.axes, collective.kind, collective.dtype)
+        grouped.setdefault(key, []).append((sent, times * collective.count))
+    traffic = []
+    for (axes, kind, dtype), rows in sorted(grouped.items()):
         link = rates.link(setup.mesh.span(axes))
         sent, count = sum(sent for sent, _ in rows), sum(count for _, count in rows)
-        found.append(Traffic(axes, link, kind, dtype, count, sent, getattr(rates, link).seconds(sent, count)))
-    return found
+        traffic.append(Traffic(axes, link, kind, dtype, count, sent, getattr(rates, link).seconds(sent, count)))
+    return traffic
 
 
-def _check_repeats(setup: Setup, one: Collective) -> None:
-    """Raise where what was compiled for fewer devices along an axis says nothing of more."""
-    compiled = setup.compiled.mesh.sizes
-    shorter = [axis for axis in one.axes if compiled[axis] != setup.mesh.sizes[axis]]
-    if shorter and one.kind != "all-reduce":
-        raise ValueError(f"{one.kind} along {shorter[0]} is not the same for another number of devices")
+def _check_extrapolates(setup: Setup, collective: Collective) -> None:
+    """Raises if a collective other than all-reduce runs along an axis that was shortened for compilation."""
+    compiled_sizes = setup.compilation_setup.mesh.sizes
+    shortened = [axis for axis in collective.axes if compiled_sizes[axis] != setup.mesh.sizes[axis]]
+    if shortened and collective.kind != "all-reduce":
+        axis = shortened[0]
+        raise ValueError(
+            f"{collective.kind} along {axis} was compiled for {compiled_sizes[axis]} devices; its bytes for "
+            f"{setup.mesh.sizes[axis]} do not follow from that, only those of an all-reduce do"
+        )
 
 
-def memory(setup: Setup, recipe: Recipe, layer: Compiled, head: Compiled) -> dict[str, float]:
-    """Bytes on a device in a step, by what they hold."""
-    model, parameters = setup.model, _parameters(setup)
+def memory(setup: Setup, recipe: Recipe, layer: CompiledModule, head: CompiledModule) -> dict[str, float]:
+    """Returns the bytes of memory on a device in a step, by what they hold."""
+    model, parameters = setup.model, _local_parameters(setup)
     gathered = max(
-        sum(one.bytes * one.count for one in each if one.kind == "all-gather" and "fsdp" in one.axes)
-        for each in (layer.forward, layer.backward)
+        sum(one.bytes * one.count for one in collectives if one.kind == "all-gather" and "fsdp" in one.axes)
+        for collectives in (layer.forward, layer.backward)
     )
     logits = 2 * setup.tokens * model.vocabulary / setup.mesh.sizes["tp"]
+    layer_residuals = layer.residual_bytes + _attention_residual_bytes(setup, recipe)
     return {
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
-        "optimizer": 8 * parameters,
-        "kept for backward": model.layers * (layer.kept + _kept_by_attention(setup, recipe)) + head.kept + logits,
-        "a layer's weights, gathered": gathered,
+        "optimizer state": 8 * parameters,
+        "residuals": model.layers * layer_residuals + head.residual_bytes + logits,
+        "gathered weights of one layer": gathered,
     }
 
 
-def _kept_by_attention(setup: Setup, recipe: Recipe) -> float:
-    """Beside queries, keys and values: float32 logarithms of sums, and its result, unless the product keeps it too."""
+def _attention_residual_bytes(setup: Setup, recipe: Recipe) -> float:
+    """Returns the bytes that one layer's attention saves on a device, without queries, keys and values.
+
+    They are the float32 log-sum-exp of each head, and the bfloat16 result unless the next matmul saves it uncast.
+    """
     model = setup.model
-    numbers = 4 * model.heads + (2 * model.attention if any(of == "x" for _, of, _ in recipe.casts()) else 0)
-    return setup.tokens * numbers / setup.mesh.sizes["tp"]
+    casts_x = any(tensor == "x" for _, tensor, _ in recipe.casts())
+    bytes_per_token = 4 * model.heads + (2 * model.attention_width if casts_x else 0)
+    return setup.tokens * bytes_per_token / setup.mesh.sizes["tp"]

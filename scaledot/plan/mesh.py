@@ -1,24 +1,28 @@
-"""Meshes of data (dp), fully sharded data (fsdp) and tensor parallelism (tp): read, chosen, made smaller.
+"""Meshes of data (dp), fully sharded data (fsdp) and tensor parallelism (tp): parsing, choosing, shrinking to compile.
 
-Axes lie as they are written, so that devices along the last one are neighbours. Weights are split over fsdp and tp,
-tokens over dp and fsdp, and over tp too between the products where sequences are parallel.
+Device ids are row-major over the axes as they are written, so devices along the last axis have consecutive ids and are
+the first to share an NVLink domain. Weights are sharded over fsdp and tp, tokens over dp and fsdp; with sequence
+parallelism, activations between the matmuls are also sharded over tp.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from scaledot.plan.models import Model
 from scaledot.plan.rates import Rates
 
 AXES = ("dp", "fsdp", "tp")
-BATCH = ("dp", "fsdp")  # the axes that sequences are split over
-MOST_COMPILED = 2048  # devices that XLA compiles for in some seconds
-STATE_BYTES = 16  # of a parameter: float32 weight, gradient and two moments of Adam
-NARROWEST = 2048  # features of the model's width for each tensor-parallel device
+BATCH_AXES = ("dp", "fsdp")  # sequences are sharded over these
+MAX_COMPILED_DEVICES = 2048  # XLA compiles a layer for that many in a few seconds
+STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments of Adam
+MIN_WIDTH_PER_DEVICE = 2048  # of the model's width, with tensor parallelism; smaller matmuls are inefficient
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
+    """Names and sizes of mesh axes, the slowest-varying axis first."""
+
     axes: tuple[tuple[str, int], ...]
 
     @property
@@ -27,43 +31,47 @@ class Mesh:
 
     @property
     def devices(self) -> int:
-        return self.along(self.sizes)
+        return self.size_along(self.sizes)
 
-    def along(self, axes) -> int:
-        """Devices along some axes."""
+    def size_along(self, axes: Iterable[str]) -> int:
+        """Returns the number of devices along some axes, the product of their sizes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def span(self, axes) -> int:
-        """How many neighbouring devices hold a group along some axes."""
+    def span(self, axes: Iterable[str]) -> int:
+        """Returns how many consecutive device ids contain a replica group along some axes."""
         names = list(self.sizes)
-        return self.along(names[min(map(names.index, axes), default=len(names)) :])
+        return self.size_along(names[min(map(names.index, axes), default=len(names)) :])
 
     @property
     def is_compilable(self) -> bool:
-        """Whether `compiled` finds a mesh that XLA compiles for."""
-        return self.devices <= MOST_COMPILED or self._with_short_dp().devices <= MOST_COMPILED
+        """Whether XLA can compile for this mesh, or for the same mesh with dp=2."""
+        return self.devices <= MAX_COMPILED_DEVICES or self._with_dp_of_two().devices <= MAX_COMPILED_DEVICES
 
-    def _with_short_dp(self) -> "Mesh":
+    def _with_dp_of_two(self) -> "Mesh":
         return Mesh(tuple((axis, min(size, 2) if axis == "dp" else size) for axis, size in self.axes))
 
-    def compiled(self) -> "Mesh":
-        """This mesh, or one with two devices along dp, which only repeats, where that would be too many."""
-        if self.devices <= MOST_COMPILED:
+    def compilation_mesh(self) -> "Mesh":
+        """Returns the mesh to compile for: this one, or with dp=2 if it has more than MAX_COMPILED_DEVICES devices.
+
+        Devices along dp run identical programs, whose only collectives along dp are all-reduces.
+        """
+        if self.devices <= MAX_COMPILED_DEVICES:
             return self
         if not self.is_compilable:
             raise ValueError(
-                f"the mesh {self} has {self.along(('fsdp', 'tp'))} devices along fsdp and tp; at most "
-                f"{MOST_COMPILED // 2} can be compiled for, put the rest along dp"
+                f"the mesh {self} has {self.size_along(('fsdp', 'tp'))} devices along fsdp and tp; at most "
+                f"{MAX_COMPILED_DEVICES // 2} can be compiled for, put the rest along dp"
             )
-        return self._with_short_dp()
+        return self._with_dp_of_two()
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.axes)
 
 
-def parse(text: str) -> Mesh:
-    """
-    >>> parse("dp=4,tp=2")
+def parse_mesh(text: str) -> Mesh:
+    """Returns the mesh of a text such as dp=4,fsdp=8,tp=8; axes that it does not name have size 1.
+
+    >>> parse_mesh("dp=4,tp=2")
     Mesh(axes=(('fsdp', 1), ('dp', 4), ('tp', 2)))
     """
     sizes: dict[str, int] = {}
@@ -76,33 +84,39 @@ def parse(text: str) -> Mesh:
                 f"`mesh` {text!r} must name each axis once with a number of devices, as in dp=4,fsdp=8,tp=8"
             )
         sizes[axis] = int(size)
-    left = {axis: 1 for axis in AXES if axis not in sizes}
-    return Mesh(tuple((left | sizes).items()))
+    unnamed = {axis: 1 for axis in AXES if axis not in sizes}
+    return Mesh(tuple((unnamed | sizes).items()))
 
 
-def choose(model: Model, devices: int, rates: Rates) -> tuple[Mesh, str]:
-    """A sensible mesh, and why: products that stay wide, weights that leave half of the memory, copies of that."""
+def choose_mesh(model: Model, devices: int, rates: Rates) -> tuple[Mesh, str]:
+    """Returns a mesh with that number of devices, and the reasons for its sizes.
+
+    tp is as large as an NVLink domain, kv_heads and MIN_WIDTH_PER_DEVICE allow; fsdp fills the NVLink domain, and is
+    larger if weights, gradients and optimizer state would take more than half of the memory; dp is the rest.
+    """
     domain, memory = rates.nvlink.devices, rates.memory.gb
-    wide = [n for n in _powers(domain) if not devices % n and not model.kv_heads % n and model.width // n >= NARROWEST]
-    tp = max(wide, default=1)
-    rest, state = devices // tp, STATE_BYTES * model.matrices / tp / 1e9
-    splits = [n for n in _powers(rest) if not rest % n and not model.width % n]
-    filling = max(n for n in splits if n * tp <= domain)
-    enough = [n for n in splits if state / n <= memory / 2 and n >= filling]
-    fsdp = min(enough, default=max(splits))
-    narrow = (
-        f"the most of NVLink's {domain} devices that leaves each {NARROWEST} of the width {model.width} and divides "
-    )
+    tp_sizes = [
+        n
+        for n in _powers_of_two(domain)
+        if not devices % n and not model.kv_heads % n and model.width // n >= MIN_WIDTH_PER_DEVICE
+    ]
+    tp = max(tp_sizes, default=1)
+    rest, state_gb = devices // tp, STATE_BYTES * model.matrix_parameters / tp / 1e9
+    fsdp_sizes = [n for n in _powers_of_two(rest) if not rest % n and not model.width % n]
+    fills_domain = max(n for n in fsdp_sizes if n * tp <= domain)
+    fits_half = [n for n in fsdp_sizes if state_gb / n <= memory / 2 and n >= fills_domain]
+    fsdp = min(fits_half, default=max(fsdp_sizes))
     reasons = (
-        f"tp={tp}: {narrow}{model.kv_heads} kv_heads and {devices} devices"
+        f"tp={tp}: the largest size within an NVLink domain of {domain} devices that divides {model.kv_heads} kv_heads "
+        f"and {devices} devices and leaves each device {MIN_WIDTH_PER_DEVICE} of the width {model.width}"
         if tp > 1
-        else f"tp=1: no more divides and leaves {NARROWEST} each",
-        f"fsdp={fsdp}: weights, gradients and optimizer take {state / fsdp:.1f} GB of a device's {memory:g}, "
-        f"{'at most half, and NVLink is full' if enough else 'and nothing divides further'}",
+        else f"tp=1: no larger size divides kv_heads and devices and leaves {MIN_WIDTH_PER_DEVICE} of the width each",
+        f"fsdp={fsdp}: weights, gradients and optimizer state take {state_gb / fsdp:.1f} of {memory:g} GB per device, "
+        f"{'at most half, and fsdp × tp fills an NVLink domain' if fits_half else 'and no larger size divides'}",
         f"dp={rest // fsdp}: the rest",
     )
     return Mesh((("dp", rest // fsdp), ("fsdp", fsdp), ("tp", tp))), "; ".join(reasons)
 
 
-def _powers(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     return [2**n for n in range(most.bit_length())]

@@ -1,7 +1,7 @@
-"""What devices reach: a table in `devices/` for each kind, in which every figure says where it is from.
+"""Achieved rates of devices: one JSON table per device type in `devices/`, with a source for every figure.
 
-A rate is the peak that the maker states times the fraction of it that was measured, or is assumed. The tables name
-products as `products.kind_of` does.
+A rate is the peak of the data sheet times the fraction of it that was measured, or is assumed, to be achieved. Rows of
+`matmuls` are named by `gemm_kinds.gemm_kind`.
 """
 
 import dataclasses
@@ -14,34 +14,42 @@ from scaledot.formats import row_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """Operations per second, and the fraction of the memory's rate at which operands are cast, each byte once."""
+class MatmulRate:
+    """Rate of one kind of matmul, and of the casts of its operands.
+
+    achieved: fraction of `peak_tflops`.
+    casts_achieved: fraction of the memory bandwidth at which operands are cast, counting each byte once.
+    """
 
     peak_tflops: float
-    reached: float
-    casts_reached: float
+    achieved: float
+    casts_achieved: float
     source: str
 
     @property
     def flops(self) -> float:
-        return 1e12 * self.peak_tflops * self.reached
+        """Achieved FLOP/s."""
+        return 1e12 * self.peak_tflops * self.achieved
 
 
 @dataclasses.dataclass(frozen=True)
-class Rate:
-    """Bytes per second."""
+class Bandwidth:
+    """Peak bandwidth in GB/s and the fraction of it that is achieved."""
 
     gb_s: float
-    reached: float
+    achieved: float
     source: str
 
     @property
     def bytes_s(self) -> float:
-        return 1e9 * self.gb_s * self.reached
+        """Achieved bytes per second."""
+        return 1e9 * self.gb_s * self.achieved
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory(Rate):
+class Memory(Bandwidth):
+    """Bandwidth and capacity of a device's memory."""
+
     gb: float
 
     @property
@@ -50,30 +58,33 @@ class Memory(Rate):
 
 
 @dataclasses.dataclass(frozen=True)
-class Link(Rate):
-    """What a device sends in a second, and what a collective takes that moves next to nothing.
+class Link(Bandwidth):
+    """Bandwidth per device and direction of NVLink or the network.
 
-    devices: that are linked so; 0 for all.
+    latency_us: time of a collective that transfers almost nothing.
+    devices: in one domain of the link; 0 if it connects all devices.
     """
 
     latency_us: float
     devices: int = 0
 
-    def seconds(self, sent: float, collectives: int) -> float:
-        return sent / self.bytes_s + 1e-6 * self.latency_us * collectives
+    def seconds(self, sent_bytes: float, collectives: int) -> float:
+        return sent_bytes / self.bytes_s + 1e-6 * self.latency_us * collectives
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
+    """Achieved rates of one device type. name: on the command line; device: its full name."""
+
     name: str
     device: str
-    products: Mapping[str, Product]
+    matmuls: Mapping[str, MatmulRate]
     memory: Memory
     nvlink: Link
     network: Link
 
     def link(self, span: int) -> str:
-        """The name of what connects a group that is spread over `span` neighbouring devices."""
+        """Returns the name of the link that connects a replica group within `span` consecutive devices."""
         return "nvlink" if span <= self.nvlink.devices else "network"
 
 
@@ -86,7 +97,7 @@ def _read(path: Path) -> Rates:
     return Rates(
         path.stem,
         fields["device"],
-        {name: Product(**row) for name, row in fields["products"].items()},
+        {name: MatmulRate(**row) for name, row in fields["matmuls"].items()},
         Memory(**fields["memory"]),
         Link(**fields["nvlink"]),
         Link(**fields["network"]),

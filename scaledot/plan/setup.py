@@ -1,18 +1,22 @@
-"""What is planned: a model on a mesh, with so many tokens on a device; and whether a recipe can have it so."""
+"""The input of a plan: a model, a mesh, and tokens per step; and whether a recipe can run on that mesh."""
 
 import dataclasses
 import math
 
-from scaledot.plan.gemm_kinds import block_along
-from scaledot.plan.mesh import BATCH, Mesh
+from scaledot.plan.gemm_kinds import block_size_along
+from scaledot.plan.mesh import BATCH_AXES, Mesh
 from scaledot.plan.models import Linear, Model
 from scaledot.recipes import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """batch: sequences of each place along dp and fsdp, which its tp devices have in common. sequence: tokens of one.
-    sequence_parallel: whether tp devices part it between products."""
+    """A model on a mesh.
+
+    batch: sequences per index along dp and fsdp; the devices of a tp group share them.
+    sequence: tokens per sequence.
+    sequence_parallel: whether activations between the matmuls are sharded over tp.
+    """
 
     model: Model
     mesh: Mesh
@@ -22,80 +26,87 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a device in a product."""
+        """Tokens of a tp group, all of which enter each of its devices' matmuls."""
         return self.batch * self.sequence
 
     @property
-    def all_tokens(self) -> int:
-        return self.tokens * self.mesh.along(BATCH)
+    def tokens_per_step(self) -> int:
+        return self.tokens * self.mesh.size_along(BATCH_AXES)
 
     @property
-    def compiled(self) -> "Setup":
-        return self.on(self.mesh.compiled())
+    def compilation_setup(self) -> "Setup":
+        """This setup on the mesh that is compiled for, which may have fewer devices along dp."""
+        return self.with_mesh(self.mesh.compilation_mesh())
 
-    def on(self, mesh: Mesh) -> "Setup":
-        """The same on another mesh."""
+    def with_mesh(self, mesh: Mesh) -> "Setup":
         return dataclasses.replace(self, mesh=mesh)
 
-    def flops(self, linear: Linear) -> float:
-        """Of one of its three products on a device."""
+    def matmul_flops(self, linear: Linear) -> float:
+        """Returns the FLOPs of one of fwd, dgrad and wgrad on a device; they are equal."""
         return 2 * self.tokens * linear.parameters / self.mesh.sizes["tp"]
 
-    def parts(self, linear: Linear) -> dict[str, float]:
-        """Elements of x, w and g that a device casts."""
+    def local_elements(self, linear: Linear) -> dict[str, float]:
+        """Returns the elements of x, w and g that a device casts."""
         sizes = self.mesh.sizes
-        between = self.tokens / (sizes["tp"] if self.sequence_parallel else 1)
-        whole, split = ("x", "g") if linear.splits == "outputs" else ("g", "x")
+        stream_tokens = self.tokens / (sizes["tp"] if self.sequence_parallel else 1)
         features = {"x": linear.inputs, "g": linear.outputs}
-        weights = linear.parameters / (sizes["fsdp"] * sizes["tp"])
-        return {whole: between * features[whole], split: self.tokens * features[split] / sizes["tp"], "w": weights}
+        # One of x and g is on the residual stream; the other has its features sharded over tp.
+        stream, sharded = ("x", "g") if linear.tp_splits == "outputs" else ("g", "x")
+        return {
+            stream: stream_tokens * features[stream],
+            sharded: self.tokens * features[sharded] / sizes["tp"],
+            "w": linear.parameters / (sizes["fsdp"] * sizes["tp"]),
+        }
 
     def check(self, recipe: Recipe) -> None:
-        """Raise for an axis that does not divide what it splits, or that cuts blocks of the recipe."""
-        reason = self.reason(recipe)
+        """Raises if a recipe cannot run on this mesh."""
+        reason = self.unsupported_reason(recipe)
         if reason:
             raise ValueError(reason)
 
-    def reason(self, recipe: Recipe) -> str | None:
-        """Why a recipe cannot run on this mesh, or None."""
-        reasons = (_split_reason(self.mesh, *split, recipe) for split in self._splits(recipe))
+    def unsupported_reason(self, recipe: Recipe) -> str | None:
+        """Returns why a recipe cannot run on this mesh, or None if it can.
+
+        A mesh axis must divide the dims that are sharded over it into whole blocks of the recipe.
+        """
+        reasons = (_indivisible_reason(self.mesh, *dim, recipe) for dim in self._sharded_dims(recipe))
         return next(filter(None, reasons), None) or self._token_reason(recipe)
 
-    def _splits(self, recipe: Recipe) -> list[tuple[str, str, int, int]]:
-        """(axis, what it splits, its size, elements that must stay on one device)."""
-        model, features = self.model, max(block_along(recipe, "i"), block_along(recipe, "o"))
-        splits: list[tuple[str, str, int, int]] = [
-            ("fsdp", "width", model.width, features),
+    def _sharded_dims(self, recipe: Recipe) -> list[tuple[str, str, int, int]]:
+        """Returns (mesh axis, name of the dim, its size, block size) of every dim that is sharded."""
+        model, block = self.model, max(block_size_along(recipe, "i"), block_size_along(recipe, "o"))
+        dims: list[tuple[str, str, int, int]] = [
+            ("fsdp", "width", model.width, block),
             ("tp", "kv_heads", model.kv_heads, 1),
-            ("tp", "features of attention", model.attention, features),
-            ("tp", "hidden", model.hidden, features),
+            ("tp", "features of attention", model.attention_width, block),
+            ("tp", "hidden", model.hidden, block),
             ("tp", "vocabulary", model.vocabulary, 1),
         ]
         if self.sequence_parallel:
-            splits.append(("tp", "sequence", self.sequence, block_along(recipe, "t")))
-        return splits
+            dims.append(("tp", "sequence", self.sequence, block_size_along(recipe, "t")))
+        return dims
 
     def _token_reason(self, recipe: Recipe) -> str | None:
-        block = block_along(recipe, "t")
+        block = block_size_along(recipe, "t")
         if not self.tokens % block:
             return None
         fitting = sorted({max(self.sequence // block, 1) * block, -(-self.sequence // block) * block})
         return (
-            f"{self.batch} × {self.sequence} tokens of a device cut blocks of {block} of {recipe.name}; sequences "
-            f"of {' or '.join(map(str, fitting))} would not"
+            f"{self.batch} × {self.sequence} tokens per tp group are not a multiple of {recipe.name}'s blocks of "
+            f"{block} tokens; sequences of {' or '.join(map(str, fitting))} would be"
         )
 
 
-def _split_reason(mesh: Mesh, axis: str, what: str, size: int, block: int, recipe: Recipe) -> str | None:
-    parts = mesh.sizes[axis]
-    if parts == 1 or (not size % parts and not size // parts % block):
+def _indivisible_reason(mesh: Mesh, axis: str, dim: str, size: int, block: int, recipe: Recipe) -> str | None:
+    shards = mesh.sizes[axis]
+    if shards == 1 or (not size % shards and not size // shards % block):
         return None
     works = [n for n in range(1, max(size // block, 1) + 1) if n == 1 or (not size % n and not size // n % block)]
-    near = sorted(sorted(works, key=lambda n: abs(math.log(n / parts)))[:2])
+    near = sorted(sorted(works, key=lambda n: abs(math.log(n / shards)))[:2])
     nearest = " or ".join(f"{axis}={n}" for n in near)
-    if size % parts:
-        return f"{axis}={parts} does not divide the model's {what}, {size}; {nearest} would"
+    if size % shards:
+        return f"{axis}={shards} does not divide the model's {dim}, {size}; {nearest} would"
     return (
-        f"{axis}={parts} leaves a device {size // parts} of the model's {what}, {size}, which cuts blocks of {block} "
-        f"of {recipe.name}; {nearest} would not"
+        f"{axis}={shards} leaves each device {size // shards} of the model's {dim}, {size}, which is not a multiple of "
+        f"{recipe.name}'s blocks of {block}; {nearest} would work"
     )

@@ -1,7 +1,8 @@
 """Casts the tensors of one forward or backward pass to the operands of their matmuls.
 
-A tensor that is an operand of two matmuls is cast for each of them, from full precision; where both casts give equal
-codes, it is cast once. All casts of a tensor are one CastRequest, so that one kernel can write them in one read of it.
+A tensor that is an operand of two matmuls is cast for each of them, from full precision; if both casts give equal
+codes, it is cast once. Casts of a tensor with the same scaling are one CastRequest, so that one kernel can write them
+in one read of it.
 """
 
 import functools
@@ -13,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from scaledot import state as states
-from scaledot.kernels.spec import View, accumulation_dtype
-from scaledot.kernels.table import XLA_CAST, scalar_program
-from scaledot.numerics.rounding import Key, Stream, raw_key
+from scaledot.kernels.spec import CastOutput, accumulation_dtype
+from scaledot.kernels.table import XLA_CAST, scalar_runner
+from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
-from scaledot.ops.casts import make_casts
+from scaledot.ops.casts import run_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
-from scaledot.recipes import PRODUCTS, Cast, Gemm, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
 from scaledot.state import State
 from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
@@ -29,7 +30,10 @@ from scaledot.train.weight_codes import WeightCodes
 
 
 class OperandCaster:
-    """The casts of one forward or backward pass. codes: those of a w that `cast_weights` has cast."""
+    """The casts of one forward or backward pass.
+
+    weight_codes: the codes of w if it was cast by `cast_weights`, else None.
+    """
 
     def __init__(
         self,
@@ -37,34 +41,35 @@ class OperandCaster:
         groups: jax.Array | None,
         state: State,
         key: jax.Array | None,
-        codes: WeightCodes | None = None,
+        weight_codes: WeightCodes | None = None,
     ):
         self.op, self.recipe, self.options = static.op, static.options.recipe, static.options
         self.groups, self.state, self.key = groups, state, key
-        self.codes = {} if codes is None else {"w": codes}
+        self.weight_codes = {} if weight_codes is None else {"w": weight_codes}
 
     def cast(
         self,
         tensor: str,
         x: jax.Array,
         matmuls: tuple[str, ...],
-        residual: str | None = None,
+        residual_gemm: str | None = None,
         column_sums: bool = False,
     ) -> CastOperands:
-        """x as an operand of each matmul: quantised, or plain if the recipe has no cast for it.
+        """x as an operand of each matmul: quantised, or unquantised if the recipe has no cast for it.
 
-        residual: the matmul whose operand is saved as a residual. column_sums: see CastRequest.
+        residual_gemm: the matmul whose operand is saved as a residual. column_sums: see CastRequest.
         """
-        if tensor in self.codes:
+        if tensor in self.weight_codes:
             return self._already_cast(tensor, x, matmuls)
         casts = {m: cast for m in matmuls if (cast := cast_of(self.recipe, m, tensor)) is not None}
-        plain = {m: self.op.plain(m, tensor, x, self.groups) for m in matmuls if m not in casts}
+        unquantised = {m: self.op.unquantised_operand(m, tensor, x, self.groups) for m in matmuls if m not in casts}
         results = []
-        for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):  # a request has one multiplier
+        # A CastRequest has one multiplier, so casts with different delayed scaling are different requests.
+        for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):
             requested = {m: cast for m, cast in casts.items() if cast.delayed == delayed}
-            request = self._request(tensor, requested, residual, column_sums and not results)
+            request = self._request(tensor, requested, residual_gemm, column_sums and not results)
             results.append(self.op.cast(request, x, self.groups))
-        operands = functools.reduce(operator.or_, (result.operands for result in results), plain)
+        operands = functools.reduce(operator.or_, (result.operands for result in results), unquantised)
         amax = next((result.amax for result in results if result.amax is not None), None)
         return CastOperands({m: operands[m] for m in matmuls}, amax, results[0].column_sums if results else None)
 
@@ -73,47 +78,49 @@ class OperandCaster:
 
         def operand(matmul: str) -> Any:
             if cast_of(self.recipe, matmul, tensor) is None:
-                return self.op.plain(matmul, tensor, x, self.groups)
-            return self.codes[tensor].operand(matmul)
+                return self.op.unquantised_operand(matmul, tensor, x, self.groups)
+            return self.weight_codes[tensor].operand(matmul)
 
         return CastOperands({m: operand(m) for m in matmuls})
 
-    def _request(self, tensor: str, casts: dict[str, Cast], residual: str | None, column_sums: bool) -> CastRequest:
+    def _request(
+        self, tensor: str, casts: dict[str, Cast], residual_gemm: str | None, column_sums: bool
+    ) -> CastRequest:
         resolved = {m: self.op.resolve_cast(cast, m, tensor) for m, cast in casts.items()}
         keys = {resolved[m]: self._key(resolved[m], cast, tensor) for m, cast in casts.items()}
         multiplier = self._multiplier(next(iter(casts.values())), tensor)
-        # A name in `kernel` is that of a matmul kernel: casts then are XLA's.
+        # A name in `kernel` is that of a matmul kernel; XLA then computes the casts.
         kernel = XLA_CAST.name if isinstance(self.options.kernel, str) else self.options.kernel
-        return CastRequest(tensor, resolved, keys, residual, multiplier, tensor in self.state, column_sums, kernel)
+        return CastRequest(tensor, resolved, keys, residual_gemm, multiplier, tensor in self.state, column_sums, kernel)
 
     def cast_and_save(self, tensor: str, x: jax.Array, backward: str) -> tuple[CastOperands, Any]:
         """The operands of fwd and of the matmul `backward`, and the one to save as a residual.
 
-        If the recipe is straight-through (`backward` is None there), the residual is the operand of fwd. The residual
-        carries the checkpoint name of `options`, and fwd multiplies by the named array where both have equal codes.
+        If the recipe is straight-through (it has no Gemm for `backward`), the residual is the operand of fwd. The
+        residual carries the checkpoint name of `options`. If both operands have equal codes, fwd uses the named array.
         """
         backward = "fwd" if getattr(self.recipe, backward) is None else backward
         cast = self.cast(tensor, x, (backward, "fwd"), backward)
         residual = cast.operands[backward]
         if cast_of(self.recipe, backward, tensor) is None:
             return cast, residual
-        if tensor in self.codes:  # unnamed: they are inputs of a rematerialised function, which are alive anyway
-            return cast, self.codes[tensor].bits(backward)
+        if tensor in self.weight_codes:  # unnamed, as an input of a rematerialised function is kept in memory anyway
+            return cast, self.weight_codes[tensor].bits(backward)
         saved = named(residual, self.options.residual_name)
         return cast._replace(operands={m: saved if q is residual else q for m, q in cast.operands.items()}), saved
 
     def amax(self, tensor: str, x: jax.Array, cast: CastOperands) -> jax.Array:
-        """The amax of x, computed by its cast or by itself."""
+        """The amax of x, from the cast kernel if it computed it, otherwise by a separate reduction."""
         return self.op.amax(tensor, x, self.groups) if cast.amax is None else cast.amax
 
     def bias_gradient(self, g: jax.Array, cast: CastOperands) -> jax.Array:
-        """The gradient of the bias, computed by the cast of g or by itself."""
+        """The gradient of the bias, from the cast kernel of g if it computed it, otherwise by a separate reduction."""
         return self.op.bias_gradient(g, self.groups) if cast.column_sums is None else cast.column_sums
 
     def unclipped_mask(self, backward: str, tensor: str, x: jax.Array, q) -> jax.Array | None:
         """The mask of a straight-through gradient: true where fwd's cast of x to q did not clip; None for no mask.
 
-        backward: the matmul that computes the gradient of x. Masks apply only where the recipe leaves it unquantised.
+        backward: the matmul that computes the gradient of x. Masks apply only if the recipe has no Gemm for it.
         """
         cast = cast_of(self.recipe, "fwd", tensor)
         if cast is None or not cast.clips or getattr(self.recipe, backward) is not None:
@@ -123,24 +130,24 @@ class OperandCaster:
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.multiplier_of(cast, self.state[tensor], scalar_program(self.op.partitioning))
+        return states.multiplier_of(cast, self.state[tensor], scalar_runner(self.op.partitioning))
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
-        """The key of a stochastic cast: independent for each cast of a step, the first matmul's if two share a cast."""
+        """The key of a stochastic cast, distinct for each cast; one shared by two matmuls uses the key of the first."""
         if cast.rounding != "stochastic":
             return None
-        operands = [(m, t) for m, tensors in PRODUCTS.items() for t in tensors]
+        operands = [(m, t) for m, tensors in GEMM_OPERANDS.items() for t in tensors]
         casts = ((m, cast_of(self.recipe, m, t)) for m, t in operands if t == tensor)
         first = next(m for m, c in casts if c is not None and self.op.resolve_cast(c, m, tensor) == resolved)
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
-        return Stream(raw_key(self.key), operands.index((first, tensor)))
+        return FoldedKey(raw_key(self.key), operands.index((first, tensor)))
 
 
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:
     """The recipe's cast of a tensor ("x", "w" or "g") for a matmul; None if it is not quantised there."""
     gemm: Gemm | None = getattr(recipe, matmul)
-    return None if gemm is None else (gemm.lhs, gemm.rhs)[PRODUCTS[matmul].index(tensor)]
+    return None if gemm is None else (gemm.lhs, gemm.rhs)[GEMM_OPERANDS[matmul].index(tensor)]
 
 
 def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
@@ -169,43 +176,43 @@ class NonRaggedOp:
             resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
             for resolved in request.distinct
         }
-        views = tuple(
-            View(
+        outputs = tuple(
+            CastOutput(
                 specs[resolved],
                 request.key_index(resolved),
-                self.contracted_axis(matmul, request.tensor, x.ndim),
-                matmul == request.residual,
+                self.contracting_axis(matmul, request.tensor, x.ndim),
+                matmul == request.residual_gemm,
             )
             for matmul, resolved in request.resolved.items()
         )
         multiplier = request.multiplier
         if multiplier is not None:
-            multiplier = checked_multiplier(views[0].spec, x, None, multiplier)
-        result = make_casts(
+            multiplier = checked_multiplier(outputs[0].spec, x, None, multiplier)
+        result = run_casts(
             x,
-            views,
+            outputs,
             request.arguments(multiplier),
             request.kernel,
             self.partitioning,
-            self.members_of(next(iter(request.resolved)), request.tensor),
+            self.flattened_dim_sizes(next(iter(request.resolved)), request.tensor),
             amax=request.amax,
             column_sums=request.column_sums and self.out.endswith(self.features),
             row_length=request.row_length,
         )
         return CastOperands(dict(zip(request.resolved, result.arrays, strict=True)), result.amax, result.column_sums)
 
-    def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
-        """The contracting dim of an operand whose layout the cast kernel may choose; None for the logical layout."""
+    def contracting_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
+        """The contracting dim, if the cast kernel may choose the layout; None requires the logical layout."""
         return None
 
-    def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+    def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
         """For each dim of a tensor, the sizes of the dims flattened to it; None if XLA partitions nothing."""
         return None
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return x
 
-    def logical(self, q) -> Any:
+    def to_logical_layout(self, q) -> Any:
         return q
 
     def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:

@@ -34,7 +34,7 @@ from scaledot.train.flatten import FlattenedContraction
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
 
 Pairs = tuple[tuple[int, int], ...]
@@ -96,12 +96,12 @@ def conv_general_dilated(
         Operands(x, w, None, None),
         opts.checked_state(state, w),
     )
-    splits = shardings_of(op.contraction, jax.typeof(x), jax.typeof(w), opts.specs, opts.out_sharding)
-    if splits is None:
-        return opts.returned(*multiply(StaticArgs(op, opts), operands, state, key))
-    _check_splits(splits, has_feature_groups=feature_group_count > 1)
+    shardings = shardings_of(op.contraction, jax.typeof(x), jax.typeof(w), opts.specs, opts.out_sharding)
+    if shardings is None:
+        return opts.returned(*quantised_matmul(StaticArgs(op, opts), operands, state, key))
+    _check_shardings(shardings, has_feature_groups=feature_group_count > 1)
     flattened = FlattenedContraction.unchanged(op.contraction, op.features)
-    sharded_op = ShardedOp.of(op, flattened, operands, splits, opts)
+    sharded_op = ShardedOp.of(op, flattened, operands, shardings, opts)
     sizes = dict(sharded_op.sizes) | window.result_sizes(op.contraction.out)
     sharded_op = dataclasses.replace(sharded_op, sizes=tuple(sizes.items()))
     return opts.returned(*multiply_sharded(sharded_op, opts, operands, state, key))
@@ -133,10 +133,10 @@ def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str
     return None
 
 
-def _check_splits(splits: Shardings, has_feature_groups: bool) -> None:
+def _check_shardings(shardings: Shardings, has_feature_groups: bool) -> None:
     """Raises ValueError for shardings that would need a halo exchange or cut feature groups."""
-    for tensor, split in zip("xwy", splits, strict=True):
-        for label, axes in split:
+    for tensor, sharding in zip("xwy", shardings, strict=True):
+        for label, axes in sharding:
             over = f"`{tensor}` is split over {' and '.join(map(repr, axes))} along"
             if label not in "ncoi":
                 raise ValueError(f"{over} positions, along which windows slide; split images or features instead")
@@ -320,9 +320,9 @@ class ConvOp(NonRaggedOp):
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         dims, contracting = self._labels(tensor), {"fwd": "ci", "dgrad": "o", "wgrad": "n"}[matmul]
         [free] = [c for c in _NON_SPATIAL[tensor] if c not in contracting]
-        [contracted] = [c for c in _NON_SPATIAL[tensor] if c in contracting]
+        [contracting_dim] = [c for c in _NON_SPATIAL[tensor] if c in contracting]
         spatial = "".join(c for c in dims if c not in _NON_SPATIAL[tensor])
-        return ResolvedCast.on(cast, OperandDims(dims, free, contracted + spatial))
+        return ResolvedCast.on(cast, OperandDims(dims, free, contracting_dim + spatial))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         assert bias is None, "conv_general_dilated has no bias"

@@ -8,12 +8,12 @@ import jax
 
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
-from scaledot.kernels.layouts import logical, stored
+from scaledot.kernels.layouts import logical, stored_operand
 from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
@@ -21,7 +21,7 @@ from scaledot.train.flatten import FlattenedContraction, flatten
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import WeightCodes, weight_operand
 
 
@@ -61,7 +61,7 @@ def dot_general(
     x, (w, codes) = float_operand(x, "x"), weight_operand(w)
     contraction = from_dimension_numbers(dimension_numbers, x.ndim, w.ndim)
     opts = Options.of(recipe, result_dtype(preferred_element_type, x.dtype, w.dtype), precision, options)
-    return contract_under(opts, contraction, x, w, None, state, key, codes)
+    return contract_with_recipe(opts, contraction, x, w, None, state, key, codes)
 
 
 def einsum(
@@ -92,7 +92,7 @@ def einsum(
             f"{subscripts!r} reduces or broadcasts axes of {codes.spec} before the contraction, but its codes have the "
             "full shape; leave the weight out of cast_weights with `select`"
         )
-    return contract_under(opts, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
+    return contract_with_recipe(opts, Contraction(x_labels, w_labels, out), x, w, None, state, key, codes)
 
 
 def dense(
@@ -128,7 +128,7 @@ def dense(
     contraction = _dense_contraction(x.ndim, w.ndim)
     preferred = x.dtype if preferred_element_type is None else preferred_element_type
     opts = Options.of(recipe, result_dtype(preferred, x.dtype, w.dtype), precision, options)
-    return contract_under(opts, contraction, x, w, b, state, key, codes)
+    return contract_with_recipe(opts, contraction, x, w, b, state, key, codes)
 
 
 @functools.cache
@@ -137,29 +137,32 @@ def _dense_contraction(x_ndim: int, w_ndim: int) -> Contraction:
     return from_dimension_numbers((((x_ndim - 1,), (0,)), ((), ())), x_ndim, w_ndim)
 
 
-def contract_under(
+def contract_with_recipe(
     options: Options, contraction: Contraction, x, w, b, state: State | None, key, codes: WeightCodes | None = None
 ):
-    """y, or (y, state) with delayed scaling, of checked operands. codes: those of a w that `cast_weights` has cast."""
+    """y, or (y, state) with delayed scaling, of checked operands.
+
+    codes: the codes of w if it was cast by `cast_weights`, else None.
+    """
     if codes is not None:
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
-    splits = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
-    if splits is None:
+    shardings = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    if shardings is None:
         return options.returned(*_contract_unsharded(options, contraction, operands, state, key, codes))
     if codes is not None:
         raise ValueError(
             f"{codes.spec} was cast as a global array, but matmuls with `specs`, or of arrays that are sharded over "
             "explicit mesh axes, cast shards: leave the weight out of cast_weights with `select`"
         )
-    return options.returned(*_contract_sharded(options, contraction, splits, operands, state, key))
+    return options.returned(*_contract_sharded(options, contraction, shardings, operands, state, key))
 
 
 def _contract_unsharded(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):
     """The contraction on one device, or along automatic mesh axes, where XLA chooses the partitioning."""
     _check_bias(contraction, operands)
     partitioning = partitioning_of(operands.x, operands.w)
-    to_matrices = table.casts_matrices(partitioning) or options.recipe.cuts
+    to_matrices = table.has_matrix_cast_kernels(partitioning) or options.recipe.cuts
     flat = flatten(contraction, to_matrices if codes is None else codes.spec.to_matrices)
     sharding = options.out_sharding if flat.g.groups else None  # its dims are those of the unflattened result
     if sharding is not None:
@@ -167,7 +170,7 @@ def _contract_unsharded(options: Options, contraction: Contraction, operands: Op
     x, w, b, _ = operands
     operands = Operands(flat.x.flatten(x), flat.w.flatten(w), None if b is None else flat.bias.flatten(b), None)
     sizes = dict(zip(contraction.lhs + contraction.rhs, x.shape + w.shape, strict=True))
-    y, state = multiply(StaticArgs(DotOp.of(flat, partitioning, sizes), options), operands, state, key, codes)
+    y, state = quantised_matmul(StaticArgs(DotOp.of(flat, partitioning, sizes), options), operands, state, key, codes)
     y = flat.g.unflatten(y, sizes)
     return y if sharding is None else jax.sharding.reshard(y, sharding), state
 
@@ -179,10 +182,10 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
         raise ValueError(f"`b` {b.shape} must have the trailing axes of `w` {w.shape}")
 
 
-def _contract_sharded(options: Options, contraction: Contraction, splits: Shardings, operands: Operands, state, key):
-    """The contraction of operands that are sharded as in `splits`, inside a shard_map."""
-    flat = flatten(contraction, table.casts_matrices(None) or options.recipe.cuts)
-    op = ShardedOp.of(DotOp(flat.flat), flat, operands, splits, options)
+def _contract_sharded(options: Options, contraction: Contraction, shardings: Shardings, operands: Operands, state, key):
+    """The contraction of operands that are sharded as in `shardings`, inside a shard_map."""
+    flat = flatten(contraction, table.has_matrix_cast_kernels(None) or options.recipe.cuts)
+    op = ShardedOp.of(DotOp(flat.flat), flat, operands, shardings, options)
     return multiply_sharded(op, options, operands, state, key)
 
 
@@ -215,25 +218,26 @@ class DotOp(NonRaggedOp):
         return bool(self.contraction.batch)
 
     def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
-        contraction, index = self.contraction.of(matmul), PRODUCTS[matmul].index(tensor)
+        contraction, index = self.contraction.for_gemm(matmul), GEMM_OPERANDS[matmul].index(tensor)
         labels = (contraction.lhs, contraction.rhs)[index]
-        return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracted)
+        return OperandDims(labels, (contraction.lhs_free, contraction.rhs_free)[index], contraction.contracting)
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast:
         return ResolvedCast.on(cast, self.operand_dims(matmul, tensor))
 
-    def contracted_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
+    def contracting_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         return self.operand_dims(matmul, tensor).axis if ndim == 2 else None
 
     def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
         return super().unclipped_mask(resolved, x, logical(q))
 
-    def logical(self, q) -> Any:
+    def to_logical_layout(self, q) -> Any:
         return logical(q)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        logical_dims = self.contraction.of(matmul.name)
-        (lhs, lhs_labels), (rhs, rhs_labels) = stored(lhs, logical_dims.lhs), stored(rhs, logical_dims.rhs)
+        logical_dims = self.contraction.for_gemm(matmul.name)
+        lhs, lhs_labels = stored_operand(lhs, logical_dims.lhs)
+        rhs, rhs_labels = stored_operand(rhs, logical_dims.rhs)
         return contract(
             Contraction(lhs_labels, rhs_labels, logical_dims.out),
             lhs,
@@ -244,5 +248,5 @@ class DotOp(NonRaggedOp):
             **matmul.keywords,
         )
 
-    def members_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+    def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
         return tuple(dict(self.members)[c] for c in self.operand_dims(matmul, tensor).labels) if self.members else None

@@ -39,13 +39,13 @@ from scaledot.parallel.specs import (
 )
 from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
 from scaledot.programs import run_as_program
-from scaledot.recipes import PRODUCTS, Cast, Recipe
+from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import FlattenedContraction, Flattening
 from scaledot.train.options import Options
 from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, LocalOp, Matmul, Operands, ShardCast, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 
 
 class Cut(NamedTuple):
@@ -67,19 +67,19 @@ class ShardedOp:
     flat: FlattenedContraction
     sizes: tuple[tuple[str, int], ...]
     mesh: Any
-    splits: Shardings
+    shardings: Shardings
     amax_scope: str
     overlap: Axes = ()
 
     @classmethod
     def of(
-        cls, local: LocalOp, flat: FlattenedContraction, operands: Operands, splits: Shardings, options: Options
+        cls, local: LocalOp, flat: FlattenedContraction, operands: Operands, shardings: Shardings, options: Options
     ) -> "ShardedOp":
         """The operation on the mesh that the operands are sharded over, or the mesh of the context."""
         mesh = mesh_of(operands.x, operands.w)
-        check_axes(mesh, (*splits.axes, *options.overlap))
-        sizes = global_sizes(flat.contraction, operands.x, operands.w, splits, mesh)
-        return cls(local, flat, sizes, mesh, splits, options.recipe.amax_scope, options.overlap)
+        check_axes(mesh, (*shardings.axes, *options.overlap))
+        sizes = global_sizes(flat.contraction, operands.x, operands.w, shardings, mesh)
+        return cls(local, flat, sizes, mesh, shardings, options.recipe.amax_scope, options.overlap)
 
     @property
     def contraction(self) -> Contraction:
@@ -97,7 +97,7 @@ class ShardedOp:
         resolved: Any = self.local.resolve_cast(cast, matmul, tensor)
         cut = next(self._cuts(resolved, matmul, tensor), None)
         if cut is not None:
-            is_global = not are_manual(self.mesh, self.splits.axes)
+            is_global = not are_manual(self.mesh, self.shardings.axes)
             raise ValueError(cut.message + (", or gather it with on_indivisible='gather'" if is_global else ""))
         return ShardCast(tensor, resolved, () if cast.delayed else self._amax_axes(tensor, resolved))
 
@@ -105,7 +105,7 @@ class ShardedOp:
         """The casts of a shard, bit-identical to the same elements of the global array cast on one device."""
         axes = self._contiguous_axes(request)
         if axes is not None:
-            offset = first_index(axes, dict(getattr(self.splits, request.tensor)), self.mesh)
+            offset = first_index(axes, dict(getattr(self.shardings, request.tensor)), self.mesh)
             request = dataclasses.replace(request, offset=offset, row_length=axes[-1].size)
             request = request.on_shards(lambda cast, key: None)
         else:
@@ -115,7 +115,7 @@ class ShardedOp:
             return operands
         return operands._replace(column_sums=self._unflattened_bias(operands.column_sums, x))
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self._flattening(tensor).flatten(x)
 
     def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
@@ -136,7 +136,7 @@ class ShardedOp:
         """The matmul of shards with its collectives, plus a bias, rounded once."""
         plan = self.plan(matmul.name)
         ring = ring_of(plan, self.overlap)
-        is_partial = accumulates_partials(plan, self.contraction.of(matmul.name), self.overlap)
+        is_partial = accumulates_partials(plan, self.contraction.for_gemm(matmul.name), self.overlap)
         # Partial results are reduced first, and a ring along columns computes parts of them: the bias is added last.
         is_bias_last = is_partial or (ring is not None and ring.label in self.contraction.rhs_free)
         if bias is not None and is_bias_last:
@@ -147,10 +147,12 @@ class ShardedOp:
 
         def multiply_shards(lhs, rhs, sizes) -> jax.Array:
             y = self.local.multiply(local, lhs, rhs, groups, bias)
-            return self._flattening(_result(matmul.name)).unflatten(y, sizes)
+            return self._flattening(_result_tensor(matmul.name)).unflatten(y, sizes)
 
-        lhs, rhs = (self._ring_operand(tensor, q) for tensor, q in zip(PRODUCTS[matmul.name], (lhs, rhs), strict=True))
-        y = contract_overlapped(plan, self.contraction.of(matmul.name), lhs, rhs, multiply_shards, self.overlap)
+        lhs, rhs = (
+            self._ring_operand(tensor, q) for tensor, q in zip(GEMM_OPERANDS[matmul.name], (lhs, rhs), strict=True)
+        )
+        y = contract_overlapped(plan, self.contraction.for_gemm(matmul.name), lhs, rhs, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
 
     def _add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
@@ -159,9 +161,9 @@ class ShardedOp:
 
     def plan(self, matmul: str) -> transfer_plan.TransferPlan:
         """The collectives of a matmul: what is all-gathered before it, and reduced or scattered after it."""
-        tensors = *PRODUCTS[matmul], _result(matmul)
+        tensors = *GEMM_OPERANDS[matmul], _result_tensor(matmul)
         return transfer_plan.make_transfer_plan(
-            self.contraction.of(matmul), *(getattr(self.splits, tensor) for tensor in tensors)
+            self.contraction.for_gemm(matmul), *(getattr(self.shardings, tensor) for tensor in tensors)
         )
 
     def _flattening(self, tensor: str) -> Flattening:
@@ -169,7 +171,7 @@ class ShardedOp:
 
     def _ring_operand(self, tensor: str, q) -> RingOperand:
         """An operand that the collectives unflatten before they gather or slice it, and flatten again after."""
-        flattening, q = self._flattening(tensor), self.local.logical(q)
+        flattening, q = self._flattening(tensor), self.local.to_logical_layout(q)
         rotation = q.rotation if isinstance(q, ScaledArray) else None
         return RingOperand(
             flattening.labels,
@@ -181,7 +183,7 @@ class ShardedOp:
 
     def _axes(self, tensor: str, label: str) -> Axes:
         """The mesh axes that a label of a tensor is sharded over."""
-        return dict(getattr(self.splits, tensor)).get(label, ())
+        return dict(getattr(self.shardings, tensor)).get(label, ())
 
     def _shard_sizes(self, tensor: str) -> dict[str, int]:
         sizes = dict(self.sizes)
@@ -189,8 +191,8 @@ class ShardedOp:
 
     def _multiplied_axes(self, matmul: str, tensor: str) -> dict[str, Axes]:
         """For each label of an operand, the mesh axes that shard it when it is multiplied: after its collectives."""
-        plan, index = self.plan(matmul), PRODUCTS[matmul].index(tensor)
-        axes = transfer_plan.sharding_after(getattr(self.splits, tensor), (plan.lhs, plan.rhs)[index])
+        plan, index = self.plan(matmul), GEMM_OPERANDS[matmul].index(tensor)
+        axes = transfer_plan.sharding_after(getattr(self.shardings, tensor), (plan.lhs, plan.rhs)[index])
         ring = ring_of(plan, self.overlap)
         if ring is not None and ring.operand != index and ring.label in self._flattening(tensor).labels:
             axes[ring.label] = (*axes.get(ring.label, ()), ring.axis)  # sliced to match each shard of the other
@@ -208,9 +210,9 @@ class ShardedOp:
     def _gathered_over(self, tensor: str) -> set[str]:
         """Mesh axes over which a matmul all-gathers a tensor, whose shards must then have one scale."""
         transfers = [
-            (plan.lhs, plan.rhs)[PRODUCTS[matmul].index(tensor)]
-            for matmul in PRODUCTS
-            if tensor in PRODUCTS[matmul] and (plan := self.plan(matmul))
+            (plan.lhs, plan.rhs)[GEMM_OPERANDS[matmul].index(tensor)]
+            for matmul in GEMM_OPERANDS
+            if tensor in GEMM_OPERANDS[matmul] and (plan := self.plan(matmul))
         ]
         return {axis for each in transfers for _, axes in each.gathered for axis in axes}
 
@@ -218,8 +220,8 @@ class ShardedOp:
         """The same operation with labels replicated whose sharding is uneven or would cut blocks."""
         uneven = {
             c
-            for split in self.splits
-            for c, axes in split
+            for sharding in self.shardings
+            for c, axes in sharding
             if misfit(dict(self.sizes)[c], device_count(self.mesh, axes)) is not None
         }
         even = self._without(uneven)
@@ -230,13 +232,13 @@ class ShardedOp:
 
     def _without(self, labels: set[str]) -> "ShardedOp":
         """The same operation with these labels replicated."""
-        splits = (tuple((c, axes) for c, axes in split if c not in labels) for split in self.splits)
-        return dataclasses.replace(self, splits=Shardings(*splits))
+        shardings = (tuple((c, axes) for c, axes in sharding if c not in labels) for sharding in self.shardings)
+        return dataclasses.replace(self, shardings=Shardings(*shardings))
 
     def _cuts(self, resolved: ResolvedCast, matmul: str, tensor: str) -> Iterator[Cut]:
         """Labels whose sharding, before or after the collectives of a matmul, cuts blocks or groups of a rotation."""
         flat, rotation = self._flattening(tensor).flat, resolved.cast.rotation
-        for axes in (dict(getattr(self.splits, tensor)), self._multiplied_axes(matmul, tensor)):
+        for axes in (dict(getattr(self.shardings, tensor)), self._multiplied_axes(matmul, tensor)):
             if rotation is not None and resolved.rotated_axis is not None:
                 yield from self._cut(tensor, axes, flat[resolved.rotated_axis], rotation.size, "groups of a rotation")
             for label, size in zip(flat, resolved.tile, strict=True):
@@ -267,7 +269,7 @@ class ShardedOp:
         is_padded = any(rotation and axes[axis].size % rotation.size for rotation, axis in rotations)
         if not request.is_stochastic or len(axes) != 2 or is_padded:
             return None
-        sharding = dict(getattr(self.splits, request.tensor))
+        sharding = dict(getattr(self.shardings, request.tensor))
         return None if any(axis.noncontiguous_member(sharding, self.mesh) for axis in axes) else axes
 
     def _uniform(self, cast: ShardCast, key: Key, shape: tuple[int, ...]) -> jax.Array:
@@ -293,9 +295,9 @@ def _with_rotation(q, rotation: Hadamard | None) -> Any:
     return dataclasses.replace(q, rotation=rotation) if isinstance(q, ScaledArray) else q
 
 
-def _result(matmul: str) -> str:
+def _result_tensor(matmul: str) -> str:
     """The tensor that a matmul computes, for dgrad and wgrad the one whose gradient it computes."""
-    (result,) = {"x", "w", "g"} - set(PRODUCTS[matmul])
+    (result,) = {"x", "w", "g"} - set(GEMM_OPERANDS[matmul])
     return result
 
 
@@ -303,16 +305,16 @@ def multiply_sharded(op: ShardedOp, options: Options, operands: Operands, state:
     """y and the state for the next use. Operands are global arrays, or shards inside a shard_map over the mesh axes."""
     options = dataclasses.replace(options, out_sharding=None)
     _check_bias(op, operands.bias)
-    if are_manual(op.mesh, op.splits.axes):
-        return multiply(StaticArgs(op, options), operands, state, key)
+    if are_manual(op.mesh, op.shardings.axes):
+        return quantised_matmul(StaticArgs(op, options), operands, state, key)
     if callable(options.kernel):
         return _multiply_global(table.tables(), op, options, operands, state, key)
     return run_as_program(_multiply_global, table.tables(), op, options, arrays=(operands, state, key))
 
 
 def _check_bias(op: ShardedOp, bias: jax.Array | None) -> None:
-    sizes, axes, features = dict(op.sizes), dict(op.splits.g), op.contraction.rhs_free
-    if are_manual(op.mesh, op.splits.axes):
+    sizes, axes, features = dict(op.sizes), dict(op.shardings.g), op.contraction.rhs_free
+    if are_manual(op.mesh, op.shardings.axes):
         sizes = {c: size // device_count(op.mesh, axes.get(c, ())) for c, size in sizes.items()}
     expected = tuple(sizes[c] for c in features)
     if bias is not None and bias.shape != expected:
@@ -320,28 +322,28 @@ def _check_bias(op: ShardedOp, bias: jax.Array | None) -> None:
 
 
 def _multiply_global(tables, op: ShardedOp, options: Options, operands: Operands, state: State, key):
-    """The matmul of global arrays, sharded as in `op.splits`. tables: a key of the cache of jitted functions."""
+    """The matmul of global arrays, sharded as in `op.shardings`. tables: a key of the cache of jitted functions."""
     divisible = op.without_cuts(options.recipe) if options.on_indivisible == "gather" else op
     y, state = _shard_mapped(divisible, options, operands, state, key)
-    spec = spec_of(op.contraction.out, op.splits.g)
+    spec = spec_of(op.contraction.out, op.shardings.g)
     return constrain(y, spec, mesh=op.mesh, on_indivisible="drop" if divisible is op else "gather"), state
 
 
 def _shard_mapped(op: ShardedOp, options: Options, operands: Operands, state: State, key) -> tuple[jax.Array, State]:
     """The matmul of global arrays as a shard_map over the mesh of `op`."""
     contraction, plan = op.contraction, op.plan("fwd")
-    splits = Shardings(_split_further(op.splits.x, plan.lhs), _split_further(op.splits.w, plan.rhs), plan.out)
-    static = StaticArgs(dataclasses.replace(op, splits=splits), options)
+    shardings = Shardings(_slice_further(op.shardings.x, plan.lhs), _slice_further(op.shardings.w, plan.rhs), plan.out)
+    static = StaticArgs(dataclasses.replace(op, shardings=shardings), options)
     features = contraction.rhs_free
-    bias_split = tuple((c, axes) for c, axes in plan.out if c in features)
-    sharded = (contraction.lhs, splits.x), (contraction.rhs, splits.w), (features, bias_split)
-    specs = [spec_of(labels, split) for labels, split in sharded]
+    bias_sharding = tuple((c, axes) for c, axes in plan.out if c in features)
+    sharded = (contraction.lhs, shardings.x), (contraction.rhs, shardings.w), (features, bias_sharding)
+    specs = [spec_of(labels, sharding) for labels, sharding in sharded]
     x, w, bias = (
         None if a is None else constrain(a, spec, mesh=op.mesh) for a, spec in zip(operands[:3], specs, strict=True)
     )
 
     def run(x, w, bias, state, key):
-        return multiply(static, Operands(x, w, bias, None), state, key)
+        return quantised_matmul(static, Operands(x, w, bias, None), state, key)
 
     mapped = jax.shard_map(
         run,
@@ -352,9 +354,9 @@ def _shard_mapped(op: ShardedOp, options: Options, operands: Operands, state: St
     return mapped(x, w, bias, state, key)
 
 
-def _split_further(split: LabelSharding, transfers: transfer_plan.Transfers) -> LabelSharding:
-    """The split of an operand after the slicing of its transfers that needs no all-gather first."""
-    axes_of, gathered = dict(split), {c for c, _ in transfers.gathered}
+def _slice_further(sharding: LabelSharding, transfers: transfer_plan.Transfers) -> LabelSharding:
+    """The sharding of an operand after the slicing of its transfers that needs no all-gather first."""
+    axes_of, gathered = dict(sharding), {c for c, _ in transfers.gathered}
     return tuple(
         (axes_of | {c: axes_of.get(c, ()) + axes for c, axes in transfers.sliced if c not in gathered}).items()
     )

@@ -104,7 +104,7 @@ def flatten(contraction: Contraction, to_matrices: bool) -> FlattenedContraction
 
 def _groups(contraction: Contraction, to_matrices: bool) -> tuple[tuple[DimGroup, ...], ...]:
     """The dim groups of rows, contracting dims and columns: one or none each."""
-    all_members = contraction.lhs_free, contraction.contracted, contraction.rhs_free
+    all_members = contraction.lhs_free, contraction.contracting, contraction.rhs_free
     fresh = iter(labels(3, contraction.lhs + contraction.rhs))
     is_flattened = [not members or (to_matrices and len(members) > 1) for members in all_members]
     rows, contracting, columns = (

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import promoted
 from scaledot.ops.cast_spec import check_hashable
-from scaledot.ops.operands import Choice, element_type
+from scaledot.ops.operands import KernelChoice, element_type
 from scaledot.parallel.specs import Specs
 from scaledot.parallel.transfers import Axes
 from scaledot.recipes import Recipe, find_recipe
@@ -41,7 +41,7 @@ class Keywords(TypedDict, total=False):
     specs: Specs | None
     overlap: str | Axes
     on_indivisible: str
-    kernel: Choice
+    kernel: KernelChoice
 
 
 @hash_once
@@ -59,7 +59,7 @@ class Options:
     specs: Specs | None = None
     overlap: Axes = ()
     on_indivisible: str = "raise"
-    kernel: Choice = None
+    kernel: KernelChoice = None
     residual_name: str = RESIDUAL_NAME
 
     @classmethod

@@ -20,13 +20,13 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
-from scaledot.kernels.spec import CastProblem, CastResult, View, accumulation_dtype
+from scaledot.kernels.spec import CastOutput, CastProblem, CastResult, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
-from scaledot.numerics.grouped import group_of, members, padded_capacity, spaced, whole_groups
-from scaledot.numerics.rounding import numbered
-from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagating
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice, float_operand
+from scaledot.numerics.grouped import align_groups, aligned_group_sizes, group_of, padded_capacity, zero_ungrouped_rows
+from scaledot.numerics.rounding import fold_in_traced
+from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite
+from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import KernelChoice, float_operand
 from scaledot.ops.quantize import amax, grouped_cast_spec
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
@@ -36,7 +36,7 @@ from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, Matmul, Operands, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
 
 
@@ -88,7 +88,7 @@ def ragged_dot(
         return opts.returned(*multiply_experts(local_op, opts, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # kernels need a row; this one belongs to no group
     static = StaticArgs(local_op(count, rows, *w.shape[1:]), opts)
-    y, state = multiply(static, operands._replace(x=x), state, key)
+    y, state = quantised_matmul(static, operands._replace(x=x), state, key)
     return opts.returned(y[:rows], state)
 
 
@@ -98,12 +98,12 @@ def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
 
 
 def _group_alignment(
-    wgrad: Gemm | None, groups: int, kernel: Choice, rows: tuple[Any, Any], partitioning: Partitioning
+    wgrad: Gemm | None, groups: int, kernel: KernelChoice, rows: tuple[Any, Any], partitioning: Partitioning
 ) -> int:
     """The number of rows that group sizes are rounded up to in wgrad.
 
-    It is the least that blocks and rotations need, or a larger multiple if kernels cast both operands and want it. A
-    stochastic cast keeps the least: its codes depend on row indices, and must be equal on every backend.
+    It is the least that blocks and rotations need, or a larger multiple if kernels that cast both operands require it.
+    A stochastic cast keeps the least: its codes depend on row indices, and must be equal on every backend.
     """
     needed = _row_alignment(wgrad)
     if wgrad is None or isinstance(kernel, str):
@@ -112,10 +112,12 @@ def _group_alignment(
     for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
-        view = View(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
+        output = CastOutput(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
         names = frozenset() if cast.delayed is None else frozenset({"multiplier"})
-        problem = CastProblem(x.shape, (view,), names, groups=groups, group_multiple=needed, partitioning=partitioning)
-        multiples.add(table.spacing(problem))
+        problem = CastProblem(
+            x.shape, (output,), names, groups=groups, group_multiple=needed, partitioning=partitioning
+        )
+        multiples.add(table.group_row_multiple(problem))
     return max(multiples) if len(multiples) == 1 else needed
 
 
@@ -147,9 +149,9 @@ class ResolvedRowCast(NamedTuple):
             return (
                 f"has `calibration` {self.cast.calibration!r}, which is not supported for rows in groups; use 'absmax'"
             )
-        (down, across), along_features = self.tile, self.axis == 1
-        is_tensor_or_channel = across == 0 or (across == 1 and not along_features)
-        if down or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
+        (row_block, feature_block), along_features = self.tile, self.axis == 1
+        is_tensor_or_channel = feature_block == 0 or (feature_block == 1 and not along_features)
+        if row_block or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
             return None
         return (
             "has one scale for all rows of a group, which is supported only per tensor or per channel, without a "
@@ -162,14 +164,18 @@ class ResolvedRowCast(NamedTuple):
             shape[0] if self.row_alignment == 1 else padded_capacity(shape[0], groups, self.row_alignment),
             shape[1],
         )
-        format, rotation, (down, across) = self.cast.format, self.cast.rotation, self.tile
-        if self.axis == 0 and down:
+        format, rotation, (row_block, feature_block) = self.cast.format, self.cast.rotation, self.tile
+        if self.axis == 0 and row_block:
             x = jax.ShapeDtypeStruct((rows, features), dtype)
-            spec = make_cast_spec(x, format, (1, 0), (across, down), "absmax", None, rotation, None, pad=True)
-            return dataclasses.replace(propagating(spec, 2), amax_axes=amax_axes)
+            spec = make_cast_spec(
+                x, format, (1, 0), (feature_block, row_block), "absmax", None, rotation, None, pad=True
+            )
+            return dataclasses.replace(propagate_nonfinite(spec, 2), amax_axes=amax_axes)
         features += 0 if rotation is None else -features % rotation.size
         x = jax.ShapeDtypeStruct((rows, features), dtype)
-        return propagating(grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2)
+        return propagate_nonfinite(
+            grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +194,10 @@ class RaggedDotOp:
             return ResolvedCast.on(
                 cast, OperandDims("kn", "n", "k") if matmul == "fwd" else OperandDims("kn", "k", "n")
             )
-        free, contracted = cast.tile
+        free, contracting = cast.tile
         # Per-tensor scales without a rotation give equal codes for both matmuls: equal ResolvedRowCasts are cast once.
         along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
-        tile, axis = ((free, contracted), 1) if along_features else ((contracted, free), 0)
+        tile, axis = ((free, contracting), 1) if along_features else ((contracting, free), 0)
         resolved = ResolvedRowCast(cast, tile, axis, self.row_alignment if matmul == "wgrad" else 1)
         reason = resolved.rows_reason
         if reason is not None:
@@ -214,11 +220,11 @@ class RaggedDotOp:
     ) -> CastResult:
         """Rows cast for one matmul, each group as if it were an array of its own."""
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
-        view = View(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
+        output = CastOutput(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
         multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
-        return make_casts(
+        return run_casts(
             x,
-            (view,),
+            (output,),
             request.arguments(multiplier, groups),
             request.kernel,
             self.partitioning,
@@ -226,8 +232,8 @@ class RaggedDotOp:
             group_multiple=resolved.row_alignment,
         )
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return spaced(x, groups, self.row_alignment) if matmul == "wgrad" else x
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return align_groups(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
     def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
         if isinstance(resolved, ResolvedCast):
@@ -236,7 +242,7 @@ class RaggedDotOp:
         return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x if tensor == "w" else members(x, groups))
+        return amax(x if tensor == "w" else zero_ungrouped_rows(x, groups))
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         if bias is not None:
@@ -245,23 +251,31 @@ class RaggedDotOp:
         if matmul.name == "wgrad":
             return self._multiply_within_groups(matmul, lhs, rhs, groups)
         lhs = _by_row(lhs, groups) if isinstance(lhs, PerGroup) else lhs
-        contracted = 1 if matmul.name == "fwd" else 2
-        numbers = lax.RaggedDotDimensionNumbers((((1,), (contracted,)), ((), ())), [0], [0])
+        w_contracting = 1 if matmul.name == "fwd" else 2
+        numbers = lax.RaggedDotDimensionNumbers((((1,), (w_contracting,)), ((), ())), [0], [0])
         return ragged_dot_general(lhs, rhs, groups, numbers, **matmul.keywords)
 
     def _multiply_within_groups(self, matmul: Matmul, lhs, rhs, groups) -> jax.Array:
         """wgrad, which contracts the rows of each group: (groups, k, n)."""
         numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        keywords: dict[str, Any] = {"precision": matmul.precision, "preferred": matmul.dtype}
+        result_scales = None
         if isinstance(lhs, PerGroup) or isinstance(rhs, PerGroup):
             ones = jnp.ones((groups.shape[0], 1), jnp.float32)
             (lhs, lhs_scale), (rhs, rhs_scale) = (
                 (x.codes, x.scale) if isinstance(x, PerGroup) else (x, ones) for x in (lhs, rhs)
             )
-            keywords["multipliers"] = lhs_scale, rhs_scale
-        lhs, rhs = logical(lhs), logical(rhs)
-        sizes = whole_groups(groups, self.row_alignment)
-        return contract_groups(lhs, rhs, sizes, numbers, matmul.kernel, group_multiple=self.row_alignment, **keywords)
+            result_scales = lhs_scale, rhs_scale
+        return contract_groups(
+            logical(lhs),
+            logical(rhs),
+            aligned_group_sizes(groups, self.row_alignment),
+            numbers,
+            matmul.kernel,
+            result_scales=result_scales,
+            group_multiple=self.row_alignment,
+            precision=matmul.precision,
+            preferred=matmul.dtype,
+        )
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
         group = group_of(groups, y.shape[0])
@@ -277,13 +291,13 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
     key, uniform, axes = request.keys[resolved], request.uniforms.get(resolved), request.amax_axes.get(resolved, ())
     keys = None
     if key is not None and uniform is None:
-        keys = numbered(key, jnp.arange(w.shape[0]))
+        keys = fold_in_traced(key, jnp.arange(w.shape[0]))
     quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
     codes = jax.vmap(lambda w, key, uniform: quantize(w, request.multiplier, key, None, uniform))(w, keys, uniform)
     return CastResult((codes,))
 
 
 def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:
-    """A ScaledArray with the scale of its group for each row."""
+    """A ScaledArray with one scale per row, that of the row's group."""
     group = jnp.minimum(group_of(groups, x.codes.shape[0]), groups.shape[0] - 1)
     return dataclasses.replace(x.codes, scale=x.scale[group], block=(0,))

@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec
 
 from scaledot.contraction import Contraction
 from scaledot.kernels import table
-from scaledot.numerics.grouped import padded_capacity, whole_groups
-from scaledot.numerics.rounding import Key, Positions, flat_index, numbered, seeds_of, uniform_at
+from scaledot.numerics.grouped import aligned_group_sizes, padded_capacity
+from scaledot.numerics.rounding import Key, Positions, flat_index, fold_in_traced, seeds_of, uniform_at
 from scaledot.parallel import transfer_plan
 from scaledot.parallel.divisibility import misfit
 from scaledot.parallel.expert_dispatch import combine, dispatch, route_of_rows, route_of_weights
@@ -51,7 +51,7 @@ from scaledot.recipes import Cast
 from scaledot.state import State
 from scaledot.train.options import Options
 from scaledot.train.train_op import CastOperands, CastRequest, LocalRaggedOp, Matmul, Operands, ShardCast, StaticArgs
-from scaledot.train.vjp import multiply
+from scaledot.train.vjp import quantised_matmul
 
 LABELS = Contraction("tk", "gkn", "tn")
 _ONE_GROUP = Contraction("tk", "kn", "tn")
@@ -62,25 +62,25 @@ _LABEL_NAMES = {"t": "rows", "g": "groups", "k": "input features", "n": "output 
 class Experts(NamedTuple):
     """The shardings of a ragged matmul's arrays over a mesh. sizes: the global size of each label."""
 
-    splits: Shardings
+    shardings: Shardings
     sizes: dict[str, int]
     mesh: Any
 
 
 def experts_of(x: jax.Array, w: jax.Array, specs, out_sharding) -> Experts | None:
     """The shardings of operands and result, by `specs` or by types and `out_sharding`; None if nothing is sharded."""
-    splits = shardings_of(LABELS, jax.typeof(x), jax.typeof(w), specs, out_sharding)
-    if splits is None:
+    shardings = shardings_of(LABELS, jax.typeof(x), jax.typeof(w), specs, out_sharding)
+    if shardings is None:
         return None
     mesh = mesh_of(x, w)
-    check_axes(mesh, splits.axes)
-    sizes = dict(global_sizes(LABELS, x, w, splits, mesh))
+    check_axes(mesh, shardings.axes)
+    sizes = dict(global_sizes(LABELS, x, w, shardings, mesh))
     if not sizes["t"]:
         raise ValueError("`x` has no rows to split over a mesh; pad it with rows that belong to no group")
-    for name, split in zip("xwy", splits, strict=True):
-        for c, axes in split:
+    for name, sharding in zip("xwy", shardings, strict=True):
+        for c, axes in sharding:
             _check_divides(name, c, sizes[c], axes, mesh)
-    return Experts(splits, sizes, mesh)
+    return Experts(shardings, sizes, mesh)
 
 
 def _check_divides(name: str, label: str, size: int, axes: Axes, mesh) -> None:
@@ -113,25 +113,25 @@ def multiply_experts(
         options.recipe.amax_scope,
     )
     static = StaticArgs(op, options)
-    if are_manual(mesh, experts.splits.axes):
-        return _multiply_shards(static, experts.splits, tuple(work.items()), operands, state, key)
-    fixed = table.tables(), static, experts.splits, tuple(work.items()), mesh
+    if are_manual(mesh, experts.shardings.axes):
+        return _multiply_shards(static, experts.shardings, tuple(work.items()), operands, state, key)
+    fixed = table.tables(), static, experts.shardings, tuple(work.items()), mesh
     if callable(options.kernel):
         return _multiply_global(*fixed, operands, state, key)
     return run_as_program(_multiply_global, *fixed, arrays=(operands, state, key))
 
 
 def _multiply_global(
-    tables, static: StaticArgs, splits: Shardings, work: LabelSharding, mesh, operands: Operands, state: State, key
+    tables, static: StaticArgs, shardings: Shardings, work: LabelSharding, mesh, operands: Operands, state: State, key
 ) -> tuple[jax.Array, State]:
     """The matmul of global arrays as a shard_map over the mesh. tables: a key of the cache of jitted functions."""
-    x, w, y = map(spec_of, (LABELS.lhs, LABELS.rhs, LABELS.out), splits)
+    x, w, y = map(spec_of, (LABELS.lhs, LABELS.rhs, LABELS.out), shardings)
     replicated = PartitionSpec()
-    specs: Any = x, w, spec_of(_BIAS, _bias_split(splits)), replicated
+    specs: Any = x, w, spec_of(_BIAS, _bias_sharding(shardings)), replicated
     sharded: Any = (
         None if a is None else constrain(a, spec, mesh=mesh) for a, spec in zip(operands, specs, strict=True)
     )
-    run = functools.partial(_multiply_shards, static, splits, work)
+    run = functools.partial(_multiply_shards, static, shardings, work)
     in_specs, out_specs = (Operands(*specs), replicated, replicated), (y, replicated)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return mapped(Operands(*sharded), state, key)
@@ -139,10 +139,12 @@ def _multiply_global(
 
 def _work(experts: Experts) -> dict[str, Axes]:
     """The mesh axes over which the computation is partitioned along groups g and features k and n."""
-    x, w, y = (dict(split) for split in experts.splits)
+    x, w, y = (dict(sharding) for sharding in experts.shardings)
     groups = _group_axes(experts, x, w, y)
-    w_split = *_only("k", w, groups), *_only("n", w, groups)
-    plan = transfer_plan.make_transfer_plan(_ONE_GROUP, _only("k", x, groups), w_split, _only("n", y, groups))
+    w_sharding = *_sharding_of_label("k", w, groups), *_sharding_of_label("n", w, groups)
+    plan = transfer_plan.make_transfer_plan(
+        _ONE_GROUP, _sharding_of_label("k", x, groups), w_sharding, _sharding_of_label("n", y, groups)
+    )
     columns = tuple(axis for axis in dict(plan.out).get("n", ()) if axis not in plan.reduced_axes)
     return {"g": groups, "k": plan.reduced_axes, "n": columns}
 
@@ -165,42 +167,42 @@ def _group_axes(experts: Experts, x: dict[str, Axes], w: dict[str, Axes], y: dic
                 break
             groups = (*groups, axis)
     sharded = ((x, "k"), (w, "gkn"), (y, "n"))
-    not_rows = {axis for split, labels in sharded for c in labels for axis in split.get(c, ())}
+    not_rows = {axis for sharding, labels in sharded for c in labels for axis in sharding.get(c, ())}
     for axis in dict.fromkeys(rows[0] + rows[1]):
         if axis not in not_rows and divides(axis):
             groups = (*groups, axis)
     return groups
 
 
-def _only(label: str, split: dict[str, Axes], excluded: Axes) -> LabelSharding:
-    """The split of one label, without the excluded mesh axes."""
-    axes = tuple(axis for axis in split.get(label, ()) if axis not in excluded)
+def _sharding_of_label(label: str, sharding: dict[str, Axes], excluded: Axes) -> LabelSharding:
+    """The sharding of one label, without the excluded mesh axes."""
+    axes = tuple(axis for axis in sharding.get(label, ()) if axis not in excluded)
     return ((label, axes),) if axes else ()
 
 
-def _bias_split(splits: Shardings) -> LabelSharding:
-    return tuple((c, axes) for c, axes in splits.w if c in _BIAS)
+def _bias_sharding(shardings: Shardings) -> LabelSharding:
+    return tuple((c, axes) for c, axes in shardings.w if c in _BIAS)
 
 
 def _multiply_shards(
-    static: StaticArgs, splits: Shardings, partition: LabelSharding, operands: Operands, state: State, key
+    static: StaticArgs, shardings: Shardings, partition: LabelSharding, operands: Operands, state: State, key
 ):
-    """Dispatches rows and weights from `splits` to `partition`, multiplies, and combines the rows of the result."""
+    """Dispatches rows and weights from `shardings` to `partition`, multiplies, and combines the rows of the result."""
     (x, w, bias, groups), work = operands, dict(partition)
     assert groups is not None
     start = _first_row(groups, work["g"], 1)
-    rows = dispatch(route_of_rows(LABELS.lhs, splits.x, work), x, start)
-    weights = dispatch(route_of_weights(LABELS.rhs, splits.w, work), w, start)
+    rows = dispatch(route_of_rows(LABELS.lhs, shardings.x, work), x, start)
+    weights = dispatch(route_of_weights(LABELS.rhs, shardings.w, work), w, start)
     if bias is not None:
-        bias = dispatch(route_of_weights(_BIAS, _bias_split(splits), work), bias, start)
-    y, state = multiply(static, Operands(rows, weights, bias, groups), state, key)
-    return combine(route_of_rows(LABELS.out, splits.g, work), y, start), state
+        bias = dispatch(route_of_weights(_BIAS, _bias_sharding(shardings), work), bias, start)
+    y, state = quantised_matmul(static, Operands(rows, weights, bias, groups), state, key)
+    return combine(route_of_rows(LABELS.out, shardings.g, work), y, start), state
 
 
 def _first_row(groups: jax.Array, axes: Axes, row_alignment: int) -> jax.Array:
     """The first row of a device's first group, where group sizes are rounded up to `row_alignment`."""
     first = _first_group(groups, axes)
-    return jnp.sum(jnp.where(jnp.arange(groups.size) < first, whole_groups(groups, row_alignment), 0))
+    return jnp.sum(jnp.where(jnp.arange(groups.size) < first, aligned_group_sizes(groups, row_alignment), 0))
 
 
 def _first_group(groups: jax.Array, axes: Axes) -> Any:
@@ -237,8 +239,8 @@ class ShardedRaggedDotOp:
         request = request.on_shards(lambda cast, key: self._uniform(cast, key, x.shape, groups))
         return self.local.cast(request, x, self._own(groups))
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return self.local.plain(matmul, tensor, x, self._own(groups))
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
+        return self.local.unquantised_operand(matmul, tensor, x, self._own(groups))
 
     def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
         return self.local.unclipped_mask(resolved.resolved, x, q)
@@ -301,7 +303,7 @@ class ShardedRaggedDotOp:
             return uniform_at(flat_index([row, feature]), *seeds_of(key))
         index = flat_index([self._positions(cast, "k", shape[1]), feature])
         group = jnp.arange(shape[0]) + _first_group(groups, self._axes("g"))
-        return jax.vmap(lambda group_key: uniform_at(index, *seeds_of(group_key)))(numbered(key, group))
+        return jax.vmap(lambda group_key: uniform_at(index, *seeds_of(group_key)))(fold_in_traced(key, group))
 
     def _positions(self, cast: ShardCast, label: str, shard_size: int) -> Positions:
         """The global positions of a device's elements along features, including zero padding for a rotation."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from scaledot.parallel.types import Like
+from scaledot.parallel.types import PrimalType
 from scaledot.state import State
 
 # The `checkpoint_name`s of matmul results and of residuals, for the policies of `jax.checkpoint`.
@@ -22,7 +22,7 @@ class Residuals(NamedTuple):
     """What the forward pass saves for the backward pass.
 
     x, w: the operands of wgrad and dgrad, narrow floats as Bits. unclipped_x, unclipped_w: masks of straight-through
-    gradients, None for no mask. amax: of x and w under delayed scaling. like: the avals of x, w and bias.
+    gradients, None for no mask. amax: of x and w under delayed scaling. primal_types: the avals of x, w and bias.
     """
 
     x: Any
@@ -33,7 +33,7 @@ class Residuals(NamedTuple):
     amax: dict[str, jax.Array]
     groups: jax.Array | None
     key: jax.Array | None
-    like: tuple[Like, Like, Like | None]
+    primal_types: tuple[PrimalType, PrimalType, PrimalType | None]
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +76,7 @@ def named(tree: Any, name: str) -> Any:
 
 
 @jax.custom_jvp
-def differentiated_once(tree: Any) -> Any:
+def forbid_second_derivative(tree: Any) -> Any:
     """The tree itself; raises TypeError if differentiated.
 
     Codes have no derivative, so a second derivative would silently be zero.
@@ -84,7 +84,7 @@ def differentiated_once(tree: Any) -> Any:
     return tree
 
 
-@functools.partial(differentiated_once.defjvp, symbolic_zeros=True)
+@functools.partial(forbid_second_derivative.defjvp, symbolic_zeros=True)
 def _refuse(primals: tuple[Any], tangents: tuple[Any]):
     leaves = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, jax.custom_derivatives.SymbolicZero))
     zero = jax.custom_derivatives.SymbolicZero

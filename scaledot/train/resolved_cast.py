@@ -2,9 +2,9 @@
 
 A recipe's Cast has two block sizes, for the free and the contracting dim; which dims these are depends on the tensor
 and the matmul. `OperandDims` labels the dims of a tensor as free or contracting; a `ResolvedCast` has a block size for
-every dim, and yields the CastSpec that `quantize` would use, with one difference: `quantize` saturates ±inf and drops
-NaN, whereas casts in training propagate both to the result of the matmul (`ops.cast_spec.propagating`), because loss
-scaling and other overflow guards test results for them.
+every dim, and yields the CastSpec that `quantize` would use, with one difference: `quantize` saturates ±inf, and NaN
+becomes 0 in most formats, whereas casts in training propagate both to the result of the matmul
+(`ops.cast_spec.propagate_nonfinite`), because loss scaling and other overflow guards test results for them.
 
 1×128 blocks of x (256, 512) with labels "mk": for fwd, `OperandDims("mk", "m", "k")`, the block is (1, 128) and scales
 have shape (256, 4); for wgrad, which contracts m, `OperandDims("mk", "k", "m")` gives (128, 1) and (2, 512).
@@ -22,10 +22,10 @@ from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.scale import scale_values
-from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagating
-from scaledot.ops.casts import make_casts
-from scaledot.ops.operands import Choice
-from scaledot.ops.quantize import arguments, view_of
+from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite
+from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import KernelChoice
+from scaledot.ops.quantize import make_cast_arguments, single_output
 from scaledot.recipes import Cast
 
 
@@ -81,7 +81,7 @@ class ResolvedCast:
         spec = make_cast_spec(
             x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, None, pad=True
         )
-        return dataclasses.replace(propagating(spec, x.ndim), amax_axes=checked_amax_axes(spec, amax_axes))
+        return dataclasses.replace(propagate_nonfinite(spec, x.ndim), amax_axes=checked_amax_axes(spec, amax_axes))
 
     def quantize(
         self,
@@ -91,13 +91,14 @@ class ResolvedCast:
         tensor_scale=None,
         uniform: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
-        kernel: Choice = None,
+        kernel: KernelChoice = None,
     ) -> ScaledArray:
         """x quantised in a pass of its own, in logical layout. tensor_scale: that of a two-level format, if known."""
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
         key = key if rounding == "stochastic" else None
-        cast_arguments = arguments(spec, x, rounding, key, uniform, tensor_scale=tensor_scale, multiplier=multiplier)
-        return make_casts(x, (view_of(spec, rounding),), cast_arguments, kernel).arrays[0]
+        options = {"tensor_scale": tensor_scale, "multiplier": multiplier}
+        arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)
+        return run_casts(x, (single_output(spec, rounding),), arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""
@@ -107,8 +108,8 @@ class ResolvedCast:
         x = flush(x.astype(jnp.float32))
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)
-            return ~((x < blocks.spread(low, x.shape, block)) | (x > blocks.spread(high, x.shape, block)))
+            return ~((x < blocks.repeat_scale(low, x.shape, block)) | (x > blocks.repeat_scale(high, x.shape, block)))
         # max × scale differs from the calibrated amax by an ulp or two: 2^-21 keeps the amax itself unclipped.
         largest_code = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
         limit = math.prod(scale_values(q.scale, q.tensor_scale, q.format), start=largest_code)
-        return ~(jnp.abs(x) > blocks.spread(limit, x.shape, block))
+        return ~(jnp.abs(x) > blocks.repeat_scale(limit, x.shape, block))

@@ -20,7 +20,7 @@ import numpy as np
 from scaledot.hashing import hash_once
 from scaledot.kernels.spec import CastArguments, accumulation_dtype
 from scaledot.numerics.rounding import Key
-from scaledot.ops.operands import Choice
+from scaledot.ops.operands import KernelChoice
 from scaledot.parallel.types import Partitioning
 from scaledot.recipes import Cast
 from scaledot.train.options import Options
@@ -43,7 +43,7 @@ class Matmul:
     dtype: np.dtype
     precision: Any = None
     out_sharding: Any = None
-    kernel: Choice = None
+    kernel: KernelChoice = None
 
     @classmethod
     def of(cls, name: str, dtype, options: Options, out_sharding=None) -> "Matmul":
@@ -78,7 +78,7 @@ class CastRequest:
       resolved: for each matmul, its cast resolved for the dims of the tensor (a ResolvedCast, ResolvedRowCast or
         ShardCast); equal ones give equal codes.
       keys: for each resolved cast, the key of its stochastic rounding, or None.
-      residual: the matmul whose operand is saved as a residual.
+      residual_gemm: the matmul whose operand is saved as a residual.
       multiplier: the quantisation multiplier of delayed scaling.
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
@@ -89,11 +89,11 @@ class CastRequest:
     tensor: str
     resolved: dict[str, Any]
     keys: dict[Any, Key | None]
-    residual: str | None = None
+    residual_gemm: str | None = None
     multiplier: jax.Array | None = None
     amax: bool = False
     column_sums: bool = False
-    kernel: Choice = None
+    kernel: KernelChoice = None
     uniforms: dict[Any, jax.Array | None] = dataclasses.field(default_factory=dict)
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     offset: jax.Array | None = None
@@ -174,7 +174,7 @@ class TrainOp(Protocol):
         """x quantised for each matmul of the request, in the layouts that `multiply` takes."""
         ...
 
-    def plain(self, matmul: str, tensor: str, x: jax.Array, groups: jax.Array | None) -> Any:
+    def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups: jax.Array | None) -> Any:
         """x unquantised, in the layout that `multiply` takes."""
         ...
 
@@ -198,7 +198,7 @@ class TrainOp(Protocol):
 class LocalOp(TrainOp, Protocol):
     """The operation on one device's shards that a ShardedOp runs between its collectives."""
 
-    def logical(self, q: Any) -> Any:
+    def to_logical_layout(self, q: Any) -> Any:
         """An operand as an array or ScaledArray with its dims in logical order, whatever layout its kernel wrote."""
         ...
 

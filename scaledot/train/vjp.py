@@ -6,9 +6,8 @@
 | forward, differentiated | x for fwd and wgrad, w for fwd and dgrad | fwd | codes of x and w, keys, amaxes |
 | backward | g for dgrad and wgrad | dgrad, wgrad | |
 
-Both casts of a tensor start from the full-precision tensor; where they give equal codes, there is one. The gradient of
-the `state` of delayed scaling is the next state (see `scaledot.state`). How operands are cast and multiplied is up to
-a `TrainOp`.
+Both casts of a tensor start from the full-precision tensor; equal casts are computed once. The gradient of the `state`
+of delayed scaling is the next state (see `scaledot.state`). A `TrainOp` casts and multiplies the operands.
 """
 
 import functools
@@ -23,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scaledot import state as states
 from scaledot.kernels import table
-from scaledot.parallel.types import Like, has_explicit_axes, varying
+from scaledot.parallel.types import PrimalType, has_explicit_axes, varying
 from scaledot.programs import run_as_program
 from scaledot.state import AmaxHistory, State
 from scaledot.train.casts import OperandCaster, check_key
@@ -32,33 +31,40 @@ from scaledot.train.residuals import (
     GEMM_NAME,
     Residuals,
     as_bits,
-    differentiated_once,
+    forbid_second_derivative,
     from_bits,
 )
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
 from scaledot.train.weight_codes import WeightCodes
 
 
-def multiply(
-    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None = None
+def quantised_matmul(
+    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, weight_codes: WeightCodes | None = None
 ) -> tuple[jax.Array, State]:
-    """y and the state to pass to the next use. codes: those of a w that `cast_weights` has cast."""
+    """y and the state to pass to the next use.
+
+    weight_codes: the codes of w if it was cast by `cast_weights`, else None.
+    """
     if callable(static.options.kernel):  # may choose another kernel in each call, so that no jitted function is cached
-        return typing.cast(tuple[jax.Array, State], _multiply(static, operands, state, key, codes))
-    return run_as_program(_multiply_with_tables, table.tables(), static, arrays=(operands, state, key, codes))
+        return typing.cast(tuple[jax.Array, State], _quantised_matmul(static, operands, state, key, weight_codes))
+    return run_as_program(
+        _quantised_matmul_with_tables, table.tables(), static, arrays=(operands, state, key, weight_codes)
+    )
 
 
-def _multiply_with_tables(tables, static: StaticArgs, operands: Operands, state: State, key, codes: WeightCodes | None):
-    """`_multiply`; the kernel tables are an argument because the cache of jitted functions is keyed by them."""
-    return _multiply(static, operands, state, key, codes)
+def _quantised_matmul_with_tables(
+    tables, static: StaticArgs, operands: Operands, state: State, key, weight_codes: WeightCodes | None
+):
+    """`_quantised_matmul`; the kernel tables are an argument because the cache of jitted functions is keyed by them."""
+    return _quantised_matmul(static, operands, state, key, weight_codes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(
-    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None
+def _quantised_matmul(
+    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, weight_codes: WeightCodes | None
 ) -> tuple[jax.Array, State]:
     """The forward matmul without residuals."""
-    caster = OperandCaster(static, operands.groups, state, key, codes)
+    caster = OperandCaster(static, operands.groups, state, key, weight_codes)
     x, w = (caster.cast(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
     return _fwd_matmul(static, operands, x, w), state
 
@@ -68,67 +74,74 @@ def _fwd_matmul(static: StaticArgs, operands: Operands, x, w) -> jax.Array:
     return static.op.multiply(matmul, x, w, operands.groups, operands.bias)
 
 
-def _forward(static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, codes: WeightCodes | None):
+def _forward(
+    static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, weight_codes: WeightCodes | None
+):
     check_key(static.options.recipe, key, static.options.recipe.stochastic)
-    operands = differentiated_once(operands)
-    caster = OperandCaster(static, operands.groups, state, key, codes)
+    operands = forbid_second_derivative(operands)
+    caster = OperandCaster(static, operands.groups, state, key, weight_codes)
     x, saved_x = caster.cast_and_save("x", operands.x, "wgrad")
     w, saved_w = caster.cast_and_save("w", operands.w, "dgrad")
     unclipped_x = caster.unclipped_mask("dgrad", "x", operands.x, x.operands["fwd"])
     unclipped_w = caster.unclipped_mask("wgrad", "w", operands.w, w.operands["fwd"])
     name = BATCHED_GEMM_NAME if static.op.has_batch else GEMM_NAME
     y = checkpoint_name(_fwd_matmul(static, operands, x.operands["fwd"], w.operands["fwd"]), name)
-    like = Like.of(operands.x), Like.of(operands.w), None if operands.bias is None else Like.of(operands.bias)
-    cast = (("x", operands.x, x), ("w", operands.w, w))
-    amaxes = {t: caster.amax(t, a, operand) for t, a, operand in cast if t in state}
+    bias_type = None if operands.bias is None else PrimalType.of(operands.bias)
+    primal_types = PrimalType.of(operands.x), PrimalType.of(operands.w), bias_type
+    tensors = (("x", operands.x, x), ("w", operands.w, w))
+    amaxes = {name: caster.amax(name, array, cast) for name, array, cast in tensors if name in state}
     residuals = Residuals(
-        as_bits(saved_x), as_bits(saved_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, like
+        as_bits(saved_x), as_bits(saved_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, primal_types
     )
     return (y, state), residuals
 
 
 def _backward(static: StaticArgs, residuals: Residuals, cotangents: tuple[jax.Array, State]):
     g, later_state = cotangents
-    g = differentiated_once(g)
-    groups, (x_like, w_like, bias_like) = residuals.groups, residuals.like
+    g = forbid_second_derivative(g)
+    groups, (x_type, w_type, bias_type) = residuals.groups, residuals.primal_types
     caster = OperandCaster(static, groups, residuals.state, residuals.key)
     x, w = from_bits(residuals.x), from_bits(residuals.w)
-    cast = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_like is not None)
-    dx = _gradient(static, "dgrad", cast.operands["dgrad"], w, groups, x_like, residuals.unclipped_x)
-    dw = _gradient(static, "wgrad", x, cast.operands["wgrad"], groups, w_like, residuals.unclipped_w)
-    db = None if bias_like is None else _as_primal(caster.bias_gradient(g, cast), bias_like)
-    amaxes = residuals.amax | ({"g": caster.amax("g", g, cast)} if "g" in residuals.state else {})
+    cast_g = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_type is not None)
+    dx = _gradient(static, "dgrad", cast_g.operands["dgrad"], w, groups, x_type, residuals.unclipped_x)
+    dw = _gradient(static, "wgrad", x, cast_g.operands["wgrad"], groups, w_type, residuals.unclipped_w)
+    db = None if bias_type is None else _as_primal(caster.bias_gradient(g, cast_g), bias_type)
+    amaxes = residuals.amax | ({"g": caster.amax("g", g, cast_g)} if "g" in residuals.state else {})
     state = _next_state(static, residuals.state, amaxes, later_state)
     return Operands(dx, dw, db, _no_tangent(groups)), state, _no_tangent(residuals.key), None
 
 
-_multiply.defvjp(_forward, _backward)
+_quantised_matmul.defvjp(_forward, _backward)
 
 
 def _gradient(
-    static: StaticArgs, name: str, lhs, rhs, groups, like: Like, unclipped_mask: jax.Array | None
+    static: StaticArgs, name: str, lhs, rhs, groups, primal: PrimalType, unclipped_mask: jax.Array | None
 ) -> jax.Array:
-    """dgrad or wgrad with the aval of its primal (`like`); zero where the forward cast clipped."""
-    sharding = like.type.sharding if has_explicit_axes(like.type.sharding) else None
-    result = static.op.multiply(Matmul.of(name, like.type.dtype, static.options, sharding), lhs, rhs, groups)
-    # A forward operand that was padded to whole groups of a rotation has gradients for its padding, too.
-    result = result[tuple(slice(size) for size in like.type.shape)] if result.shape != like.type.shape else result
+    """dgrad or wgrad with the aval of `primal`; zero where the forward cast clipped."""
+    sharding = primal.aval.sharding if has_explicit_axes(primal.aval.sharding) else None
+    result = static.op.multiply(Matmul.of(name, primal.aval.dtype, static.options, sharding), lhs, rhs, groups)
+    if result.shape != primal.aval.shape:
+        # An operand padded to a multiple of the Hadamard size has a padded gradient.
+        result = result[tuple(slice(size) for size in primal.aval.shape)]
     if unclipped_mask is not None:
         result = jnp.where(unclipped_mask, result, jnp.zeros_like(result))
-    return _as_primal(result, like)
+    return _as_primal(result, primal)
 
 
-def _as_primal(gradient: jax.Array, like: Like) -> jax.Array:
+def _as_primal(gradient: jax.Array, primal: PrimalType) -> jax.Array:
     """The gradient, reduced over mesh axes that the primal does not vary over, in the primal's dtype."""
-    return like.reduced(gradient).astype(like.type.dtype)
+    return primal.reduced(gradient).astype(primal.aval.dtype)
 
 
 def _next_state(static: StaticArgs, state: State, amaxes: dict[str, jax.Array], later: State) -> State:
-    """The state advanced by the amaxes of this use, merged with `later`, the next state of later uses."""
+    """The state advanced by the amaxes of this use.
+
+    later: the cotangent of the returned state, in which the amaxes of later uses are already merged.
+    """
     advanced = {}
     for tensor, cast in static.options.recipe.delayed.items():
         amax = _global_amax(amaxes[tensor], state[tensor])
-        history = states.advance(cast, state[tensor], amax, table.scalar_program(static.op.partitioning))
+        history = states.advance(cast, state[tensor], amax, table.scalar_runner(static.op.partitioning))
         advanced[tensor] = states.merged(history, later[tensor])
     return advanced
 

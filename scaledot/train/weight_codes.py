@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.hashing import hash_once
 from scaledot.ops.operands import float_operand
@@ -29,22 +30,22 @@ from scaledot.train.residuals import as_bits, from_bits
 class WeightSpec:
     """What the codes of one weight depend on besides its elements.
 
-    shape, master_dtype: those of the weight. dtype: that in which it is quantised. contracted: the contracting axes of
-    fwd. to_matrices: whether contracting and free axes were flattened to one each (see `flatten`).
+    shape, master_dtype: those of the weight. dtype: that in which it is quantised. contracting: the contracting axes
+    of fwd. to_matrices: whether contracting and free axes were flattened to one each (see `flatten`).
     """
 
     recipe: Recipe
     shape: tuple[int, ...]
     master_dtype: np.dtype
     dtype: np.dtype
-    contracted: tuple[int, ...]
+    contracting: tuple[int, ...]
     to_matrices: bool
 
     @property
     def contraction(self) -> Contraction:
         """The contraction of fwd for an x of shape (rows, *contracting axes)."""
-        count = len(self.contracted)
-        numbers = (tuple(range(1, count + 1)), self.contracted), ((), ())
+        count = len(self.contracting)
+        numbers = (tuple(range(1, count + 1)), self.contracting), ((), ())
         return from_dimension_numbers(numbers, count + 1, len(self.shape))
 
     def check_use(self, recipe: Recipe, contraction: Contraction) -> None:
@@ -56,11 +57,11 @@ class WeightSpec:
                 "`cast_weights` and the matmul"
             )
         if _flat_axes(contraction, self.to_matrices) != _flat_axes(self.contraction, self.to_matrices):
-            contracted, batch = (_axes(contraction, labels) for labels in (contraction.contracted, contraction.batch))
+            contracting, batch = (_axes(contraction, labels) for labels in (contraction.contracting, contraction.batch))
             with_batch = f", with batch axes {batch}," if batch else ""
             raise ValueError(
-                f"{self} was cast for contracting axes {self.contracted} and is contracted along axes "
-                f"{contracted}{with_batch} here; pass the axes to `cast_weights` as `contracting` (batch axes are not "
+                f"{self} was cast for contracting axes {self.contracting} and is contracted along axes "
+                f"{contracting}{with_batch} here; pass the axes to `cast_weights` as `contracting` (batch axes are not "
                 "supported), or leave the weight out with `select`"
             )
 
@@ -77,7 +78,7 @@ def _flat_axes(contraction: Contraction, to_matrices: bool) -> tuple[Any, ...]:
     """For each dim of the flattened w: the axes of w it consists of, and whether it is a contracting or batch dim."""
     flat = flatten(contraction, to_matrices)
     return tuple(
-        (_axes(contraction, flat.w.members(c)), (c in flat.flat.contracted, c in flat.flat.batch)) for c in flat.w.flat
+        (_axes(contraction, flat.w.members(c)), (c in flat.flat.contracting, c in flat.flat.batch)) for c in flat.w.flat
     )
 
 
@@ -211,7 +212,18 @@ def plain_weight(w: Any, function: str) -> jax.Array:
 
 
 def promote_around(promote: Callable[[list[Any]], Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """`promote(arrays)`, with each CastWeight kept; raises ValueError if it was quantised in another dtype."""
-    promoted = promote([a.master if isinstance(a, CastWeight) else a for a in arrays])
+    """`promote(arrays)`, with each CastWeight and ScaledArray kept, of the promoted `dtype`.
+
+    Raises ValueError for a CastWeight that was quantised in another dtype. A ScaledArray takes part in the promotion
+    with its `dtype`.
+    """
+    promoted = promote([_stand_in(a) for a in arrays])
     pairs = zip(arrays, promoted, strict=True)
-    return [a.astype(plain.dtype) if isinstance(a, CastWeight) else plain for a, plain in pairs]
+    return [a.astype(plain.dtype) if isinstance(a, (CastWeight, ScaledArray)) else plain for a, plain in pairs]
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the dtype of a weight for functions of plain arrays; other arguments are returned unchanged."""
+    if isinstance(x, ScaledArray):
+        return np.zeros((), x.dtype)
+    return x.master if isinstance(x, CastWeight) else x

@@ -25,7 +25,7 @@ from jax.tree_util import GetAttrKey
 from scaledot.kernels import table
 from scaledot.ops.operands import float_operand
 from scaledot.parallel.types import Partitioning, is_sharded, partitioning_of
-from scaledot.path_patterns import Given, PathPatterns, RecipesByPath
+from scaledot.path_patterns import PathPatterns, RecipesByPath, Rules
 from scaledot.programs import run_as_program
 from scaledot.recipes import Recipe
 from scaledot.train.casts import OperandCaster, cast_of
@@ -52,7 +52,7 @@ class CastWeights:
         which is not checked: cast again after each optimizer step. Leaves in a box, such as `nn.Partitioned`, are
         unboxed.
         """
-        leaves, tree = _leaves(params)
+        leaves, tree = keyed_leaves(params)
         missing = [path for path in self.by_path if path not in dict(leaves)]
         if missing:
             raise ValueError(f"`params` has no leaf {missing[0]!r}, which was cast; its leaves: {_some(leaves)}")
@@ -61,7 +61,7 @@ class CastWeights:
     def _attached(self, path: str, leaf: Any) -> Any:
         if path not in self.by_path:
             return leaf
-        master, codes = _unboxed(leaf), lax.stop_gradient(self.by_path[path])
+        master, codes = unboxed(leaf), lax.stop_gradient(self.by_path[path])
         aval = described(np.shape(master), master.dtype)
         cast_aval = described((*codes.stack, *codes.spec.shape), codes.spec.master_dtype)
         if aval != cast_aval:
@@ -75,7 +75,7 @@ class CastWeights:
 
 def cast_weights(
     params: Any,
-    recipe: Given,
+    recipe: Rules,
     *,
     dtype: Any = None,
     contracting: int | Sequence[int] | Mapping[str, int | Sequence[int]] = 1,
@@ -119,36 +119,39 @@ def cast_weights(
     >>> sum(grads)[0]
     Array([32., 32.], dtype=float32)
     """
-    leaves, _ = _leaves(params)
+    leaves, _ = keyed_leaves(params)
     arguments = {"dtype": dtype, "contracting": contracting, "stacked": stacked}
     by_layer = [RecipesByPath(recipe), *(PathPatterns(value, name) for name, value in arguments.items())]
     selected = PathPatterns(_selection(select), "select")
     codes: dict[str, WeightCodes | None] = {}
     for path, leaf in leaves:
-        w, layer = _unboxed(leaf), _layer(path)
-        layer_recipe, to, axes, count = (patterns.value_for(layer) for patterns in by_layer)
+        w, layer = unboxed(leaf), _layer(path)
+        layer_recipe, cast_dtype, axes, count = (patterns.value_for(layer) for patterns in by_layer)
         axes, count = 1 if axes is None else axes, count or 0
         if selected.value_for(path) if select is not None else _is_kernel(path, np.ndim(w) - count):
-            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, to, axes, count)
+            codes[path] = None if layer_recipe is None else _codes_of(path, w, layer_recipe, cast_dtype, axes, count)
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
-        patterns.asked |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
     for patterns in (*by_layer, selected):
         patterns.check_all_matched()
     return CastWeights({path: weight_codes for path, weight_codes in codes.items() if weight_codes is not None})
 
 
-def _leaves(params: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """(path, leaf) pairs and the treedef; a box of Flax linen around an array is a leaf."""
-    keyed, tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: hasattr(node, "unbox"))
+def keyed_leaves(params: Any, kind: type | tuple[type, ...] = ()) -> tuple[list[tuple[str, Any]], Any]:
+    """(path, leaf) pairs and the treedef; a box of Flax linen and an instance of `kind` are leaves."""
+    keyed, tree = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=lambda node: hasattr(node, "unbox") or isinstance(node, kind)
+    )
     value = GetAttrKey("value")  # the array in an nnx.Variable
     names = (keys[:-1] if keys and keys[-1] == value else keys for keys, _ in keyed)
     paths = (jax.tree_util.keystr(keys, simple=True, separator="/") for keys in names)
     return [(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True)], tree
 
 
-def _unboxed(leaf: Any) -> Any:
+def unboxed(leaf: Any) -> Any:
+    """The array in a box of Flax linen, such as `nn.Partitioned`; other leaves are returned unchanged."""
     return leaf.unbox() if hasattr(leaf, "unbox") else leaf
 
 
@@ -184,12 +187,12 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
             "on one device or automatic mesh axes: leave it out with `select`"
         )
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
-    contracted = _checked_axes(name, contracting, w.shape, stacked)
-    to_matrices = table.casts_matrices(partitioning) or recipe.cuts
-    to = np.dtype(w.dtype if dtype is None else dtype)
-    if not jnp.issubdtype(to, jnp.floating) or jnp.finfo(to).bits < 16:
-        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {to}")
-    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), to, contracted, to_matrices)
+    contracting_axes = _checked_axes(name, contracting, w.shape, stacked)
+    to_matrices = table.has_matrix_cast_kernels(partitioning) or recipe.cuts
+    cast_dtype = np.dtype(w.dtype if dtype is None else dtype)
+    if not jnp.issubdtype(cast_dtype, jnp.floating) or jnp.finfo(cast_dtype).bits < 16:
+        raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {cast_dtype}")
+    spec = WeightSpec(recipe, shape, np.dtype(w.dtype), cast_dtype, contracting_axes, to_matrices)
     return run_as_program(_cast, table.tables(), spec, partitioning, stacked, arrays=(w,))
 
 

@@ -1,3 +1,3 @@
-"""Nothing here is a test."""
+"""This package contains no tests."""
 
 collect_ignore_glob = ["*"]

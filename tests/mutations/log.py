@@ -1,9 +1,9 @@
-"""A pytest plugin that writes what was collected and how each test went, one JSON object per line."""
+"""A pytest plugin that logs the collected tests and the outcome of each, one JSON object per line."""
 
 import json
 import os
 
-LOG = "SCALEDOT_MUTATIONS_LOG"
+LOG = "SCALEDOT_MUTATIONS_LOG"  # the environment variable with the path of the log
 
 
 def pytest_configure(config):

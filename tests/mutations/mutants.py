@@ -1,4 +1,4 @@
-"""Mutants: the named ones from patches, and random ones from the syntax trees of the library."""
+"""Mutants: named ones from patches, and random ones from the syntax trees of the library."""
 
 import ast
 import dataclasses
@@ -14,23 +14,24 @@ PACKAGES = ("numerics", "ops", "kernels", "train")
 COUNT, SEED = 30, 0
 
 MOSAIC = "scaledot/kernels/hopper/"
-# Code that no test on a CPU executes, by the beginning of "file:function", and why. Mosaic kernels are left out
-# whatever jax is installed, so that mutants depend on the source and the seed alone; --mosaic includes them.
+# Code that no test on a CPU executes, by prefix of "file:function", and why. Mosaic GPU kernels are excluded for every
+# version of jax, so that mutants depend on the source and the seed only; --mosaic includes them.
 NOT_ON_A_CPU = {
     MOSAIC: "Mosaic GPU kernels are interpreted from jax 0.11 on only",
-    "scaledot/kernels/block_scaled.py:device_reason": "asks a GPU for its compute capability",
-    "scaledot/kernels/table.py:_mosaic": "runs a Mosaic kernel, or on a GPU its XLA replacement",
+    "scaledot/kernels/block_scaled.py:device_reason": "reads the compute capability of a GPU",
+    "scaledot/kernels/table.py:_hopper": "runs a Mosaic kernel, or its XLA fallback on a GPU machine",
+    "scaledot/kernels/table.py:_without_hopper": "runs the XLA fallback of a Mosaic kernel",
     "scaledot/kernels/table.py:_differentiated": "differentiates a Mosaic kernel",
     "scaledot/kernels/table.py:_run_grouped": "runs a Mosaic kernel, or on a GPU its XLA replacement",
     "scaledot/kernels/table.py:_reference_cast": "runs on a GPU machine in the place of a Mosaic cast",
-    "scaledot/kernels/table.py:spacing": "asks whether Mosaic kernels cast rows in groups",
+    "scaledot/kernels/table.py:group_row_multiple": "asks whether Mosaic kernels cast rows in groups",
 }
-# Changes that no test can see, by name and change, and why.
+# Equivalent mutants, by name and change, and why.
 EQUIVALENT = {
-    "scaledot/ops/einsum.py:_path#8 0 → 1": "of that array only the shape is read",
+    "scaledot/ops/einsum.py:_path#8 0 → 1": "only the shape of that array is used",
 }
 
-_SWAPPED = (
+_SWAPPED_OPERATORS = (
     (ast.Add, ast.Sub),
     (ast.LShift, ast.RShift),
     (ast.BitAnd, ast.BitOr),
@@ -41,7 +42,7 @@ _SWAPPED = (
     (ast.Is, ast.IsNot),
     (ast.In, ast.NotIn),
 )
-OPERATORS: dict[Any, Any] = {a: b for pair in _SWAPPED for a, b in (pair, pair[::-1])} | {
+OPERATORS: dict[Any, Any] = {a: b for pair in _SWAPPED_OPERATORS for a, b in (pair, pair[::-1])} | {
     ast.Mult: ast.Add,
     ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
@@ -49,12 +50,12 @@ OPERATORS: dict[Any, Any] = {a: b for pair in _SWAPPED for a, b in (pair, pair[:
     ast.Pow: ast.Mult,
     ast.BitXor: ast.BitOr,
 }
-_LEFT_OUT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.pattern)
+_NOT_MUTATED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.pattern)
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One change of one file: `text` is the whole file with the change, `line` where it is in the original."""
+    """One change of one file: `text` is the whole mutated file, `line` the changed line of the original."""
 
     name: str
     file: str
@@ -65,12 +66,12 @@ class Mutant:
 
 
 def named(root: Path) -> list[Mutant]:
-    """The mutations in `patches/`; raises for one that no longer applies."""
+    """Returns the mutants of `patches/`; raises if a patch no longer applies."""
     return [_patched(root, patch) for patch in sorted(PATCHES.glob("*.patch"))]
 
 
 def _patched(root: Path, patch: Path) -> Mutant:
-    words, _, diff = patch.read_text().partition("--- a/")
+    description, _, diff = patch.read_text().partition("--- a/")
     file = diff.splitlines()[0]
     original = (root / file).read_text() if (root / file).exists() else ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -82,18 +83,18 @@ def _patched(root: Path, patch: Path) -> Mutant:
         text = copy.read_text()
     if done.returncode or text == original:
         raise ValueError(
-            f"{patch.name} no longer applies to {file}; make the same mistake in the code of today and save it as "
-            f"`git diff -U1`. git apply says: {done.stderr.strip()}"
+            f"{patch.name} no longer applies to {file}; introduce the same fault into the current code and save it as "
+            f"`git diff -U1`. Output of git apply: {done.stderr.strip()}"
         )
     line = next(i for i, (a, b) in enumerate(zip(original.splitlines(), text.splitlines(), strict=False), 1) if a != b)
-    return Mutant(patch.stem, file, line, " ".join(words.split()), text, is_named=True)
+    return Mutant(patch.stem, file, line, " ".join(description.split()), text, is_named=True)
 
 
 def random(root: Path, count: int = COUNT, seed: int = SEED, mosaic: bool = False) -> list[Mutant]:
-    """Mutants spread over PACKAGES by their numbers of sites, at most one in a function.
+    """Returns random mutants: per package in proportion to its mutation sites, and at most one per function.
 
-    Each site has a rank of its own, a hash of the seed, its place and its text, and the first ranks are taken: a change
-    elsewhere in the library leaves the choice of most sites as it was.
+    Sites are ranked by a hash of the seed, their function and their text, so that a change elsewhere in the library
+    leaves most of the selection unchanged.
     """
     candidates = {package: list(_candidates(root, package, seed, mosaic)) for package in PACKAGES}
     total = sum(map(len, candidates.values()))
@@ -113,25 +114,25 @@ def _first_of_functions(ranked: list[tuple[str, str, Mutant]], count: int) -> li
 
 
 def _candidates(root: Path, package: str, seed: int, mosaic: bool) -> Iterator[tuple[str, str, Mutant]]:
-    """(rank, function, mutant) of every site of a package."""
+    """Yields (rank, function, mutant) for every mutation site of a package."""
     for path in sorted((root / "scaledot" / package).rglob("*.py")):
         file, source = path.relative_to(root).as_posix(), path.read_text()
         counts: dict[str, int] = {}
         for function, node, mutated in _sites(ast.parse(source)):
-            place = f"{file}:{function}"
-            left_out = [start for start in NOT_ON_A_CPU if place.startswith(start) and not (mosaic and start == MOSAIC)]
-            if left_out:
+            location = f"{file}:{function}"
+            excluded = [p for p in NOT_ON_A_CPU if location.startswith(p) and not (mosaic and p == MOSAIC)]
+            if excluded:
                 continue
-            counts[place] = counts.get(place, 0) + 1
-            name, change = f"{place}#{counts[place]}", f"{ast.unparse(node)} → {ast.unparse(mutated)}"
+            counts[location] = counts.get(location, 0) + 1
+            name, change = f"{location}#{counts[location]}", f"{ast.unparse(node)} → {ast.unparse(mutated)}"
             if f"{name} {change}" in EQUIVALENT:
                 continue
             rank = hashlib.sha256(f"{seed} {name} {change}".encode()).hexdigest()
-            yield rank, place, Mutant(name, file, node.lineno, change, _replaced(source, node, mutated))
+            yield rank, location, Mutant(name, file, node.lineno, change, _replaced(source, node, mutated))
 
 
 def _replaced(source: str, node: ast.expr, mutated: ast.expr) -> str:
-    """The source with one expression replaced; offsets of syntax trees count bytes."""
+    """Returns the source with one expression replaced; column offsets of syntax trees count bytes."""
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     assert node.end_lineno is not None
     before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
@@ -139,26 +140,27 @@ def _replaced(source: str, node: ast.expr, mutated: ast.expr) -> str:
     return (before + f"({ast.unparse(mutated)})".encode() + after).decode()
 
 
-def _sites(tree: ast.AST, function: str = "", inside: bool = False) -> Iterator[tuple[str, ast.expr, ast.expr]]:
-    """(function, expression, its mutation) for everything in bodies of functions that decides a result.
+def _sites(tree: ast.AST, function: str = "", in_function: bool = False) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """Yields (function, expression, mutated expression) for expressions in function bodies.
 
-    Left out: module and class bodies, defaults and decorators (a mistake there mostly stops the import), annotations,
-    strings, `raise` statements and assertions (they speak to a reader), and `strict=` of zip, which changes nothing
-    where lengths agree.
+    Not mutated: module and class bodies, defaults and decorators (a fault there mostly breaks the import), annotations,
+    strings, `raise` statements and assertions, and `strict=` of zip, which has no effect if lengths are equal.
     """
     for field, value in ast.iter_fields(tree):
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, _LEFT_OUT) or field == "annotation":
+            if not isinstance(child, ast.AST) or isinstance(child, _NOT_MUTATED) or field == "annotation":
                 continue
             if isinstance(child, ast.keyword) and child.arg == "strict":
                 continue
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 qualified = f"{function}.{child.name}".lstrip(".")
-                yield from _sites(ast.Module(child.body, []), qualified, inside or isinstance(child, ast.FunctionDef))
+                yield from _sites(
+                    ast.Module(child.body, []), qualified, in_function or isinstance(child, ast.FunctionDef)
+                )
                 continue
-            if inside and isinstance(child, ast.expr):
+            if in_function and isinstance(child, ast.expr):
                 yield from ((function, child, mutated) for mutated in _mutations(child))
-            yield from _sites(child, function, inside)
+            yield from _sites(child, function, in_function)
 
 
 def _mutations(node: ast.expr) -> Iterator[ast.expr]:

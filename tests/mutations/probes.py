@@ -1,4 +1,4 @@
-"""Probes: statements put into a copy of the library that report when a mutated statement is about to be executed."""
+"""Probes: statements, inserted into a copy of the library, that report before a mutated statement is executed."""
 
 import ast
 import difflib
@@ -10,7 +10,7 @@ from tests.mutations.mutants import Mutant
 REACHED = "SCALEDOT_MUTANTS_REACHED"  # the environment variable with the file that probes write to
 PACKAGE = "scaledot/__init__.py"
 
-# Runs before any module of the package does. Standard library only: a test looks at what importing scaledot loads.
+# Runs before any module of the package. Standard library only: a test checks which modules importing scaledot loads.
 _REPORT = f'''import builtins, os
 
 def _mutant_reached(mutant, seen=set()):
@@ -25,19 +25,19 @@ builtins._mutant_reached = _mutant_reached
 
 
 def with_probes(root: Path, mutants: Iterable[Mutant]) -> dict[str, str]:
-    """The texts of all files that get probes; the probe of a mutant reports its index."""
-    wanted: dict[str, dict[int, set[int]]] = {PACKAGE: {}}
+    """Returns the text of every file with probes, by name; the probe of a mutant reports its index."""
+    probes: dict[str, dict[int, set[int]]] = {PACKAGE: {}}
     for index, mutant in enumerate(mutants):
         source = (root / mutant.file).read_text()
-        for line in _changed(source, mutant.text):
-            lines = wanted.setdefault(mutant.file, {})
+        for line in _changed_lines(source, mutant.text):
+            lines = probes.setdefault(mutant.file, {})
             lines.setdefault(_statement(source, line), set()).add(index)
-    texts = {file: _inserted((root / file).read_text(), lines) for file, lines in wanted.items()}
+    texts = {file: _with_lines((root / file).read_text(), lines) for file, lines in probes.items()}
     return texts | {PACKAGE: _with_report(texts[PACKAGE])}
 
 
 def reached(lines: Iterable[str], mutants: list[Mutant]) -> dict[str, list[str]]:
-    """What probes wrote: for each mutant the tests that reached it, none if only the import of the file did."""
+    """Parses the output of probes: the tests that reached each mutant, an empty list if only an import did."""
     found: dict[str, set[str]] = {}
     for line in lines:
         index, _, test = line.rstrip("\n").partition(" ")
@@ -45,8 +45,8 @@ def reached(lines: Iterable[str], mutants: list[Mutant]) -> dict[str, list[str]]
     return {name: sorted(tests) for name, tests in found.items()}
 
 
-def _changed(source: str, text: str) -> set[int]:
-    """Lines of the source that a mutant changes; for an insertion, those beside it."""
+def _changed_lines(source: str, text: str) -> set[int]:
+    """Returns the lines of the source that a mutant changes; for an insertion, the lines before and after it."""
     lines, found = source.splitlines(), set()
     for tag, start, end, *_ in difflib.SequenceMatcher(None, lines, text.splitlines(), autojunk=False).get_opcodes():
         if tag == "insert":
@@ -57,9 +57,9 @@ def _changed(source: str, text: str) -> set[int]:
 
 
 def _statement(source: str, line: int) -> int:
-    """The first line of the innermost statement around a line that another statement can stand before.
+    """Returns the first line of the innermost statement around a line, before which a probe can be inserted.
 
-    Being executed before that one is necessary for the line, if not always sufficient (an `elif`, a lambda).
+    If the line is executed, the probe is, too; the converse does not always hold (an `elif`, a lambda).
     """
     starts = []
     for node in ast.walk(ast.parse(source)):
@@ -72,17 +72,17 @@ def _statement(source: str, line: int) -> int:
     return max(starts)
 
 
-def _inserted(source: str, wanted: Mapping[int, set[int]]) -> str:
+def _with_lines(source: str, probes: Mapping[int, set[int]]) -> str:
     lines = source.splitlines()
-    for line in sorted(wanted, reverse=True):
+    for line in sorted(probes, reverse=True):
         text = lines[line - 1]
         indent = text[: len(text) - len(text.lstrip())]
-        lines[line - 1 : line - 1] = [f"{indent}_mutant_reached({index})" for index in sorted(wanted[line])]
+        lines[line - 1 : line - 1] = [f"{indent}_mutant_reached({index})" for index in sorted(probes[line])]
     return "\n".join(lines) + "\n"
 
 
 def _with_report(source: str) -> str:
-    """The package with the report after its docstring."""
+    """Returns the package's `__init__` with the reporting function after its docstring."""
     docstring = ast.parse(source).body[0]
     lines = source.splitlines()
     return "\n".join([*lines[: docstring.end_lineno], _REPORT, *lines[docstring.end_lineno :]]) + "\n"

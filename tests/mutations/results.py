@@ -1,4 +1,4 @@
-"""Verdicts on disk, and their table."""
+"""Verdicts in a JSON file, and their summary."""
 
 import datetime
 import json
@@ -9,7 +9,7 @@ from tests.mutations.mutants import Mutant
 
 
 class Results:
-    """Verdicts on disk, begun afresh when the tree, the versions or the tests are others."""
+    """Verdicts in a JSON file; those of another tree, other versions or other tests are dropped."""
 
     def __init__(self, path: Path, identity: dict):
         found = json.loads(path.read_text()) if path.exists() else {}
@@ -21,21 +21,21 @@ class Results:
         return self.mutants.get(mutant.name, {}).get(name)
 
     def is_killed(self, mutant: Mutant) -> bool:
-        """Whether the default suite killed it."""
+        """Returns whether the default suite killed a mutant."""
         return self.mutants[mutant.name]["default"]["killed"]
 
     def add(self, mutant: Mutant, name: str, verdict: dict) -> None:
-        described = {"file": mutant.file, "line": mutant.line, "change": mutant.change}
-        self.mutants.setdefault(mutant.name, described)[name] = verdict
+        description = {"file": mutant.file, "line": mutant.line, "change": mutant.change}
+        self.mutants.setdefault(mutant.name, description)[name] = verdict
         date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
         text = json.dumps(self.identity | {"date": date, "mutants": self.mutants}, indent=1, ensure_ascii=False)
         unfinished = self.path.with_suffix(".unfinished.jsonl")
         unfinished.write_text(text + "\n")
         unfinished.replace(self.path)
 
-    def control(self, copy: suite.Copy, name: str, asked: list[Mutant]) -> None:
-        """Takes back what was decided by tests that fail without a mutant, too, in this company."""
-        verdicts = {m: self.verdict(m, name) for m in asked}
+    def discard_unreliable(self, copy: suite.Copy, name: str, judged: list[Mutant]) -> None:
+        """Marks verdicts as undecided if their test also fails without a mutant, run together with the others."""
+        verdicts = {m: self.verdict(m, name) for m in judged}
         killers = {v["test"] for v in verdicts.values() if v and v["how"] == "killed"}
         failing = suite.failing(copy, sorted(killers)) if killers else []
         for mutant, verdict in verdicts.items():
@@ -43,15 +43,16 @@ class Results:
                 self.add(mutant, name, verdict | {"killed": False, "how": "undecided: fails without the mutant, too"})
 
     def summary(self, chosen: list[Mutant]) -> int:
-        """Prints the table; 1 if a named mutation survived, or `all` killed what the default suite did not."""
-        lost = []
+        """Prints the verdicts; returns 1 if a named mutant survived, or only `all` killed a random one, else 0."""
+        missed = []
         for mutant in chosen:
             found = {name: v for name in ("default", "all") if (v := self.verdict(mutant, name)) is not None}
             for name, v in found.items():
                 print(f"{name:<8}{v['how']:<30}{v['seconds']:>6.0f} s  {mutant.name}  {v['test']}")
             if not self.is_killed(mutant) and (mutant.is_named or any(v["killed"] for v in found.values())):
-                lost.append(mutant)
-        for kind, of in ("named", [m for m in chosen if m.is_named]), ("random", [m for m in chosen if not m.is_named]):
-            print(f"the default suite kills {sum(map(self.is_killed, of))} of {len(of)} {kind} mutants")
-        print("\n".join([f"LOST: {mutant.name}" for mutant in lost]), f"verdicts are in {self.path}", sep="\n")
-        return bool(lost)
+                missed.append(mutant)
+        for kind, is_named in ("named", True), ("random", False):
+            mutants = [m for m in chosen if m.is_named == is_named]
+            print(f"the default suite kills {sum(map(self.is_killed, mutants))} of {len(mutants)} {kind} mutants")
+        print("\n".join([f"MISSED: {mutant.name}" for mutant in missed]), f"verdicts are in {self.path}", sep="\n")
+        return bool(missed)

@@ -1,4 +1,4 @@
-"""Runs of pytest in a scratch copy of the repository: recorded without a mutant, and judged with one."""
+"""Runs pytest in a scratch copy of the repository: without mutants, to record which tests reach them, and with one."""
 
 import contextlib
 import dataclasses
@@ -19,16 +19,16 @@ import pytest
 from tests.mutations import log, probes
 from tests.mutations.mutants import Mutant
 
-ALL = "--all"  # makes pytest run every test; without it, a selection of those that it is given
-COMPILATIONS = ("cheap", "optimized")  # `make test` is one run of pytest for each
-QUICK_PER_FILE, QUICK = 3, 40  # tests known to reach a mutant that are run before whole files are
+ALL = "--all"  # without it, pytest runs a selection of the cases (tests/selection.py)
+COMPILATIONS = ("cheap", "optimized")  # `make test` runs pytest once with each
+QUICK_PER_FILE, QUICK = 3, 40  # numbers of tests, known to reach a mutant, that run before whole files
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One pytest run: the collected tests, (test, outcome, seconds) of each phase, and the last lines of its output."""
 
-    code: int | None  # None: it did not end in time
+    code: int | None  # None: timed out
     seconds: float
     collected: list[str]
     reports: list[tuple[str, str, float]]
@@ -38,7 +38,7 @@ class Run:
         return [test for test, found, _ in self.reports if found == outcome]
 
     def seconds_of_tests(self) -> dict[str, float]:
-        """Seconds of each test, its fixtures included."""
+        """Returns the seconds of each test, including its fixtures."""
         seconds = dict.fromkeys((test for test, _, _ in self.reports), 0.0)
         for test, _, spent in self.reports:
             seconds[test] += spent
@@ -47,7 +47,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a mutant was killed: `test` names by which test, `how` in which way."""
+    """Whether a mutant was killed; `how`, in words, and by which test."""
 
     killed: bool
     how: str
@@ -57,13 +57,13 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one test file did without a mutant: seconds of each test, and which of them reached which mutant."""
+    """One test file run without mutants: seconds of each test, and the tests that reached each mutant."""
 
     seconds: dict[str, float]
     reached: dict[str, list[str]]
 
     def quick(self, mutant: str) -> list[str]:
-        """The cheapest tests that are known to reach a mutant; any, where importing the file reaches it."""
+        """Returns the cheapest tests that are known to reach a mutant; any test, if importing the file reaches it."""
         known = [test for test in self.reached[mutant] if test in self.seconds] or self.seconds
         return sorted(known, key=lambda test: self.seconds[test])[:QUICK_PER_FILE]
 
@@ -81,7 +81,7 @@ class Copy:
 
     @contextlib.contextmanager
     def changed(self, texts: dict[str, str]) -> Iterator[None]:
-        """The copy with other texts of some files, for a while."""
+        """Replaces the texts of some files inside the context."""
         try:
             for name, text in texts.items():
                 (self.path / name).write_text(text)
@@ -91,7 +91,7 @@ class Copy:
                 shutil.copy(self.root / name, self.path / name)
 
     def pytest(self, *arguments: str, timeout: float | None = None, reached: str = "") -> Run:
-        """pytest as `make test` runs it, in the copy; a failure under one compilation spares the other."""
+        """Runs pytest in the copy as `make test` does; after a failure with one compilation the other is skipped."""
         runs: list[Run] = []
         for compilation in COMPILATIONS:
             runs.append(self._pytest(f"--compilation={compilation}", *arguments, timeout=timeout, reached=reached))
@@ -103,8 +103,11 @@ class Copy:
         return Run(runs[-1].code, seconds, tests, reports, runs[-1].tail)
 
     def _pytest(self, *arguments: str, timeout: float | None, reached: str) -> Run:
-        """One process of pytest. No bytecode is kept: a mutant may have the size and the time of its original, which
-        is all that Python compares."""
+        """Runs one process of pytest, without writing bytecode.
+
+        Python reuses bytecode if size and modification time of the source are equal, and those of a mutant may equal
+        its original's.
+        """
         with tempfile.TemporaryDirectory() as scratch:
             logged, printed = Path(scratch, "log"), Path(scratch, "output")
             logged.touch()
@@ -117,12 +120,14 @@ class Copy:
             entries = [json.loads(line) for line in logged.read_text().splitlines()]
             collected = next((entry["collected"] for entry in entries if "collected" in entry), [])
             reports = [(e["test"], e["outcome"], e["seconds"]) for e in entries if "test" in e]
-            code = 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code  # all tests are of the other compilation
+            code = (
+                0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
+            )  # all of these tests need the other compilation
             return Run(code, time.monotonic() - start, collected, reports, printed.read_text()[-2000:])
 
 
 def _run(command: list[str], cwd: Path, environment, output, timeout: float | None) -> int | None:
-    """The exit code; None after a time-out, which also ends the processes that tests started."""
+    """Returns the exit code, or None after a timeout, which also kills the processes that tests started."""
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -137,19 +142,19 @@ def _run(command: list[str], cwd: Path, environment, output, timeout: float | No
 
 
 def check_imported_from(copy: Copy) -> None:
-    """Raise unless processes started in the copy import the library there, not an installed one."""
+    """Raises unless processes that are started in the copy import its library, not an installed one."""
     code = "import scaledot; print(scaledot.__file__)"
-    words = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code]
     environment = os.environ | {"PYTHONPATH": str(copy.path)}
-    found = subprocess.run(words, cwd=copy.path, env=environment, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(command, cwd=copy.path, env=environment, capture_output=True, text=True, check=True).stdout
     if Path(found.strip()).resolve() != (copy.path / probes.PACKAGE).resolve():
         raise RuntimeError(f"tests in {copy.path} would import scaledot from {found.strip()}; nothing would be mutated")
 
 
 def collected(copy: Copy, suite: str, paths: list[str]) -> dict[str, list[str]]:
-    """The tests that a suite adds, by file; those of the library's docstrings count as one file.
+    """Returns the tests of a suite by file; doctests of the library count as one file.
 
-    `all` adds what the default one leaves out: a survivor of the default one has passed the rest.
+    The suite `all` contains only what the default suite leaves out: survivors have passed the rest.
     """
     found = _collect(copy, paths)
     if suite == "all":
@@ -170,7 +175,10 @@ def _collect(copy: Copy, arguments: list[str]) -> list[str]:
 
 
 def record(copy: Copy, files: dict[str, list[str]], mutants: list[Mutant], store: Path, jobs: int):
-    """Each file's Record, from a process of its own; raises if a test fails. Files that pass are stored."""
+    """Runs each test file in a separate process and returns its Record; raises if a test fails.
+
+    Records of files that pass are stored, so that an interrupted run resumes.
+    """
     store.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(store.read_text()) if store.exists() else {}
     failed = {}
@@ -190,12 +198,12 @@ def record(copy: Copy, files: dict[str, list[str]], mutants: list[Mutant], store
             store.write_text(json.dumps(known))
             print(f"  {file}: {len(files[file])} tests, {done.seconds:.0f} s, reach {len(reached)} mutants", flush=True)
     if failed:
-        raise RuntimeError(f"verdicts mean nothing while the unmutated tree fails: {json.dumps(failed, indent=1)}")
+        raise RuntimeError(f"tests fail without a mutant, no verdict is possible: {json.dumps(failed, indent=1)}")
     return {file: Record(**known[file]) for file in files}
 
 
 def judge(copy: Copy, mutant: Mutant, records: dict[str, Record], jobs: int) -> Verdict:
-    """The verdict of a suite on a mutant: first of a few tests that reach it, then of all files that do."""
+    """Runs a suite on a mutant: first a few tests that reach it, then all files that do."""
     files = [record for record in records.values() if mutant.name in record.reached]
     if not files:
         return Verdict(False, "survived: no test executes it")
@@ -214,7 +222,7 @@ def judge(copy: Copy, mutant: Mutant, records: dict[str, Record], jobs: int) -> 
 
 
 def failing(copy: Copy, tests: list[str]) -> list[str]:
-    """Those of the tests that fail in the copy as it is, in one process."""
+    """Returns the tests that fail in the unmutated copy, run in one process."""
     with _selected(tests) as chosen:
         return copy.pytest("-n0", *chosen).of_outcome("failed")
 
@@ -225,11 +233,9 @@ def _verdict(run: Run) -> Verdict:
     if run.of_outcome("collection error"):
         return Verdict(True, "killed at import", run.of_outcome("collection error")[0])
     if run.code == pytest.ExitCode.USAGE_ERROR:
-        return Verdict(
-            False, "undecided: cases have other names under the mutant", run.tail.strip().rpartition("\n")[2]
-        )
+        return Verdict(False, "undecided: the mutant changes the names of cases", run.tail.strip().rpartition("\n")[2])
     if run.code is None:
-        return Verdict(True, "killed by time-out", run.reports[-1][0] if run.reports else "")
+        return Verdict(True, "killed by timeout", run.reports[-1][0] if run.reports else "")
     if run.code:
         return Verdict(True, f"killed: pytest ended with {run.code}", run.tail.strip().rpartition("\n")[2])
     return Verdict(False, "survived")
@@ -237,7 +243,7 @@ def _verdict(run: Run) -> Verdict:
 
 @contextlib.contextmanager
 def _selected(tests: list[str]) -> Iterator[list[str]]:
-    """Arguments for exactly these tests, in their order."""
+    """Yields the arguments of pytest that run exactly these tests, in their order."""
     with tempfile.NamedTemporaryFile("w", suffix=".tests") as file:
         file.write("\n".join(tests))
         file.flush()

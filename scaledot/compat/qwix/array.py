@@ -1,7 +1,7 @@
 """QArray: Qwix's quantised array, with its functions on shapes.
 
 A QArray holds the leaves of a ScaledArray under Qwix's field names; `as_scaled` and `as_qarray` convert without copying
-data. For an int8 qvalue of shape (8, 64), a scale of shape (8, 4) is shared by tiles of 1×16.
+data. For an int8 qvalue of shape (8, 64) with a scale of shape (8, 4), each 1×16 tile shares one entry of the scale.
 """
 
 import dataclasses
@@ -162,7 +162,7 @@ def reshape(array: QArray, *shape) -> QArray:
 
 
 def rewriting_take(array: QArray, idx) -> QArray:
-    """Returns array[idx]. Along a tiled axis the index must be an int or a slice that starts and ends at tiles."""
+    """Returns array[idx]. Along a tiled axis the index must be an int, or a slice from one tile boundary to another."""
     return as_qarray(as_scaled(array)[tuple(idx) if isinstance(idx, list) else idx], array.qtype)
 
 
@@ -196,13 +196,15 @@ def split_axis(array: jax.Array, tiled_axes: Mapping[int, int | float]) -> jax.A
     for axis, size in enumerate(array.shape):
         tile = tile_size(size, tiles[axis]) if axis in tiles else size
         if tile <= 0 or size % tile:
-            raise ValueError(f"shape {array.shape} cannot be tiled as {dict(tiled_axes)}: axis {axis} of {size}")
+            raise ValueError(
+                f"shape {array.shape} cannot be tiled as {dict(tiled_axes)}: axis {axis} has {size} elements"
+            )
         shape += [size // tile, tile] if axis in tiles else [size]
     return array.reshape(shape)
 
 
 def get_tiled_axes(array: QArray) -> dict[int, int]:
-    """Returns {axis: tile size} of the axes that have more than one scale, but fewer than elements."""
+    """Returns {axis: tile size} of the axes that have more than one scale but fewer scales than elements."""
     pairs = enumerate(zip(array.shape, array.scale.shape, strict=True))
     return {axis: size // count for axis, (size, count) in pairs if count not in (1, size)}
 
@@ -210,7 +212,7 @@ def get_tiled_axes(array: QArray) -> dict[int, int]:
 def call_with_generic_broadcast(
     op: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, y: jax.Array
 ) -> jax.Array:
-    """Returns op(x, y), broadcasting tiles: where a dim of one divides the other's, its entries are repeated.
+    """Returns op(x, y), broadcasting tiles: if a dim of one array divides that of the other, its entries are repeated.
 
     >>> call_with_generic_broadcast(jnp.multiply, jnp.ones((1, 4)), jnp.array([[2.0, 3.0]]))
     Array([[2., 2., 3., 3.]], dtype=float32)

@@ -7,7 +7,7 @@ from scaledot.array import ScaledArray
 from scaledot.compat.qwix.array import QArray, as_scaled
 from scaledot.formats import NF4_CODEBOOK, Format
 from scaledot.numerics import blocks
-from scaledot.numerics.scale import beside
+from scaledot.numerics.scale import with_trailing_axes
 from scaledot.ops.cast_spec import check_consistent
 
 
@@ -32,7 +32,7 @@ def to_qwix(scaled: ScaledArray, *, fold: bool = False):
     _check_representable(scaled, fold)
     scale = _float_scale(scaled)
     if scaled.tensor_scale is not None:
-        scale = scale.astype(jnp.float32) * beside(scaled.tensor_scale, scale.ndim)
+        scale = scale.astype(jnp.float32) * with_trailing_axes(scaled.tensor_scale, scale.ndim)
     return qwix.QArray(scaled.data, scale, scaled.zero, _qtype(scaled))
 
 

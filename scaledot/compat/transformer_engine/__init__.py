@@ -8,13 +8,12 @@ Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_polic
 `cpp_extensions`, `dense` (the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. Beyond
 TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims
 work, and delayed-scaling states of several micro-batches are merged by maximum instead of added. The global `autocast`
-and TransformerEngine's own Flax layers are not offered; accessing one raises an error that names the replacement.
+and TransformerEngine's own Flax layers are not provided; accessing one raises an error that names the replacement.
 """
 
 from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
 from scaledot.compat.transformer_engine.dense import grouped_dense
-from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
@@ -48,6 +47,7 @@ from scaledot.compat.transformer_engine.sharding import (
     global_shard_guard,
     with_sharding_constraint_by_logical_axes,
 )
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 NVTE_FP8_COLLECTION_NAME = "_overwrite_with_gradient"
 

@@ -25,7 +25,7 @@ from scaledot.ops.operands import float_operand
 from scaledot.recipes import UNQUANTISED
 from scaledot.state import State, is_zero, unchecked
 from scaledot.train import ragged_dot
-from scaledot.train.dot import contract_under
+from scaledot.train.dot import contract_with_recipe
 from scaledot.train.options import Keywords, Options
 from scaledot.train.residuals import RESIDUAL_NAME
 
@@ -71,7 +71,7 @@ def dense(
     name = quantizer_set.checkpoint_name or RESIDUAL_NAME
     options = Options.of(recipe, x.dtype, None, keywords, residual_name=name)
     with unchecked():  # `_state_of` warns instead of raising
-        y = _without_state(contract_under(options, contraction, x, kernel, bias, state, quantizer_set.key))
+        y = _without_state(contract_with_recipe(options, contraction, x, kernel, bias, state, quantizer_set.key))
     return constrain_by_names(y, output_axes)
 
 

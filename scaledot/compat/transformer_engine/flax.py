@@ -5,9 +5,9 @@ from typing import Any
 from flax import linen as nn
 
 from scaledot import linen, train
-from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.recipe import core_recipe
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 
 def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from scaledot import recipes
-from scaledot.compat.transformer_engine.not_offered import module_getattr
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.formats import FORMATS
 from scaledot.recipes import FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4, Cast, Delayed, Gemm, find_recipe, of_tensors
 

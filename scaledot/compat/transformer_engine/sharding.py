@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scaledot.compat.transformer_engine.not_offered import module_getattr
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.parallel.sharding import constrain_what_divides
 
 Names = Sequence[str | None] | None

@@ -1,6 +1,6 @@
 """Autotunes the `tiles.Config` of matmul kernels on the GPU of this machine, and writes the device's table.
 
-A matmul is run through its row of the kernel table, with only the config changed. The result of every candidate is
+A matmul is run through its entry of the kernel table, with only the config changed. The result of every candidate is
 first compared with that of the heuristic's config. Then all are timed in turn; the config with the least median time is
 chosen if it is at least 1% faster than the heuristic's.
 """
@@ -21,15 +21,16 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.formats import FORMATS
 from scaledot.kernels.hopper import dot, grouped, support, tile_configs
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.hopper.tile_configs import Shape
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import K_STEP
+from scaledot.kernels.hopper.tile_configs import GemmKey
 from scaledot.kernels.layouts import VALUES
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import padded_capacity
 
 Layer = tuple[int, int, int]  # tokens, inputs and outputs
-LARGE, MEDIUM, SMALL = (16384, 8192, 32768), (8192, 4096, 14336), (4096, 2048, 2048)
+A, B, SMALL = (16384, 8192, 32768), (8192, 4096, 14336), (4096, 2048, 2048)  # named as in docs/notes/performance.md
 SQUARE, EXPERTS = (8192, 8192, 8192), (16384, 4096, 14336)
 GROUPS = 8
 REPETITIONS, SECONDS_PER_REPETITION = 5, 0.08
@@ -39,7 +40,7 @@ MAX_RELATIVE_TIME = 0.99  # of a config that replaces the heuristic's; smaller g
 class LayerMatmuls(NamedTuple):
     """The fwd, dgrad and wgrad matmuls of layers; fwd and dgrad have bfloat16 results, wgrad float32.
 
-    accumulation, wgrad_accumulation: `Shape.accumulation` of fwd and dgrad, and of wgrad. layers: the layers that are
+    accumulation, wgrad_accumulation: `GemmKey.accumulation` of fwd and dgrad, and of wgrad. layers: the layers that are
     tuned by default. is_grouped: whether tokens are in groups, each with its own weight.
     """
 
@@ -52,63 +53,63 @@ class LayerMatmuls(NamedTuple):
 
 KINDS = {  # the matmuls of the recipes, and the square matmuls of the benchmarks
     "dense": (
-        LayerMatmuls("float8", "chained", "chained", (LARGE, MEDIUM, SMALL)),
-        LayerMatmuls("bfloat16", "chained", "chained", (LARGE, MEDIUM, SMALL)),
+        LayerMatmuls("float8", "fast_accum", "fast_accum", (A, B, SMALL)),
+        LayerMatmuls("bfloat16", "fast_accum", "fast_accum", (A, B, SMALL)),
     ),
     "precise": (LayerMatmuls("float8", "promoted", "promoted", (SQUARE,)),),
     "blocks": (
-        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (LARGE, MEDIUM, SQUARE)),
-        LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (MEDIUM,)),
+        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (A, B, SQUARE)),
+        LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (B,)),
         LayerMatmuls("int8", "blocks_128x128", "blocks_1x128", (SQUARE,)),
     ),
-    "integers": (LayerMatmuls("int8", "chained", "chained", (MEDIUM,)),),
+    "integers": (LayerMatmuls("int8", "fast_accum", "fast_accum", (B,)),),
     "groups": (
-        LayerMatmuls("float8", "chained", "chained", (EXPERTS,), is_grouped=True),
+        LayerMatmuls("float8", "fast_accum", "fast_accum", (EXPERTS,), is_grouped=True),
         LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (EXPERTS,), is_grouped=True),
     ),
 }
 
 
-def shapes_of(kinds: Iterable[str], layers: Sequence[Layer] = (), groups: int = GROUPS) -> list[Shape]:
-    """The distinct shapes of the matmuls of `KINDS`, for `layers` or, if there are none, each kind's default layers."""
+def gemm_keys(kinds: Iterable[str], layers: Sequence[Layer] = (), groups: int = GROUPS) -> list[GemmKey]:
+    """Returns the distinct matmuls of `KINDS`, for `layers` or, if there are none, each kind's default layers."""
     return list(
         dict.fromkeys(
-            shape
+            gemm
             for kind in kinds
             for matmuls in KINDS[kind]
             for layer in layers or matmuls.layers
-            for shape in _shapes(matmuls, layer, groups)
+            for gemm in _layer_gemms(matmuls, layer, groups)
         )
     )
 
 
-def _shapes(matmuls: LayerMatmuls, layer: Layer, groups: int) -> list[Shape]:
-    """The shapes of fwd, dgrad and wgrad."""
+def _layer_gemms(matmuls: LayerMatmuls, layer: Layer, groups: int) -> list[GemmKey]:
+    """Returns the matmuls of fwd, dgrad and wgrad."""
     tokens, inputs, outputs = layer
-    count, wgrad_k = (groups, padded_capacity(tokens, groups, LINE)) if matmuls.is_grouped else (0, tokens)
+    count, wgrad_k = (groups, padded_capacity(tokens, groups, K_STEP)) if matmuls.is_grouped else (0, tokens)
     return [
-        Shape(tokens, outputs, inputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
-        Shape(tokens, inputs, outputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
-        Shape(inputs, outputs, wgrad_k, matmuls.element, 4, matmuls.wgrad_accumulation, k_groups=count),
+        GemmKey(tokens, outputs, inputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
+        GemmKey(tokens, inputs, outputs, matmuls.element, 2, matmuls.accumulation, row_groups=count),
+        GemmKey(inputs, outputs, wgrad_k, matmuls.element, 4, matmuls.wgrad_accumulation, k_groups=count),
     ]
 
 
-def tune(shapes: Sequence[Shape], path: Path, say: Callable[[str], None] = print) -> list[dict[str, Any]]:
+def tune(gemms: Sequence[GemmKey], path: Path, log: Callable[[str], None] = print) -> list[dict[str, Any]]:
     """Tunes matmuls, writes the device's table to a file after each of them, and returns the new entries.
 
-    Entries of the file for other shapes are kept. say: called with a line after each matmul.
+    Entries of the file for other matmuls are kept. log: called with a line after each matmul.
     """
     reason = support.device_reason()
     if reason is not None:
         raise NotImplementedError(f"cannot tune matmuls here: {reason}")
     existing = json.loads(path.read_text())["matmul"] if path.exists() else []
-    entries = {Shape(**entry["shape"]): entry for entry in existing}
+    entries = {GemmKey(**entry["gemm"]): entry for entry in existing}
     measured = []
-    for number, shape in enumerate(shapes, 1):
-        config, gain = best(shape)
-        say(f"[{number}/{len(shapes)}] {shape}: {config} ({gain:.1%} faster than the heuristic's)")
-        entries[shape] = {"shape": dataclasses.asdict(shape), "config": dataclasses.asdict(config)}
-        measured.append(entries[shape] | {"gain": gain})
+    for number, gemm in enumerate(gemms, 1):
+        config, gain = best(gemm)
+        log(f"[{number}/{len(gemms)}] {gemm}: {config} ({gain:.1%} faster than the heuristic's)")
+        entries[gemm] = {"gemm": dataclasses.asdict(gemm), "config": dataclasses.asdict(config)}
+        measured.append(entries[gemm] | {"gain": gain})
         device = jax.devices()[0].device_kind
         table = {"device": device, "jax": jax.__version__, "matmul": list(entries.values())}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,15 +117,15 @@ def tune(shapes: Sequence[Shape], path: Path, say: Callable[[str], None] = print
     return measured
 
 
-def best(shape: Shape) -> tuple[Any, float]:
-    """Returns the fastest config of a shape, and its speedup over the heuristic's config minus one."""
-    default = tile_configs.heuristic(shape)
-    arguments = operands(shape)
-    compiled = {config: _compile(shape, config, arguments) for config in (default, *variants(shape))}
-    expected = compiled[default](*arguments)
+def best(gemm: GemmKey) -> tuple[Any, float]:
+    """Returns the fastest config of a matmul, and its speedup over the heuristic's config minus one."""
+    heuristic = tile_configs.heuristic(gemm)
+    arguments = operands(gemm)
+    compiled = {config: _compile(gemm, config, arguments) for config in (heuristic, *variants(gemm))}
+    expected = compiled[heuristic](*arguments)
     for config, matmul in compiled.items():
         if not _allclose(matmul(*arguments), expected):
-            raise AssertionError(f"the result of {shape} with {config} differs from that with {default}")
+            raise AssertionError(f"the result of {gemm} with {config} differs from that with {heuristic}")
     del expected
     times: dict[Any, list[float]] = {config: [] for config in compiled}
     for _ in range(REPETITIONS):
@@ -132,62 +133,62 @@ def best(shape: Shape) -> tuple[Any, float]:
             times[config].append(_seconds(matmul, arguments))
     medians = {config: statistics.median(seconds) for config, seconds in times.items()}
     fastest = min(medians, key=lambda config: medians[config])
-    if medians[fastest] > MAX_RELATIVE_TIME * medians[default]:
-        fastest = default
-    return fastest, medians[default] / medians[fastest] - 1
+    if medians[fastest] > MAX_RELATIVE_TIME * medians[heuristic]:
+        fastest = heuristic
+    return fastest, medians[heuristic] / medians[fastest] - 1
 
 
 @jax.jit
 def _allclose(result: jax.Array, expected: jax.Array) -> jax.Array:
-    """Configs differ in the order of accumulation only, so results may differ by two bfloat16 roundings, not more."""
+    """Whether no result is wrong: rtol is 2^-6, and atol 2^-6 of the largest element."""
     result, expected = result.astype(jnp.float32), expected.astype(jnp.float32)
     return jnp.allclose(result, expected, rtol=2.0**-6, atol=2.0**-6 * jnp.abs(expected).max())
 
 
-def variants(shape: Shape) -> list[Any]:
+def variants(gemm: GemmKey) -> list[Any]:
     """Candidate configs besides the heuristic's, all of which fit Hopper's registers and SMEM."""
-    default = tile_configs.heuristic(shape)
-    if shape.promotes:
-        configs = [dataclasses.replace(default, **changes) for changes in _promoted_changes(shape)]
-    elif shape.row_groups:
+    heuristic = tile_configs.heuristic(gemm)
+    if gemm.promotes:
+        configs = [dataclasses.replace(heuristic, **changes) for changes in _promoted_changes(gemm)]
+    elif gemm.row_groups:
         tiles = map(tile_configs.for_groups, tile_configs.candidates(promote=False))
         configs = [dataclasses.replace(config, grid_tile_width=width) for config in tiles for width in (4, 8)]
     else:
         configs = [
-            dataclasses.replace(default, cluster_dimension=dimension, grid_tile_width=width)
+            dataclasses.replace(heuristic, cluster_dimension=dimension, grid_tile_width=width)
             for dimension in (None, "rows", "columns")
             for width in (4, 8)
         ]
-    return [config for config in dict.fromkeys(configs) if config != default]
+    return [config for config in dict.fromkeys(configs) if config != heuristic]
 
 
-def _promoted_changes(shape: Shape) -> list[dict[str, Any]]:
-    """Changes of the heuristic's config for promoted accumulators.
-
-    A wider grid tile, and two consumers; without groups of rows, a deeper pipeline; and for 1×128 blocks without
-    groups, which need the fewest registers, 256 columns in two parts.
-    """
-    changes: list[dict[str, Any]] = [{"grid_tile_width": 16}, {"consumers": 2, "stages": 5}]
-    if not shape.row_groups:
+def _promoted_changes(gemm: GemmKey) -> list[dict[str, Any]]:
+    """Returns changes of the heuristic's config for promoted accumulators, by field."""
+    changes: list[dict[str, Any]] = [
+        {"grid_tile_width": 16},  # another order of output tiles, for L2
+        {"consumer_warpgroups": 2, "stages": 5},  # CTA tiles of 128 rows: a stage is smaller, so that five fit SMEM
+    ]
+    if not gemm.row_groups:  # a deeper pipeline; with groups of rows, the second staging buffer takes its SMEM
         changes.append({"stages": 5, "epilogue_columns": 16})
-    if shape.accumulation == "blocks_1x128" and not shape.row_groups and not shape.k_groups:
-        changes.append({"consumers": 2, "columns": 256, "parts": 2})
+    if gemm.accumulation == "blocks_1x128" and not gemm.row_groups and not gemm.k_groups:
+        # Tiles of 64 × 256, in halves. They need the most registers, and this accumulation needs the fewest for scales.
+        changes.append({"consumer_warpgroups": 2, "wg_n": 256, "n_splits": 2})
     return changes
 
 
-def operands(shape: Shape) -> tuple[Any, ...]:
+def operands(gemm: GemmKey) -> tuple[Any, ...]:
     """Random operands (M, K) and (N, K), or (groups, N, K) with groups of rows, and group sizes if there are groups."""
-    lhs_block, rhs_block = _blocks(shape)
-    group_dim = (shape.row_groups,) if shape.row_groups else ()
-    lhs = _random_array(0, shape.element, (shape.m, shape.k), lhs_block)
-    rhs = _random_array(1, shape.element, (*group_dim, shape.n, shape.k), rhs_block)
-    return lhs, rhs, *_group_sizes(shape)
+    lhs_block, rhs_block = _blocks(gemm)
+    group_dim = (gemm.row_groups,) if gemm.row_groups else ()
+    lhs = _random_array(0, gemm.element, (gemm.m, gemm.k), lhs_block)
+    rhs = _random_array(1, gemm.element, (*group_dim, gemm.n, gemm.k), rhs_block)
+    return lhs, rhs, *_group_sizes(gemm)
 
 
-def _blocks(shape: Shape) -> tuple[blocks.Block, blocks.Block]:
-    if shape.accumulation in ("blocks_1x128", "blocks_128x128"):
-        return (1, LINE), (1 if shape.accumulation == "blocks_1x128" else LINE, LINE)
-    block = (1, 0) if shape.element == "int8" else (0, 0)
+def _blocks(gemm: GemmKey) -> tuple[blocks.Block, blocks.Block]:
+    if gemm.accumulation in ("blocks_1x128", "blocks_128x128"):
+        return (1, SCALE_BLOCK), (1 if gemm.accumulation == "blocks_1x128" else SCALE_BLOCK, SCALE_BLOCK)
+    block = (1, 0) if gemm.element == "int8" else (0, 0)
     return block, block
 
 
@@ -203,45 +204,45 @@ def _random_array(seed: int, element: str, sizes: tuple[int, ...], block: blocks
     return ScaledArray(data.astype(format.code_dtype), scale, format=format, block=blocks.trim(block), dtype=dtype)
 
 
-def _group_sizes(shape: Shape) -> tuple[jax.Array, ...]:
+def _group_sizes(gemm: GemmKey) -> tuple[jax.Array, ...]:
     """Uneven group sizes; those along K are multiples of 128, whose sum may be less than the padded K."""
-    count = shape.row_groups or shape.k_groups
+    count = gemm.row_groups or gemm.k_groups
     if not count:
         return ()
     random = np.random.default_rng(0)
-    rows = shape.m if shape.row_groups else shape.k - count * (LINE - 1)
+    rows = gemm.m if gemm.row_groups else gemm.k - count * (K_STEP - 1)
     sizes = random.multinomial(rows, random.dirichlet(np.full(count, 2.0)))
-    return (jnp.array(sizes if shape.row_groups else -(-sizes // LINE) * LINE, jnp.int32),)
+    return (jnp.array(sizes if gemm.row_groups else -(-sizes // K_STEP) * K_STEP, jnp.int32),)
 
 
-def run(shape: Shape, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array | None = None) -> jax.Array:
-    """Computes a matmul of this shape through its row of the kernel table; see `operands`."""
-    rhs_labels = "gnk" if shape.row_groups else "nk"
+def run(gemm: GemmKey, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array | None = None) -> jax.Array:
+    """Computes a matmul through its entry of the kernel table; see `operands`."""
+    rhs_labels = "gnk" if gemm.row_groups else "nk"
     problem = Problem(
         "dot" if group_sizes is None else "ragged_dot",
-        Contraction("mk", rhs_labels, "gmn" if shape.k_groups else "mn"),
+        Contraction("mk", rhs_labels, "gmn" if gemm.k_groups else "mn"),
         operand_of(lhs, "mk"),
         operand_of(rhs, rhs_labels),
-        preferred=np.dtype(jnp.float32 if shape.out_itemsize == 4 else jnp.bfloat16),
-        precision="highest" if shape.accumulation == "promoted" else None,
-        **_group_fields(shape),
+        preferred=np.dtype(jnp.float32 if gemm.out_itemsize == 4 else jnp.bfloat16),
+        precision="highest" if gemm.accumulation == "promoted" else None,
+        **_group_fields(gemm),
     )
     if group_sizes is not None:
         return grouped.run(problem, lhs, rhs, group_sizes)
-    kernel = {"float8": dot.FLOAT8, "int8": dot.INT8, "bfloat16": dot.BFLOAT16}[shape.element]
+    kernel = {"float8": dot.FLOAT8, "int8": dot.INT8, "bfloat16": dot.BFLOAT16}[gemm.element]
     return kernel.run(problem, lhs, rhs)
 
 
-def _group_fields(shape: Shape) -> dict[str, Any]:
+def _group_fields(gemm: GemmKey) -> dict[str, Any]:
     """The fields of a Problem that describe groups."""
-    if shape.row_groups:
-        return {"ragged": "m", "group": "g", "gathers": True}
-    return {"ragged": "k", "group": "g", "group_multiple": LINE} if shape.k_groups else {}
+    if gemm.row_groups:
+        return {"ragged_label": "m", "group_label": "g", "group_scales_to_rows": True}
+    return {"ragged_label": "k", "group_label": "g", "group_multiple": K_STEP} if gemm.k_groups else {}
 
 
-def _compile(shape: Shape, config: Any, arguments: tuple[Any, ...]) -> Any:
-    with tile_configs.config_override(shape, config):
-        return jax.jit(lambda *arrays: run(shape, *arrays)).lower(*arguments).compile()
+def _compile(gemm: GemmKey, config: Any, arguments: tuple[Any, ...]) -> Any:
+    with tile_configs.config_override(gemm, config):
+        return jax.jit(lambda *arrays: run(gemm, *arrays)).lower(*arguments).compile()
 
 
 def _seconds(matmul: Any, arguments: tuple[Any, ...]) -> float:

@@ -1,4 +1,8 @@
-"""One program (CTA) of the tile cast: fetch a tile, find its factors, cast it part by part, store the codes."""
+"""The body of the 8-bit cast kernel for one CTA: load a tile, compute multipliers, quantise chunks, store codes.
+
+A CTA is one warpgroup. Arrays in registers are float32 (64, 64) in the WGMMA layout: the even or the odd rows of a
+chunk of 64 columns. See `cast_8bit_kernel` for the tile, the transpose and the rotation.
+"""
 
 import functools
 import itertools
@@ -12,306 +16,352 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.cast_8bit_launch import PAIRS, PART, CastLaunch, FromAmax, GivenMultiplier, PerRow, Result
-from scaledot.kernels.hopper.memory import (
-    LANES,
-    flushed,
-    load,
-    magnitudes,
+from scaledot.kernels.hopper.cast_8bit_launch import (
+    CHUNK,
+    COLUMNWISE,
+    ROW_PAIRS,
+    ROWWISE,
+    CastParameters,
+    Outputs,
+    RowMultipliers,
+    TensorAmax,
+    TensorMultiplier,
+)
+from scaledot.kernels.hopper.cast_arithmetic import (
+    amax_codec,
+    flush_subnormals,
     rotated,
     scaled_or_nan,
     to_float8,
     to_int8,
 )
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.memory_layouts import LANES, load
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
-from scaledot.numerics.encode import rounded
+from scaledot.numerics.encode import round_to_element
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
 WGMMA = plgpu.Layout.WGMMA
-EACH = plgpu.Layout.WG_STRIDED((LINE,), vec_size=1)  # one line for each thread
-COLUMN = plgpu.Layout.TILED(  # one column of (rows, LINE) for each thread
-    plgpu.Tiling(((1, LINE), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)  # of (128,): that of a row or a column
+COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
+    plgpu.Tiling(((1, SCALE_BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 _FLOAT32 = np.dtype(np.float32)
 
 
-def run(call: CastLaunch, x_gmem, *others) -> None:
-    """One program: fetch a tile, decide its factors, cast it part by part, store codes."""
-    program = _program(call, others)
-    program.fetch(x_gmem)
-    multiplier = program.known_multiplier()
-    plgpu.barrier_wait(program.full)
-    if call.of_lines:
-        program.scale_lines()
-    elif call.of_blocks:
-        multiplier = program.scale_square()
-    program.cast(multiplier)
-    program.store()
+def run(params: CastParameters, x_gmem, *refs) -> None:
+    """Runs one CTA."""
+    cta = _cta(params, refs)
+    cta.load_tile(x_gmem)
+    multiplier = cta.tensor_multiplier()
+    plgpu.barrier_wait(cta.loaded)
+    if params.has_1d_blocks:
+        cta.scale_1d_blocks()
+    elif params.is_blockwise:
+        multiplier = cta.scale_square_block()
+    cta.quantize(multiplier)
+    cta.store()
 
 
-def _program(call: CastLaunch, others: tuple[Any, ...]) -> "CtaCast":
-    """The references of a program by name; those that a call does not have are None."""
-    refs: Any = iter(others)
-    given = None if call.of_blocks else next(refs)
-    seeds = next(refs) if call.stochastic else None
-    row_tiles = next(refs) if call.has_strips else None
-    outs = Result(*(next(refs) if want else None for want in call.writes))
-    x_smem, rows_smem, words_smem, lines_smem, turned_smem, full = refs
-    row, column = call.grid[0] - 1 - lax.axis_index("row"), lax.axis_index("column")
+def _cta(params: CastParameters, other_refs: tuple[Any, ...]) -> "Cta":
+    """Names the refs of a CTA; those that the launch does not have are None."""
+    refs: Any = iter(other_refs)
+    scaling = None if params.is_blockwise else next(refs)
+    seeds = next(refs) if params.stochastic else None
+    row_tiles = next(refs) if params.has_row_tiles else None
+    outputs = Outputs(*(next(refs) if is_written else None for is_written in params.written))
+    x_smem, rowwise_smem, columnwise_smem, multipliers_smem, rotated_smem, loaded = refs
+    row, column = params.grid[0] - 1 - lax.axis_index("row"), lax.axis_index("column")
     tile = Tile(x_smem, None if row_tiles is None else row_tiles[row, 1])
-    turned = {side: turned_smem.at[i] for i, side in enumerate(call.turns)}
-    return CtaCast(
-        call, row, column, tile, given, seeds, row_tiles, outs, rows_smem, words_smem, lines_smem, turned, full
+    return Cta(
+        params,
+        row,
+        column,
+        tile,
+        scaling,
+        seeds,
+        row_tiles,
+        outputs,
+        rowwise_smem,
+        columnwise_smem,
+        multipliers_smem,
+        {output: rotated_smem.at[i] for i, output in enumerate(params.rotated_outputs)},
+        loaded,
     )
 
 
-class CtaCast(NamedTuple):
-    """A program and all it reads and writes: the tile at (row, column) of the grid."""
+class Cta(NamedTuple):
+    """A CTA and its refs: the tile at (row, column) of the grid.
 
-    call: CastLaunch
+    scaling, seeds, row_tiles, outputs: refs in GMEM. rotated_smem: rotated tiles by output, ROWWISE or COLUMNWISE.
+    multipliers_smem: (2, 128), of the rows of the tile, even ones first, and of its columns; it holds amaxes until
+    multipliers are computed from them. loaded: the barrier of the TMA copies.
+    """
+
+    params: CastParameters
     row: Any
     column: Any
     tile: "Tile"
-    given: Any
+    scaling: Any
     seeds: Any
     row_tiles: Any
-    outs: Result
-    rows_smem: Any
-    words_smem: Any
-    lines_smem: Any
-    turned: dict[int, Any]
-    full: Any
+    outputs: Outputs
+    rowwise_smem: Any
+    columnwise_smem: Any
+    multipliers_smem: Any
+    rotated_smem: dict[int, Any]
+    loaded: Any
 
     @property
-    def pairs(self) -> Any:
-        return pl.ds(self.row * PAIRS, PAIRS)
+    def row_pairs(self) -> Any:
+        """The row pairs of the tile in the outputs."""
+        return pl.ds(self.row * ROW_PAIRS, ROW_PAIRS)
 
-    def along(self, part: int) -> Any:
-        """The columns of a part."""
-        return pl.ds((self.column * self.call.parts + part) * PART, PART)
+    def columns(self, chunk: int) -> Any:
+        """The columns of a chunk in the outputs."""
+        return pl.ds((self.column * self.params.chunks + chunk) * CHUNK, CHUNK)
 
-    def fetch(self, x_gmem) -> None:
-        """Start the copies of the even and the odd rows."""
-        call, width = self.call, PART // self.call.pieces
-        for part, parity, piece in itertools.product(range(call.parts), range(2), range(call.pieces)):
-            columns = pl.ds((self.column * call.parts + part) * PART + piece * width, width)
-            source = x_gmem.at[*_source(self.row_tiles, self.row, parity), columns]
-            plgpu.copy_gmem_to_smem(source, self.tile.smem.at[part, parity, piece], self.full)
+    def load_tile(self, x_gmem) -> None:
+        """Issues the TMA copies of the even and the odd rows."""
+        params, width = self.params, CHUNK // self.params.copies
+        for chunk, parity, copy in itertools.product(range(params.chunks), range(2), range(params.copies)):
+            columns = pl.ds((self.column * params.chunks + chunk) * CHUNK + copy * width, width)
+            source = x_gmem.at[*_source_rows(self.row_tiles, self.row, parity), columns]
+            plgpu.copy_gmem_to_smem(source, self.tile.smem.at[chunk, parity, copy], self.loaded)
 
-    def known_multiplier(self) -> Any:
-        """The factor of the whole matrix; those of rows go to shared memory instead."""
+    def tensor_multiplier(self) -> Any:
+        """Returns the multiplier of the whole matrix, or None if there are more; loads row multipliers to SMEM.
+
+        The first CTA writes the scale of the whole matrix.
+        """
         is_first = (self.row == 0) & (self.column == 0)
-        if self.call.scaling is GivenMultiplier:
-            multiplier, scale_gmem = self.given[0], self.outs.row_scale
+        if self.params.scaling is TensorMultiplier:
+            multiplier, scale_gmem = self.scaling[0], self.outputs.rowwise_scale
             pl.when(is_first)(lambda: scale_gmem.__setitem__(0, divide(ONE, multiplier)))
             return multiplier
-        if self.call.scaling is FromAmax:
-            return _scale_tensor(self.given, self.call.format, self.outs.row_scale, is_first)
-        if self.call.scaling is PerRow:
-            self.lines_smem[0] = load(self.given.at[self.row], EACH)
+        if self.params.scaling is TensorAmax:
+            return _multiplier_from_amax(self.scaling, self.params.format, self.outputs.rowwise_scale, is_first)
+        if self.params.scaling is RowMultipliers:
+            self.multipliers_smem[0] = load(self.scaling.at[self.row], ELEMENT_PER_THREAD)
         return None
 
-    def scale_lines(self) -> None:
-        """Leave the factors of rows and columns in shared memory, and write their scales."""
-        call = self.call
-        sides = [side for side in range(2) if side not in call.turns]
-        _longest_lines(self.tile, self.lines_smem, sides, call.saturates)
-        for side in call.turns:
-            _rotate(self.tile, self.turned[side], self.lines_smem, side, call.rotations[side], call.saturates)
+    def scale_1d_blocks(self) -> None:
+        """Computes the scales of 1×128 blocks, writes them to GMEM and the multipliers to SMEM."""
+        params = self.params
+        unrotated = [output for output in (ROWWISE, COLUMNWISE) if output not in params.rotated_outputs]
+        _block_amaxes(self.tile, self.multipliers_smem, unrotated, params.saturates)
+        for output in params.rotated_outputs:
+            rotation = params.rotations[output]
+            _rotate(self.tile, self.rotated_smem[output], self.multipliers_smem, output, rotation, params.saturates)
         places = (self.column, self.row), (self.row, self.column)
-        for side, scale_gmem in enumerate((self.outs.row_scale, self.outs.column_scale)):
-            levels = scales_or_nan(load(self.lines_smem.at[side], EACH), call.format, _FLOAT32)
+        for output, scale_gmem in enumerate((self.outputs.rowwise_scale, self.outputs.columnwise_scale)):
+            block_amax = load(self.multipliers_smem.at[output], ELEMENT_PER_THREAD)
+            scales = scales_or_nan(block_amax, params.format, _FLOAT32)
             if scale_gmem is not None:
-                scale_gmem[places[side]] = levels.scale
-            self.lines_smem[side] = levels.multipliers[0]
+                scale_gmem[places[output]] = scales.scale
+            self.multipliers_smem[output] = scales.multipliers[0]
 
-    def scale_square(self) -> jax.Array:
-        """The factor of the tile, whose scale is written."""
-        ordered, amax_of = magnitudes(self.call.saturates)
-        sizes = [ordered(value) for part in self.tile.parts for value in self.tile.values(part)]
-        largest = amax_of(largest_of(functools.reduce(jnp.maximum, sizes)))
-        levels = scales_or_nan(largest, self.call.format, _FLOAT32)
-        self.outs.row_scale[self.row, self.column] = levels.scale
-        return levels.multipliers[0]
+    def scale_square_block(self) -> jax.Array:
+        """Computes the scale of the tile, a 128×128 block, writes it to GMEM and returns the multiplier."""
+        encode, decode = amax_codec(self.params.saturates)
+        ranks = [encode(values) for chunk in self.tile.chunks for values in self.tile.values(chunk)]
+        block_amax = decode(matrix_max(functools.reduce(jnp.maximum, ranks)))
+        scales = scales_or_nan(block_amax, self.params.format, _FLOAT32)
+        self.outputs.rowwise_scale[self.row, self.column] = scales.scale
+        return scales.multipliers[0]
 
-    def cast(self, multiplier) -> None:
-        """Codes of each part into shared memory; magnitudes and sums on the way."""
-        wanted = self.call.wanted
-        largest = plgpu.layout_cast(jnp.zeros((PAIRS, PART), jnp.uint32), WGMMA)
-        for part in range(self.call.parts):
-            values = self.tile.values(part)
-            if wanted.amax:
+    def quantize(self, multiplier) -> None:
+        """Writes the codes of each chunk to SMEM, and the amax and column sums of the tile to GMEM."""
+        requested = self.params.requested
+        largest = plgpu.layout_cast(jnp.zeros((ROW_PAIRS, CHUNK), jnp.uint32), WGMMA)
+        for chunk in range(self.params.chunks):
+            values = self.tile.values(chunk)
+            if requested.amax:
                 largest = functools.reduce(jnp.maximum, map(magnitude_rank, values), largest)
-            if wanted.sums:
-                self.outs.sums[self.row, self.along(part)] = jnp.sum(values[0] + values[1], axis=0)
-            self._cast_part(part, values, multiplier)
-        if wanted.amax:
-            self.outs.amax[self.row, self.column] = amax_of_rank(largest_of(largest))
+            if requested.column_sums:
+                self.outputs.column_sums[self.row, self.columns(chunk)] = jnp.sum(values[0] + values[1], axis=0)
+            self._quantize_chunk(chunk, values, multiplier)
+        if requested.amax:
+            self.outputs.amax[self.row, self.column] = amax_of_rank(matrix_max(largest))
 
-    def _cast_part(self, part: int, values: list[jax.Array], multiplier) -> None:
-        call = self.call
-        rows = self._codes(part, values, 0, multiplier) if call.wanted.rows or call.casts_once else []
-        if call.wanted.rows:
+    def _quantize_chunk(self, chunk: int, values: list[jax.Array], multiplier) -> None:
+        params = self.params
+        needs_rowwise = params.requested.rowwise or params.shares_codes
+        rowwise = self._codes(chunk, values, ROWWISE, multiplier) if needs_rowwise else []
+        if params.requested.rowwise:
             for parity in range(2):
-                self.rows_smem[part, parity] = rows[parity]
-        if not call.wanted.transposed:
+                self.rowwise_smem[chunk, parity] = rowwise[parity]
+        if not params.requested.columnwise:
             return
-        if call.stochastic:  # loaded again: registers would not hold them until now
-            values = self.tile.values(part)
-        turned = rows if call.casts_once else self._codes(part, values, 1, multiplier)
-        even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in turned)
-        if call.format.is_integer:  # Mosaic still extends their sign
+        if params.stochastic:  # load again: there are not enough registers to keep them
+            values = self.tile.values(chunk)
+        columnwise = rowwise if params.shares_codes else self._codes(chunk, values, COLUMNWISE, multiplier)
+        even, odd = (lax.bitcast_convert_type(code, jnp.uint8).astype(jnp.uint16) for code in columnwise)
+        if params.format.is_integer:  # Mosaic sign-extends int8 even after the bitcast to uint8
             even &= np.uint16(0xFF)
-        self.words_smem.at[part].T[...] = even | (odd << 8)
+        self.columnwise_smem.at[chunk].T[...] = even | (odd << 8)
 
-    def _codes(self, part: int, values: list[jax.Array], transposed: int, multiplier) -> list[jax.Array]:
-        """Of the even and the odd rows of a part."""
-        call, made = self.call, []
-        if transposed in call.turns:
-            values = _turned_values(self.turned[transposed], part, transposed)
+    def _codes(self, chunk: int, values: list[jax.Array], output: int, multiplier) -> list[jax.Array]:
+        """Returns the codes of the even and of the odd rows of a chunk, for the row-wise or column-wise output."""
+        params, codes = self.params, []
+        if output in params.rotated_outputs:
+            values = _rotated_values(self.rotated_smem[output], chunk, output)
         for parity, value in enumerate(values):
-            by = self._multiplier(part, parity, transposed, multiplier)
-            up = flushed(value) * by if call.of_blocks or call.saturates else scaled_or_nan(value, by)
-            place = self.row * LINE + parity, (self.column * call.parts + part) * PART
-            uniform = _uniform(self.seeds.at[transposed], place, call.width) if call.stochastic else None
-            made.append(_code(up, call.format, uniform, call.saturates))
-        return made
+            by = self._multiplier(chunk, parity, output, multiplier)
+            scaled = (
+                flush_subnormals(value) * by if params.is_blockwise or params.saturates else scaled_or_nan(value, by)
+            )
+            place = self.row * SCALE_BLOCK + parity, (self.column * params.chunks + chunk) * CHUNK
+            uniform = _uniform(self.seeds.at[output], place, params.row_length) if params.stochastic else None
+            codes.append(_encode(scaled, params.format, uniform, params.saturates))
+        return codes
 
-    def _multiplier(self, part: int, parity: int, transposed: int, multiplier) -> Any:
-        if self.call.of_lines and transposed:
-            return _spread(self.lines_smem.at[1], part * PART, 1)
-        return multiplier if multiplier is not None else _spread(self.lines_smem.at[0], parity * PAIRS, 0)
+    def _multiplier(self, chunk: int, parity: int, output: int, multiplier) -> Any:
+        """Returns the scalar multiplier, or the multipliers of the even or odd rows of a chunk, (64, 64)."""
+        if self.params.has_1d_blocks and output == COLUMNWISE:
+            return _broadcast(self.multipliers_smem.at[COLUMNWISE], chunk * CHUNK, 1)
+        if multiplier is not None:
+            return multiplier
+        return _broadcast(self.multipliers_smem.at[ROWWISE], parity * ROW_PAIRS, 0)
 
     def store(self) -> None:
-        """Copy codes from shared memory to the results."""
+        """Stores the codes from SMEM to GMEM by TMA."""
         plgpu.commit_smem()
-        for part in range(self.call.parts):
-            if self.call.wanted.rows:
+        for chunk in range(self.params.chunks):
+            if self.params.requested.rowwise:
                 for parity in range(2):
-                    target = self.outs.rows.at[self.pairs, parity, self.along(part)]
-                    plgpu.copy_smem_to_gmem(self.rows_smem.at[part, parity], target)
-            if self.call.wanted.transposed:
-                target = self.outs.transposed.at[self.along(part), self.pairs]
-                plgpu.copy_smem_to_gmem(self.words_smem.at[part], target)
+                    target = self.outputs.rowwise.at[self.row_pairs, parity, self.columns(chunk)]
+                    plgpu.copy_smem_to_gmem(self.rowwise_smem.at[chunk, parity], target)
+            if self.params.requested.columnwise:
+                target = self.outputs.columnwise.at[self.columns(chunk), self.row_pairs]
+                plgpu.copy_smem_to_gmem(self.columnwise_smem.at[chunk], target)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _source(strips_gmem, row, parity: int) -> tuple[Any, Any]:
-    """Pairs of rows of x, and which of each pair, that are the even or odd rows of a tile."""
-    if strips_gmem is None:
-        return pl.ds(row * PAIRS, PAIRS), parity
-    first = strips_gmem[row, 0] + parity
-    return pl.ds(lax.div(first, 2), PAIRS), lax.rem(first, 2)
+def _source_rows(row_tiles_gmem, row, parity: int) -> tuple[Any, Any]:
+    """Returns where the even or odd rows of a tile are in x (M / 2, 2, K): the row pairs, and the row of each pair."""
+    if row_tiles_gmem is None:
+        return pl.ds(row * ROW_PAIRS, ROW_PAIRS), parity
+    first = row_tiles_gmem[row, 0] + parity
+    return pl.ds(lax.div(first, 2), ROW_PAIRS), lax.rem(first, 2)
 
 
 class Tile(NamedTuple):
-    """A tile of x in shared memory: parts of its columns, even and odd rows, pieces of a part.
+    """A tile of x in SMEM: (chunks, parity of rows, TMA copies, row pairs, columns of a copy).
 
-    count: how many rows are taken, the others being zeros; None for all.
+    row_count: the number of rows that are taken from x, the others being zeros; None for all 128.
     """
 
     smem: Any
-    count: Any
+    row_count: Any
 
     @property
-    def parts(self) -> range:
+    def chunks(self) -> range:
         return range(self.smem.shape[0])
 
-    def values(self, part: int) -> list[jax.Array]:
-        """The even and the odd rows of a part."""
-        return [self._rows(part, parity) for parity in range(2)]
+    def values(self, chunk: int) -> list[jax.Array]:
+        """Loads the even and the odd rows of a chunk, float32 (64, 64) each."""
+        return [self._rows(chunk, parity) for parity in range(2)]
 
-    def _rows(self, part: int, parity: int) -> jax.Array:
-        loaded = [load(self.smem.at[part, parity, piece], WGMMA) for piece in range(self.smem.shape[2])]
+    def _rows(self, chunk: int, parity: int) -> jax.Array:
+        loaded = [load(self.smem.at[chunk, parity, copy], WGMMA) for copy in range(self.smem.shape[2])]
         value = (loaded[0] if len(loaded) == 1 else jnp.concatenate(loaded, axis=1)).astype(jnp.float32)
-        if self.count is None:
+        if self.row_count is None:
             return value
         pair = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=WGMMA)
-        return jnp.where(2 * pair + parity < self.count, value, np.float32(0))
+        return jnp.where(2 * pair + parity < self.row_count, value, np.float32(0))
 
 
-def largest_of(x: jax.Array) -> jax.Array:
-    """The largest element of a matrix in registers."""
+def matrix_max(x: jax.Array) -> jax.Array:
+    """Returns the largest element of a matrix in registers."""
     return jnp.max(jnp.max(x, axis=1), axis=0)
 
 
-def _scale_tensor(seen_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
-    """The factor that a format makes of the largest magnitude; the first program writes the scale."""
-    seen = load(seen_gmem, plgpu.Layout.WG_STRIDED(seen_gmem.shape, vec_size=1))
-    levels = scales_or_nan(jnp.max(seen), format, _FLOAT32)
-    pl.when(is_first)(lambda: scale_gmem.__setitem__(0, levels.scale))
-    return levels.multipliers[0]
+def _multiplier_from_amax(partial_amaxes_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
+    """Computes the scale of the whole matrix from partial amaxes; the first CTA writes it."""
+    layout = plgpu.Layout.WG_STRIDED(partial_amaxes_gmem.shape, vec_size=1)
+    scales = scales_or_nan(jnp.max(load(partial_amaxes_gmem, layout)), format, _FLOAT32)
+    pl.when(is_first)(lambda: scale_gmem.__setitem__(0, scales.scale))
+    return scales.multipliers[0]
 
 
-def _longest_lines(tile: Tile, lines_smem, sides: list[int], finite: bool) -> None:
-    """Leaves the largest magnitudes of the rows (0), even ones first, and of the columns (1) in shared memory."""
-    ordered, amax_of = magnitudes(finite)
-    longest: list[Any] = [None, None]
-    for part in tile.parts if sides else ():
-        sizes = [ordered(value) for value in tile.values(part)]
-        if 1 in sides:
-            lines_smem[1, pl.ds(part * PART, PART)] = amax_of(jnp.max(jnp.maximum(*sizes), axis=0))
-        if 0 in sides:
-            ends = [jnp.max(size, axis=1) for size in sizes]
-            longest = ends if part == 0 else [jnp.maximum(*pair) for pair in zip(longest, ends, strict=True)]
-    for parity in range(2 if 0 in sides else 0):
-        lines_smem[0, pl.ds(parity * PAIRS, PAIRS)] = amax_of(longest[parity])
+def _block_amaxes(tile: Tile, amaxes_smem, outputs: list[int], finite: bool) -> None:
+    """Writes the amaxes of rows, even ones first, and of columns to amaxes_smem[ROWWISE] and [COLUMNWISE].
 
-
-def _rotate(tile: Tile, turned_smem, lines_smem, side: int, rotation: Any, finite: bool) -> None:
-    """Leaves the tile rotated, lines down its columns; and the largest magnitude of each where those of others are.
-
-    Sums below 2^-126 are kept where the reference makes them zeros.
+    outputs: which of the two to compute. finite: of finite elements only; otherwise infinite if one is not finite.
     """
-    ordered, amax_of = magnitudes(finite)
-    for part in tile.parts:
-        for parity, value in enumerate(tile.values(part)):
-            _block(turned_smem, part, parity, side)[...] = value.astype(jnp.bfloat16)
+    encode, decode = amax_codec(finite)
+    row_ranks: list[Any] = [None, None]
+    for chunk in tile.chunks if outputs else ():
+        ranks = [encode(values) for values in tile.values(chunk)]
+        if COLUMNWISE in outputs:
+            columns = pl.ds(chunk * CHUNK, CHUNK)
+            amaxes_smem[COLUMNWISE, columns] = decode(jnp.max(jnp.maximum(*ranks), axis=0))
+        if ROWWISE in outputs:
+            chunk_ranks = [jnp.max(rank, axis=1) for rank in ranks]
+            pairs = zip(row_ranks, chunk_ranks, strict=True)
+            row_ranks = chunk_ranks if chunk == 0 else [jnp.maximum(*pair) for pair in pairs]
+    for parity in range(2 if ROWWISE in outputs else 0):
+        amaxes_smem[ROWWISE, pl.ds(parity * ROW_PAIRS, ROW_PAIRS)] = decode(row_ranks[parity])
+
+
+def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, finite: bool) -> None:
+    """Writes the rotated tile to SMEM, with blocks down its columns, and the amax of each block to amaxes_smem[output].
+
+    Rotated values below 2^-126 are kept, where the reference flushes them to zero.
+    """
+    encode, decode = amax_codec(finite)
+    for chunk in tile.chunks:
+        for parity, value in enumerate(tile.values(chunk)):
+            _rotated_chunk(rotated_smem, chunk, parity, output)[...] = value.astype(jnp.bfloat16)
     size = rotation.size
-    row_tiles = range(2) if side else range(1)  # even rows come first, and odd ones after them
-    deep = size // len(row_tiles)
+    halves = range(2) if output == COLUMNWISE else range(1)  # even rows, then odd rows
+    rows = size // len(halves)  # of each half, in one rotation
 
-    def group(i, most):
-        refs = [turned_smem.at[pl.ds(strip * PAIRS + i * deep, deep), pl.ds(0, LINE)] for strip in row_tiles]
-        loaded = [load(ref, COLUMN, optimized=False).astype(jnp.float32) for ref in refs]
-        values = rotated([each[j : j + 1] for j in range(deep) for each in loaded], rotation)
-        for strip, ref in enumerate(refs):
-            ref[...] = jnp.concatenate(values[strip :: len(refs)]).astype(jnp.bfloat16)
-        return functools.reduce(jnp.maximum, map(ordered, values), most)
+    def rotate_rows(i, largest):
+        refs = [rotated_smem.at[pl.ds(half * ROW_PAIRS + i * rows, rows), pl.ds(0, SCALE_BLOCK)] for half in halves]
+        loaded = [load(ref, COLUMN_PER_THREAD, optimized=False).astype(jnp.float32) for ref in refs]
+        values = rotated([each[j : j + 1] for j in range(rows) for each in loaded], rotation)
+        for half, ref in enumerate(refs):
+            ref[...] = jnp.concatenate(values[half :: len(refs)]).astype(jnp.bfloat16)
+        return functools.reduce(jnp.maximum, map(encode, values), largest)
 
-    nothing = plgpu.layout_cast(jnp.zeros((1, LINE), jnp.uint32), COLUMN)
-    lines_smem[pl.ds(side, 1)] = amax_of(lax.fori_loop(0, LINE // size, group, nothing))
-
-
-def _block(turned_smem, part: int, parity: int, side: int) -> Any:
-    """Where the even or odd rows of a part of the columns are in a rotated tile, as they lie in the matrix."""
-    rows, columns = pl.ds(parity * PAIRS, PAIRS), pl.ds(part * PART, PART)
-    return turned_smem.at[rows, columns] if side else turned_smem.at[columns, rows].T
+    zeros = plgpu.layout_cast(jnp.zeros((1, SCALE_BLOCK), jnp.uint32), COLUMN_PER_THREAD)
+    amaxes_smem[pl.ds(output, 1)] = decode(lax.fori_loop(0, SCALE_BLOCK // size, rotate_rows, zeros))
 
 
-def _turned_values(turned_smem, part: int, side: int) -> list[jax.Array]:
-    blocks = [_block(turned_smem, part, parity, side) for parity in range(2)]
-    return [load(block, WGMMA, optimized=False).astype(jnp.float32) for block in blocks]
+def _rotated_chunk(rotated_smem, chunk: int, parity: int, output: int) -> Any:
+    """Returns the ref of the even or odd rows of a chunk in a rotated tile, (64, 64) as in the matrix."""
+    rows, columns = pl.ds(parity * ROW_PAIRS, ROW_PAIRS), pl.ds(chunk * CHUNK, CHUNK)
+    return rotated_smem.at[rows, columns] if output == COLUMNWISE else rotated_smem.at[columns, rows].T
 
 
-def _code(up: jax.Array, format: Format, uniform: jax.Array | None, saturates: bool) -> jax.Array:
+def _rotated_values(rotated_smem, chunk: int, output: int) -> list[jax.Array]:
+    """Loads the even and the odd rows of a chunk of a rotated tile, float32 (64, 64) each."""
+    refs = [_rotated_chunk(rotated_smem, chunk, parity, output) for parity in range(2)]
+    return [load(ref, WGMMA, optimized=False).astype(jnp.float32) for ref in refs]
+
+
+def _encode(scaled: jax.Array, format: Format, uniform: jax.Array | None, saturates: bool) -> jax.Array:
+    """Rounds scaled values to codes; with `uniform`, random numbers in [0, 1), by stochastic rounding."""
     if format.is_integer:
-        return to_int8(up, format, uniform)
-    return to_float8(up if uniform is None else rounded(up, format, uniform), format.code_dtype, saturates)
+        return to_int8(scaled, format, uniform)
+    return to_float8(
+        scaled if uniform is None else round_to_element(scaled, format, uniform), format.code_dtype, saturates
+    )
 
 
-def _spread(line_smem, first: int, axis: int) -> jax.Array:
-    """Numbers of some rows or columns, as one for each element."""
-    size = (PAIRS, PART)[axis]
-    line = load(line_smem.at[pl.ds(first, size)], WGMMA.reduce(1 - axis))
-    return plgpu.layout_cast(lax.broadcast_in_dim(line, (PAIRS, PART), (axis,)), WGMMA)
+def _broadcast(multipliers_smem, first: int, axis: int) -> jax.Array:
+    """Loads 64 multipliers, of rows (axis 0) or columns (1), and broadcasts them to (64, 64)."""
+    size = (ROW_PAIRS, CHUNK)[axis]
+    multipliers = load(multipliers_smem.at[pl.ds(first, size)], WGMMA.reduce(1 - axis))
+    return plgpu.layout_cast(lax.broadcast_in_dim(multipliers, (ROW_PAIRS, CHUNK), (axis,)), WGMMA)
 
 
-def _uniform(seeds_gmem, place, width: int) -> jax.Array:
-    """Numbers in [0, 1) for every second row from a place on, where rows have `width` elements."""
+def _uniform(seeds_gmem, place, row_length: int) -> jax.Array:
+    """Returns random numbers in [0, 1) for 64 columns of every second row, from the element at `place` on."""
     row, column = place
-    pair, across = (plgpu.broadcasted_iota(jnp.uint32, (PAIRS, PART), axis, layout=WGMMA) for axis in range(2))
-    start = (row * np.int32(width) + column).astype(jnp.uint32)
-    return uniform_at(start + pair * np.uint32(2 * width) + across, seeds_gmem[0], seeds_gmem[1])
+    pair, offset = (plgpu.broadcasted_iota(jnp.uint32, (ROW_PAIRS, CHUNK), axis, layout=WGMMA) for axis in range(2))
+    start = (row * np.int32(row_length) + column).astype(jnp.uint32)
+    return uniform_at(start + pair * np.uint32(2 * row_length) + offset, seeds_gmem[0], seeds_gmem[1])

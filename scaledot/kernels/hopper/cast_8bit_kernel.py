@@ -1,22 +1,37 @@
-"""One read of a matrix, 8-bit codes as they lie and transposed: one scale for all, for tiles or for lines of 128.
+"""Casts a matrix to 8-bit codes with float32 scales, row-wise and column-wise, in one pass over memory.
 
-Lines run along the rows for codes that are written as they lie, and down the columns for those that are written
-transposed, so a matmul finds them along its contracted axis either way. So do the groups of a rotation, which a second
-tile in shared memory is for: there they run down the columns in any case, and a thread has a column.
+Row-wise codes have blocks along rows. Column-wise codes have blocks down columns and are stored transposed, because
+8-bit WGMMA takes operands with the contracting dim last: the codes of x (M, K) for a matmul that contracts K are
+(M, K), and those for a matmul that contracts M are (K, M). There is one scale for the matrix, for each row, for each
+1×128 block of either output, or for each 128×128 block.
 
-A program (CTA) has one tile of 128 rows. Bytes cannot be transposed in shared memory on Hopper, pairs of bytes can: the
-even and the odd rows of a tile are read apart, and the codes of two rows that belong to one column are packed into one
-16-bit word. The transposed matrix of words is the transposed matrix of codes.
+Grid and CTA: one CTA of one warpgroup (128 threads) for each tile of 128 rows and 64 columns; with block scaling, 128
+rows and 128 columns. A CTA loads its tile by TMA, computes multipliers, quantises chunks of 64 columns in registers,
+writes the codes to SMEM and stores them by TMA. There is no pipeline in a CTA: several CTAs on an SM overlap loads,
+arithmetic and stores. CTAs start with the last rows: these may still be in L2 after `amax`, and when the cast ends the
+first codes are in L2 for the matmul.
 
-Rows may also come in strips that a table names, each from any row on and no longer than a tile. Shared memory then has
-them in rows of 128 bytes, swizzled, because copies in tiles of eight rows begin at every eighth row only.
+Transpose: Hopper transposes 16-bit elements between registers and SMEM, but not bytes. So even and odd rows of a tile
+are loaded separately, and the codes of rows 2i and 2i + 1 in one column are packed into a 16-bit word. The transposed
+matrix of words, (K, M / 2), is the transposed matrix of codes, (K, M).
 
-NaN and infinities either propagate or saturate. Propagating, the codes of both are NaN where one scale is for a whole
-matrix of 8-bit floats; elsewhere the scale of what holds one is NaN. Saturating, scales follow from finite elements,
-infinities become the largest code, and NaN the NaN code of a float or the integer 0.
+Scales: with one scale from the amax, the kernel `amax` reads the matrix first, a second pass over memory. Scales of
+blocks are computed from amaxes of the tile in SMEM, which holds whole blocks of both outputs.
 
-The last rows come first: the cache may still have them from the search for the largest magnitude, and then has the
-first codes for the matmul.
+Rotations (Hadamard transforms of up to 16 elements along blocks) use a second tile in SMEM, which is transposed for the
+row-wise output: blocks then run down its columns for either output, and a thread rotates one column.
+
+Row groups: a table lists, for each tile of the outputs, the first row of x and the number of rows, at most 128. Tiles
+may start at any row. Rows in SMEM then have 128 bytes with a swizzle but without tiling, because a tiled copy moves
+eight rows and can start only at multiples of eight.
+
+NaN and infinities propagate or saturate. If they propagate: with one scale for a matrix of 8-bit floats, their codes
+are NaN; in all other cases the scale of their block is NaN. If they saturate: scales are computed from the finite
+elements, infinities become the largest code, and NaN becomes the NaN code of a float or the integer 0.
+
+Example: x bfloat16 (512, 1024), E4M3 in 1×128 blocks, both outputs. The grid is (4, 8), a CTA tile 128×128, 32 KiB of
+SMEM for x and 16 KiB for the codes of each output. Outputs are row-wise codes (512, 1024) with scales (512, 8), and
+column-wise codes (1024, 512) with scales (1024, 4). The kernel reads 1 MiB and writes 1 MiB of codes.
 """
 
 import functools
@@ -29,112 +44,114 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper import cast_8bit_cta
-from scaledot.kernels.hopper.cast_8bit_cta import largest_of
+from scaledot.kernels.hopper.cast_8bit_cta import matrix_max
 from scaledot.kernels.hopper.cast_8bit_launch import (
-    CastLaunch,
-    FromAmax,
-    GivenMultiplier,
+    BlockAmax,
+    CastParameters,
+    OutputFlags,
     Outputs,
-    PerBlock,
-    PerRow,
-    Result,
     Rotations,
+    RowMultipliers,
     Scaling,
+    TensorAmax,
+    TensorMultiplier,
 )
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import LANES, THREADS, load, magnitudes, side_by_side
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import LANES, THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
-__all__ = ["FromAmax", "GivenMultiplier", "Outputs", "PerBlock", "PerRow", "Result", "amax", "cast"]
+__all__ = ["BlockAmax", "OutputFlags", "Outputs", "RowMultipliers", "TensorAmax", "TensorMultiplier", "amax", "cast"]
 
-SEARCHERS = 1024  # programs that look for the largest magnitude
-READS = 8  # loads that one of them has in flight
+AMAX_CTAS = 1024
+LOADS_IN_FLIGHT = 8  # loads of 16 bytes that a thread of the amax kernel issues before it uses the first
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def amax(x: jax.Array, finite: bool) -> jax.Array:
-    """Largest magnitudes of x, whose rows and columns are multiples of 128: one of each program.
+    """Returns the partial amaxes of x (M, K), one for each CTA, float32 (1024,); M and K are multiples of 128.
 
-    finite: of its finite elements; otherwise infinite where a program has found NaN or infinities.
+    finite: the amax of finite elements; otherwise it is infinite if the elements of a CTA include NaN or an infinity.
     """
-    ordered, amax_of = magnitudes(finite)
+    encode, decode = amax_codec(finite)
     vector = 16 // x.dtype.itemsize
-    layout = side_by_side(LANES, vector)
-    read = THREADS * vector // LANES, LANES
-    chunks = x.size // (READS * math.prod(read))
+    layout = row_vector_layout(LANES, vector)
+    load_shape = THREADS * vector // LANES, LANES
+    steps = x.size // (LOADS_IN_FLIGHT * math.prod(load_shape))
 
     def kernel(x_gmem, out_gmem):
-        program = lax.axis_index("program")
+        cta = lax.axis_index("cta")
 
-        def larger(step, most):
-            first = (program + step * SEARCHERS) * READS
-            parts = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(READS)]
-            return functools.reduce(jnp.maximum, [ordered(part.astype(jnp.float32)) for part in parts], most)
+        def accumulate(step, largest):
+            first = (cta + step * AMAX_CTAS) * LOADS_IN_FLIGHT
+            loaded = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(LOADS_IN_FLIGHT)]
+            return functools.reduce(jnp.maximum, [encode(values.astype(jnp.float32)) for values in loaded], largest)
 
-        nothing = plgpu.layout_cast(jnp.zeros(read, jnp.uint32), layout)
-        most = lax.fori_loop(0, lax.div(chunks - program + SEARCHERS - 1, SEARCHERS), larger, nothing)
-        out_gmem[program] = amax_of(largest_of(most))
+        zeros = plgpu.layout_cast(jnp.zeros(load_shape, jnp.uint32), layout)
+        largest = lax.fori_loop(0, lax.div(steps - cta + AMAX_CTAS - 1, AMAX_CTAS), accumulate, zeros)
+        out_gmem[cta] = decode(matrix_max(largest))
 
     run = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((SEARCHERS,), jnp.float32),
-        grid=(SEARCHERS,),
-        grid_names=("program",),
+        out_type=jax.ShapeDtypeStruct((AMAX_CTAS,), jnp.float32),
+        grid=(AMAX_CTAS,),
+        grid_names=("cta",),
         kernel_name=kernel_name("amax"),
         compiler_params=_PARAMETERS,
     )
-    return launch(("amax", finite), run, x.reshape(-1, *read))
+    return call_exported(("amax", finite), run, x.reshape(-1, *load_shape))
 
 
 def cast(
     x: jax.Array,
     format: Format,
     scaling: Scaling,
-    wanted: Outputs,
+    requested: OutputFlags,
     seeds: jax.Array | None = None,
-    width: int = 0,
+    row_length: int = 0,
     rotations: Rotations = (None, None),
     row_tiles: jax.Array | None = None,
     saturates: bool = False,
-) -> Result:
-    """Codes of x (M, K), which must be multiples of 128; of 2 and 128 where there are strips.
+) -> Outputs:
+    """Casts x (M, K) to 8-bit codes. M and K are multiples of 128; with row tiles, M is a multiple of 2.
 
-    strips: for every 128 rows of the results, the first row of x that they have and how many, the rest being zeros;
-    int32 (M / 128, 2), with the M of the results. None: all rows as they come.
-    seeds: the words of two keys, uint32 (2, 2), for codes as they lie and for transposed ones; None rounds to nearest.
-    width: the length of rows by which elements are counted for stochastic rounding. rotations: along the lines of codes
-    as they lie and of transposed ones, before the cast. saturates: what becomes of NaN and infinities.
+    seeds: two words of a random key for the row-wise and for the column-wise output, uint32 (2, 2); None rounds to
+    nearest. row_length: the row length from which stochastic rounding computes the index of an element.
+    rotations: Hadamard rotations along the blocks of the row-wise and of the column-wise output, before the cast.
+    row_tiles: for each 128 rows of the outputs, the first row of x and the number of rows, int32 (tiles, 2); the
+    remaining rows are zeros. None casts the rows of x in order. saturates: see the module docstring.
     """
-    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * LINE
-    call = CastLaunch(
+    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * SCALE_BLOCK
+    params = CastParameters(
         (rows, x.shape[1]),
         x.dtype,
         format,
         type(scaling),
-        isinstance(scaling, PerBlock) and scaling.square,
-        wanted,
+        isinstance(scaling, BlockAmax) and scaling.square,
+        requested,
         seeds is not None,
         row_tiles is not None,
-        width,
+        row_length,
         rotations,
         saturates,
     )
-    assert call.of_lines or not call.turns
+    assert params.has_1d_blocks or not params.rotated_outputs
 
     def kernel(*refs) -> None:
-        cast_8bit_cta.run(call, *refs)
+        cast_8bit_cta.run(params, *refs)
 
+    types = zip(params.output_types, params.written, strict=True)
     run = plgpu.kernel(
         kernel,
-        out_type=tuple(output for output, want in zip(call.outputs, call.writes, strict=True) if want),
-        grid=call.grid,
+        out_type=tuple(output for output, is_written in types if is_written),
+        grid=params.grid,
         grid_names=("row", "column"),
         kernel_name=kernel_name("cast", format.name),
-        scratch_types=call.scratch,
+        scratch_types=params.scratch,
         compiler_params=_PARAMETERS,
     )
-    optional = (*call.multipliers(scaling), seeds, row_tiles)
-    given = (each for each in optional if each is not None)
-    written = iter(launch(call, run, x.reshape(-1, 2, x.shape[1]), *given))
-    return call.result(*(next(written) if want else None for want in call.writes))
+    optional = (*params.scaling_arrays(scaling), seeds, row_tiles)
+    inputs = (each for each in optional if each is not None)
+    outputs = iter(call_exported(params, run, x.reshape(-1, 2, x.shape[1]), *inputs))
+    return params.to_outputs(*(next(outputs) if is_written else None for is_written in params.written))

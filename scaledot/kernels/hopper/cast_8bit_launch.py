@@ -1,4 +1,8 @@
-"""One launch of the tile cast before data: what scales follow from, which results are wanted, shapes of its memory."""
+"""The static parameters of a launch of the 8-bit cast kernel, and the types of its outputs and scratch memory.
+
+Outputs are row-wise codes, whose blocks run along the rows of x, and column-wise codes, whose blocks run down its
+columns and which are stored transposed. Either may be omitted.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,176 +13,192 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.memory import SWIZZLE, tiled
-from scaledot.kernels.hopper.sizes import LINE
+from scaledot.kernels.hopper.memory_layouts import swizzle_transforms
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES
 from scaledot.numerics.hadamard import Hadamard
 
-PAIRS = LINE // 2  # pairs of rows in a tile
-PART = 64  # columns that are in registers at a time
-PITCH = LINE + 8  # of rows in the tile of a rotation, so that those of a column lie in different banks
+ROWWISE, COLUMNWISE = 0, 1  # indices of the two outputs
+ROW_PAIRS = SCALE_BLOCK // 2  # pairs of an even and an odd row in a CTA tile
+CHUNK = 64  # columns of the CTA tile that are in registers at a time
+ROW_PITCH = SCALE_BLOCK + 8  # elements between rows of a rotated tile in SMEM, so that a column has no bank conflicts
 Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
-class GivenMultiplier(NamedTuple):
-    """Delayed scaling: one given factor for the whole matrix, float32 (1,)."""
+class TensorMultiplier(NamedTuple):
+    """Delayed scaling: one quantisation multiplier for the whole matrix, float32 (1,)."""
 
     multiplier: jax.Array
 
 
-class FromAmax(NamedTuple):
-    """Current scaling: the partial amaxes that `amax` returns, for one scale; NaN if one of them is infinite."""
+class TensorAmax(NamedTuple):
+    """Current scaling: one scale, computed from the partial amaxes that `amax` returns; NaN if one is infinite."""
 
-    maxima: jax.Array
+    partial_amaxes: jax.Array
 
 
-class PerRow(NamedTuple):
-    """One given factor for each row of the output, float32 (M,)."""
+class RowMultipliers(NamedTuple):
+    """One quantisation multiplier for each row of the outputs, float32 (M,)."""
 
     multipliers: jax.Array
 
 
-class PerBlock(NamedTuple):
-    """Block scaling: a scale for each 1x128 block, or for each 128x128 one, computed from the block's amax."""
+class BlockAmax(NamedTuple):
+    """Block scaling: a scale for each 1×128 block, or for each 128×128 block, computed from the block's amax."""
 
     square: bool
 
 
-Scaling = GivenMultiplier | FromAmax | PerRow | PerBlock
+Scaling = TensorMultiplier | TensorAmax | RowMultipliers | BlockAmax
+
+
+class OutputFlags(NamedTuple):
+    """Which outputs a launch writes in addition to scales."""
+
+    rowwise: bool = True
+    columnwise: bool = True
+    amax: bool = False
+    column_sums: bool = False
 
 
 class Outputs(NamedTuple):
-    """The outputs to write: row-major codes, transposed codes, amax, column sums."""
+    """The outputs of a launch, as arrays or as GMEM refs; None for those that are not written.
 
-    rows: bool = True
-    transposed: bool = True
-    amax: bool = False
-    sums: bool = False
-
-
-class Result(NamedTuple):
-    """What was wanted, None elsewhere.
-
-    amax: one of each tile. sums: one row of each strip of tiles. Scales are (1,) for one factor, (M / 128,
-    K / 128) for squares; for lines (M, K / 128) of the rows and (K, M / 128) of the transposed matrix.
+    rowwise: codes (M, K). columnwise: codes (K, M). amax: one of each CTA tile, (M / 128, tiles along K).
+    column_sums: sums over the 128 rows of each CTA tile, (M / 128, K).
+    rowwise_scale: (1,) with one scale, (M / 128, K / 128) for 128×128 blocks, (M, K / 128) for 1×128 blocks.
+    columnwise_scale: (K, M / 128) for 1×128 blocks of the transposed matrix.
     """
 
-    rows: Any
-    transposed: Any
+    rowwise: Any
+    columnwise: Any
     amax: Any
-    sums: Any
-    row_scale: Any
-    column_scale: Any
+    column_sums: Any
+    rowwise_scale: Any
+    columnwise_scale: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class CastLaunch:
-    """One launch, before data: shapes of its grid, outputs and shared memory. shape: (M, K) of the results."""
+class CastParameters:
+    """The static parameters of a launch.
+
+    shape: (M, K) of the outputs. scaling: one of the classes in `Scaling`. square_blocks: whether blocks are 128×128.
+    has_row_tiles: whether the rows of each CTA tile are listed in a table. row_length: the row length from which
+    stochastic rounding computes the index of an element. saturates: see `cast_8bit_kernel`.
+    """
 
     shape: tuple[int, int]
     input_dtype: Any
     format: Format
     scaling: type
-    square: bool
-    wanted: Outputs
+    square_blocks: bool
+    requested: OutputFlags
     stochastic: bool
-    has_strips: bool
-    width: int
+    has_row_tiles: bool
+    row_length: int
     rotations: Rotations
     saturates: bool
 
     @property
-    def of_blocks(self) -> bool:
-        return self.scaling is PerBlock
+    def is_blockwise(self) -> bool:
+        return self.scaling is BlockAmax
 
     @property
-    def of_lines(self) -> bool:
-        return self.of_blocks and not self.square
+    def has_1d_blocks(self) -> bool:
+        return self.is_blockwise and not self.square_blocks
 
     @property
-    def turns(self) -> list[int]:
-        """The outputs whose input is Hadamard-rotated: 0 for row-major codes, 1 for transposed ones."""
-        return [side for side, rotation in enumerate(self.rotations) if rotation is not None]
+    def rotated_outputs(self) -> list[int]:
+        """The outputs, ROWWISE or COLUMNWISE, that are Hadamard-rotated before the cast."""
+        return [output for output, rotation in enumerate(self.rotations) if rotation is not None]
 
     @property
-    def parts(self) -> int:
-        """Parts of PART columns that a tile has."""
-        return LINE // PART if self.of_blocks else 1
+    def chunks(self) -> int:
+        """Chunks of 64 columns in a CTA tile, which is 128×128 with block scaling and 128×64 otherwise."""
+        return SCALE_BLOCK // CHUNK if self.is_blockwise else 1
 
     @property
     def grid(self) -> tuple[int, int]:
-        return self.shape[0] // LINE, self.shape[1] // (self.parts * PART)
+        return self.shape[0] // SCALE_BLOCK, self.shape[1] // (self.chunks * CHUNK)
 
     @property
-    def pieces(self) -> int:
-        """The number of TMA copies that fetch a part: with strips, rows in SMEM are at most 128 bytes long."""
-        return PART * self.input_dtype.itemsize // SWIZZLE if self.has_strips else 1
+    def copies(self) -> int:
+        """TMA copies for the even (or odd) rows of a chunk: with row tiles, rows in SMEM have at most 128 bytes."""
+        return CHUNK * self.input_dtype.itemsize // ATOM_BYTES if self.has_row_tiles else 1
 
     @property
-    def casts_once(self) -> bool:
-        """Whether the row-major and the transposed output hold the same codes, so that elements are quantised once."""
-        return not self.of_lines and not self.stochastic
+    def shares_codes(self) -> bool:
+        """Whether both outputs have the same codes, so that each element is quantised once."""
+        return not self.has_1d_blocks and not self.stochastic
 
     @property
-    def writes(self) -> tuple[bool, ...]:
-        """Which of the outputs are written."""
-        has_scale = self.scaling in (GivenMultiplier, FromAmax, PerBlock) and (self.wanted.rows or not self.of_lines)
-        return *self.wanted, has_scale, self.of_lines and self.wanted.transposed
+    def written(self) -> tuple[bool, ...]:
+        """Which fields of `Outputs` are written."""
+        has_scale = self.scaling in (TensorMultiplier, TensorAmax, BlockAmax)
+        has_scale = has_scale and (self.requested.rowwise or not self.has_1d_blocks)
+        return *self.requested, has_scale, self.has_1d_blocks and self.requested.columnwise
 
     @property
-    def outputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        (m, k), (deep, wide) = self.shape, self.grid
-        scales = (
-            (1,)
-            if self.scaling in (GivenMultiplier, FromAmax)
-            else (wide, deep, LINE)
-            if self.of_lines
-            else (deep, wide)
-        )
+    def output_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of the fields of `Outputs` as the kernel writes them; `to_outputs` reshapes them."""
+        (m, k), (tile_rows, tile_columns) = self.shape, self.grid
+        if self.scaling in (TensorMultiplier, TensorAmax):
+            scale = (1,)
+        else:
+            scale = (tile_columns, tile_rows, SCALE_BLOCK) if self.has_1d_blocks else (tile_rows, tile_columns)
         return (
             jax.ShapeDtypeStruct((m // 2, 2, k), self.format.code_dtype),
             jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
-            jax.ShapeDtypeStruct((deep, wide), jnp.float32),
-            jax.ShapeDtypeStruct((deep, k), jnp.float32),
-            jax.ShapeDtypeStruct(scales, jnp.float32),
-            jax.ShapeDtypeStruct((deep, wide, LINE), jnp.float32),
+            jax.ShapeDtypeStruct((tile_rows, tile_columns), jnp.float32),
+            jax.ShapeDtypeStruct((tile_rows, k), jnp.float32),
+            jax.ShapeDtypeStruct(scale, jnp.float32),
+            jax.ShapeDtypeStruct((tile_rows, tile_columns, SCALE_BLOCK), jnp.float32),
         )
 
     @property
     def scratch(self) -> list[Any]:
-        """Shared memory: the tile, its codes as they lie and as words, factors of lines, rotated tiles. A barrier."""
-        parts, pieces, dtype = self.parts, self.pieces, self.format.code_dtype
-        transforms = tiled(PART // pieces, self.input_dtype)[1 if self.has_strips else 0 :]
-        has_lines = self.of_lines or self.scaling is PerRow
-        rows = plgpu.SMEM((parts, 2, PAIRS, PART), dtype, transforms=tiled(PART, dtype))
-        words = plgpu.SMEM((parts, PART, PAIRS), jnp.uint16, transforms=tiled(PAIRS, jnp.uint16))
+        """SMEM of a CTA, None for buffers that are not needed, and the barrier that counts the TMA copies.
+
+        The buffers: the tile of x; row-wise codes; column-wise codes as 16-bit words of two rows; multipliers of 128
+        rows and of 128 columns; rotated tiles.
+        """
+        chunks, copies, dtype = self.chunks, self.copies, self.format.code_dtype
+        transforms = swizzle_transforms(CHUNK // copies, self.input_dtype)[1 if self.has_row_tiles else 0 :]
+        has_multipliers = self.has_1d_blocks or self.scaling is RowMultipliers
+        rowwise = plgpu.SMEM((chunks, 2, ROW_PAIRS, CHUNK), dtype, transforms=swizzle_transforms(CHUNK, dtype))
+        columnwise = plgpu.SMEM(
+            (chunks, CHUNK, ROW_PAIRS), jnp.uint16, transforms=swizzle_transforms(ROW_PAIRS, jnp.uint16)
+        )
+        rotated = len(self.rotated_outputs)
         return [
-            plgpu.SMEM((parts, 2, pieces, PAIRS, PART // pieces), self.input_dtype, transforms=transforms),
-            rows if self.wanted.rows else None,
-            words if self.wanted.transposed else None,
-            plgpu.SMEM((2, LINE), jnp.float32) if has_lines else None,
-            plgpu.SMEM((len(self.turns), LINE, PITCH), jnp.bfloat16) if self.turns else None,
-            plgpu.Barrier(num_arrivals=2 * parts * pieces),
+            plgpu.SMEM((chunks, 2, copies, ROW_PAIRS, CHUNK // copies), self.input_dtype, transforms=transforms),
+            rowwise if self.requested.rowwise else None,
+            columnwise if self.requested.columnwise else None,
+            plgpu.SMEM((2, SCALE_BLOCK), jnp.float32) if has_multipliers else None,
+            plgpu.SMEM((rotated, SCALE_BLOCK, ROW_PITCH), jnp.bfloat16) if rotated else None,
+            plgpu.Barrier(num_arrivals=2 * chunks * copies),
         ]
 
-    def multipliers(self, scaling: Scaling) -> list[jax.Array]:
-        """The array of a scaling that has one; of each tile's rows the even ones come first."""
-        if isinstance(scaling, PerBlock):
+    def scaling_arrays(self, scaling: Scaling) -> list[jax.Array]:
+        """Returns the array of a scaling, or none for BlockAmax; row multipliers have even rows of a tile first."""
+        if isinstance(scaling, BlockAmax):
             return []
-        if not isinstance(scaling, PerRow):
+        if not isinstance(scaling, RowMultipliers):
             return [scaling[0]]
-        deep = self.grid[0]
-        return [scaling.multipliers.reshape(deep, PAIRS, 2).transpose(0, 2, 1).reshape(deep, LINE)]
+        tile_rows = self.grid[0]
+        return [scaling.multipliers.reshape(tile_rows, ROW_PAIRS, 2).transpose(0, 2, 1).reshape(tile_rows, SCALE_BLOCK)]
 
-    def result(self, rows, words, largest, sums, scale, column_scale) -> Result:
-        """The outputs of the launch, reshaped to the fields of Result."""
-        (m, k), (deep, wide) = self.shape, self.grid
-        if self.of_lines and scale is not None:  # even rows come first in each tile
-            scale = scale.reshape(wide, deep, 2, PAIRS).transpose(1, 3, 2, 0).reshape(m, wide)
-        return Result(
-            None if rows is None else rows.reshape(m, k),
-            None if words is None else lax.bitcast_convert_type(words, self.format.code_dtype).reshape(k, m),
-            largest,
-            sums,
+    def to_outputs(self, rowwise, columnwise, amax, column_sums, scale, columnwise_scale) -> Outputs:
+        """Reshapes arrays of `output_types` to the shapes in `Outputs`."""
+        (m, k), (tile_rows, tile_columns) = self.shape, self.grid
+        if self.has_1d_blocks and scale is not None:  # even rows come first in each tile
+            scale = scale.reshape(tile_columns, tile_rows, 2, ROW_PAIRS).transpose(1, 3, 2, 0).reshape(m, tile_columns)
+        code_dtype = self.format.code_dtype
+        return Outputs(
+            None if rowwise is None else rowwise.reshape(m, k),
+            None if columnwise is None else lax.bitcast_convert_type(columnwise, code_dtype).reshape(k, m),
+            amax,
+            column_sums,
             scale,
-            None if column_scale is None else column_scale.reshape(deep, k).T,
+            None if columnwise_scale is None else columnwise_scale.reshape(tile_rows, k).T,
         )

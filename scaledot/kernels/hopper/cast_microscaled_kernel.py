@@ -1,18 +1,30 @@
-"""One read of a matrix, casts with blocks along its rows and down its columns: MXFP8 and NVFP4.
+"""Casts a matrix to MXFP8 or NVFP4, with blocks along rows and down columns, in one pass over memory.
 
-A program (CTA) has as many rows as a block is long in shared memory, and a thread a few neighbouring columns of them.
-Blocks down the columns are its own, and so are the groups of a rotation; blocks along a row it shares with some
-neighbours. One loop over the rows casts those and looks for the largest magnitudes down the columns, a second one casts
-these.
+Outputs may have 1-d blocks of 32 (MXFP8) or 16 (NVFP4) elements along rows, the same down columns, or square blocks.
+Each output is codes and the bytes of their scales, or bfloat16 values (code times block scale). Hopper's tensor cores
+do not apply block scales; these values are exact in bfloat16, so a matmul of them is exact up to accumulation.
 
-What tensor cores of Hopper multiply exactly is not codes but the values that they stand for, which fit bfloat16; so a
-view may ask for those instead. Codes of 4 bits are stored two to a byte: those of two rows, the odd one's above, which
-costs least; or those of two columns, as XLA stores them. For the latter a program reads bfloat16 as 32-bit words of two
-columns, so that a thread has the even and the odd ones in registers of their own.
+Grid and CTA: one CTA of one warpgroup (128 threads) for as many rows as a block is long and 128 × V columns. TMA loads
+the tile to SMEM. A thread holds V neighbouring columns in registers: V = 8 for MXFP8 from 16-bit inputs, otherwise 4.
+Blocks down columns, and the groups of a Hadamard rotation, are therefore held by one thread; a block along a row is
+shared by size / V neighbouring lanes. A first loop over the rows casts blocks along rows and accumulates the amax of
+each column; a second loop casts blocks down columns and square blocks. Codes and scales are stored from registers.
 
-Codes and scales have the reference's bits. NaN and infinities either propagate, by a NaN scale of their block, or
-saturate, and scales follow from finite elements. Values below 2^-126 are kept where the reference makes them zeros, and
-so are sums of a rotation: neither shows in a product.
+Scales: E8M0 scales of MXFP8 are computed from the amax of each block. NVFP4 has two levels, E4M3 block scales and one
+tensor scale: the kernel `amaxes` reads the matrix first, a second pass over memory, and `levels` has the multipliers.
+
+Packing of 4-bit codes, two to a byte: packing two neighbouring rows, the even row in the low nibble, needs the fewest
+instructions, because one thread holds both. Packing two neighbouring columns is XLA's layout of 4-bit arrays. For this
+the CTA reads bfloat16 as 32-bit words of two columns, so that even and odd columns are in separate registers; V then
+counts words, and a CTA has twice as many columns.
+
+NaN and infinities propagate, by a NaN scale of their block, or saturate; scales are then computed from finite elements.
+Codes and scales are bit-identical to the reference. bfloat16 values below 2^-126, and such results of a rotation, are
+kept, where the reference flushes them to zero; neither is large enough to change the result of a matmul.
+
+Example: x bfloat16 (512, 2048) to MXFP8 codes along rows and down columns. A CTA has 32 rows and 1024 columns, 64 KiB
+of SMEM; the grid is (16, 2). Outputs are codes (512, 2048) with scales (512, 64), and codes (512, 2048) with scales
+(16, 2048). The kernel reads 2 MiB and writes 2 MiB of codes.
 """
 
 import dataclasses
@@ -27,236 +39,257 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.launch import launch
-from scaledot.kernels.hopper.memory import THREADS, flushed, load, magnitudes, rotated, side_by_side, to_float8
-from scaledot.kernels.hopper.sizes import BLOCKS
+from scaledot.kernels.hopper.cast_arithmetic import amax_codec, flush_subnormals, rotated, to_float8
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_vector_layout
+from scaledot.kernels.hopper.scale_blocks import MICROSCALED_BLOCKS
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import amax_of_rank, float_of, magnitude_rank, power_of_two
-from scaledot.numerics.encode import float_code, rounded
+from scaledot.numerics.encode import float_code, round_to_element
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import E4M3_MAX, e8m0_code
 
-COLUMNS = THREADS * 8  # what K must be a multiple of
-TOGETHER = 4  # rows of one turn of a loop
-# 2^-127, the smallest MX scale, is no normal number; the largest one of 8-bit floats leaves room for a constant share.
-SHARE = np.float32(2.0**-8)
-AMAX_BLOCKS = 8  # blocks of rows of one program that looks for the largest magnitude
+COLUMN_MULTIPLE = THREADS * 8  # K must be a multiple of this
+ROWS_PER_STEP = 4  # rows in one iteration of a loop
+# MXFP8 values are code * 2^-8 * (2^8 * scale): the smallest E8M0 scale, 2^-127, is subnormal in float32, and 2^8 times
+# the largest scale of 8-bit codes, 2^119, does not overflow.
+CODE_MULTIPLIER = np.float32(2.0**-8)
+AMAX_BLOCKS = 8  # blocks of rows that a CTA of the amax kernel reads, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class View:
-    """A cast: blocks along rows ("along"), down columns ("down") or as long as wide ("square").
+class OutputSpec:
+    """One output of the kernel.
 
-    values: bfloat16 instead of codes and scales. rotation: down the columns, before the cast. packing: of 4-bit codes,
-    two "rows" or two "columns" in a byte. saturates: what becomes of NaN and infinities.
+    blocks: "along" rows, "down" columns, or "square". values: bfloat16 values instead of codes and scales.
+    rotation: down the columns, before the cast. packing: two "rows" or two "columns" of 4-bit codes to a byte, or "".
+    saturates: whether NaN and infinities saturate.
     """
 
     format: Format
-    shape: str
+    blocks: str
     values: bool
     stochastic: bool = False
     rotation: Hadamard | None = None
     packing: str = ""
     saturates: bool = False
 
-    def is_same_cast(self, other: "View") -> bool:
-        """Whether both have the same codes; what is rounded stochastically has a key of its own."""
+    def has_same_codes(self, other: "OutputSpec") -> bool:
+        """Whether both outputs have the same codes; outputs with stochastic rounding have different keys."""
         return not self.stochastic and dataclasses.replace(self, values=other.values, packing=other.packing) == other
 
 
-class CastOutputs(NamedTuple):
-    """Codes or values, and the bytes of the scales where there are codes."""
+class CodesAndScales(NamedTuple):
+    """Codes and the bytes of their scales; or bfloat16 values, and None."""
 
     data: jax.Array
     scale: jax.Array | None
 
 
 def cast(
-    x: jax.Array, views: tuple[View, ...], up: jax.Array | None, seeds: jax.Array | None, width: int
-) -> tuple[CastOutputs, ...]:
-    """The casts of x (M, K) that the views ask for; M must be a multiple of the block and K of 1024.
+    x: jax.Array, outputs: tuple[OutputSpec, ...], levels: jax.Array | None, seeds: jax.Array | None, row_length: int
+) -> tuple[CodesAndScales, ...]:
+    """Casts x (M, K) to these outputs; M must be a multiple of the block size and K of 1024.
 
-    up: for each view of a two-level format what brings its largest block maximum to the largest scale, and the
-    reciprocal; float32 (V, 2). seeds: where any rounds stochastically, the two words of each view's key, uint32 (V, 2).
-    width: the length of rows by which elements are counted for that. Either all views pack columns or none.
+    levels: for each output of a two-level format, the quantisation multiplier of the tensor and its reciprocal, float32
+    (outputs, 2). seeds: two words of a random key for each output, uint32 (outputs, 2); None if all round to nearest.
+    row_length: the row length from which stochastic rounding computes the index of an element. Either all outputs pack
+    columns or none.
     """
     m, k = x.shape
-    call = CastLaunch.of(x, views, up is not None, seeds is not None, width)
+    params = CastParameters.of(x, outputs, levels is not None, seeds is not None, row_length)
 
     def kernel(*refs) -> None:
-        _kernel(call, *refs)
+        _kernel(params, *refs)
 
+    tile = (params.block, params.columns // params.block, params.words)
     run = plgpu.kernel(
         kernel,
-        out_type=tuple(output for view in views for output in call.outputs(m, k, view)),
-        grid=(m // call.size, k // call.columns),
+        out_type=tuple(each for output in outputs for each in params.output_types(m, k, output)),
+        grid=(m // params.block, k // params.columns),
         grid_names=("row", "column"),
-        kernel_name=kernel_name("cast", *dict.fromkeys(view.format.name for view in views)),
-        scratch_types=[plgpu.SMEM((call.size, call.columns // call.size, call.words), call.dtype), plgpu.Barrier()],
+        kernel_name=kernel_name("cast", *dict.fromkeys(output.format.name for output in outputs)),
+        scratch_types=[plgpu.SMEM(tile, params.dtype), plgpu.Barrier()],
         compiler_params=_PARAMETERS,
     )
-    if call.paired:
+    if params.paired:
         x = lax.bitcast_convert_type(x.reshape(m, k // 2, 2), jnp.uint32)
-    given = [each for each in (up, seeds) if each is not None]
-    written = iter(launch(call, run, x.reshape(m, k // call.size, call.words), *given))
+    optional = [each for each in (levels, seeds) if each is not None]
+    arrays = iter(call_exported(params, run, x.reshape(m, k // params.block, params.words), *optional))
 
-    def made(view: View) -> CastOutputs:
-        data = next(written)
-        scale = None if view.values else next(written)
-        if scale is not None and scale.ndim == 4:  # of even and of odd columns
+    def result(output: OutputSpec) -> CodesAndScales:
+        data = next(arrays)
+        scale = None if output.values else next(arrays)
+        if scale is not None and scale.ndim == 4:  # (blocks, 2, blocks, words): interleave even and odd columns
             scale = scale.transpose(0, 2, 3, 1)
-        return CastOutputs(
+        return CodesAndScales(
             data.reshape(data.shape[0], -1), None if scale is None else scale.reshape(scale.shape[0], -1)
         )
 
-    return tuple(map(made, views))
+    return tuple(map(result, outputs))
 
 
-class CastLaunch(NamedTuple):
-    """One launch, before data. size: of a block. vector: neighbouring elements of a thread, words of two columns where
-    columns are `paired`. dtype: of these elements."""
+class CastParameters(NamedTuple):
+    """The static parameters of a launch.
 
-    views: tuple[View, ...]
-    size: int
+    block: the block size. vector: V, neighbouring elements of a row that a thread holds, words if columns are `paired`.
+    paired: whether x is read as 32-bit words of two bfloat16 columns. dtype: of elements in SMEM.
+    """
+
+    outputs: tuple[OutputSpec, ...]
+    block: int
     vector: int
     paired: bool
     dtype: Any
     has_levels: bool
     has_seeds: bool
-    width: int
+    row_length: int
 
     @classmethod
-    def of(cls, x: jax.Array, views: tuple[View, ...], has_levels: bool, has_seeds: bool, width: int) -> "CastLaunch":
-        format = views[0].format
-        size, paired = BLOCKS[format.element, format.scale], views[0].packing == "columns"
-        assert all((view.packing == "columns") == paired for view in views)
-        vector = _vector(size, x.dtype)
-        if paired and any(view.rotation is not None for view in views):
-            vector //= 2  # a whole block of each column is in registers
-        return cls(views, size, vector, paired, jnp.uint32 if paired else x.dtype, has_levels, has_seeds, width)
+    def of(
+        cls, x: jax.Array, outputs: tuple[OutputSpec, ...], has_levels: bool, has_seeds: bool, row_length: int
+    ) -> "CastParameters":
+        format = outputs[0].format
+        block, paired = MICROSCALED_BLOCKS[format.element, format.scale], outputs[0].packing == "columns"
+        assert all((output.packing == "columns") == paired for output in outputs)
+        vector = _vector(block, x.dtype)
+        if paired and any(output.rotation is not None for output in outputs):
+            vector //= 2  # a thread holds a whole block of each of its columns in registers
+        dtype = jnp.uint32 if paired else x.dtype
+        return cls(outputs, block, vector, paired, dtype, has_levels, has_seeds, row_length)
 
     @property
     def words(self) -> int:
-        """Elements of a block along a row."""
-        return self.size // (2 if self.paired else 1)
+        """Elements in SMEM of a block along a row."""
+        return self.block // (2 if self.paired else 1)
 
     @property
     def columns(self) -> int:
-        """Of one program."""
-        return THREADS * self.vector * self.size // self.words
+        """Columns of x in a CTA tile."""
+        return THREADS * self.vector * self.block // self.words
 
-    def outputs(self, m: int, k: int, view: View) -> list[jax.ShapeDtypeStruct]:
-        across = k // self.size
-        dtype = jnp.bfloat16 if view.values else jnp.uint8 if view.packing else view.format.element_dtype
-        data = jax.ShapeDtypeStruct((m // 2 if view.packing == "rows" else m, across, self.words), dtype)
-        if view.values:
+    def output_types(self, m: int, k: int, output: OutputSpec) -> list[jax.ShapeDtypeStruct]:
+        """The types of an output as the kernel writes it: data, and the bytes of scales if it has codes."""
+        across = k // self.block
+        dtype = jnp.bfloat16 if output.values else jnp.uint8 if output.packing else output.format.element_dtype
+        data = jax.ShapeDtypeStruct((m // 2 if output.packing == "rows" else m, across, self.words), dtype)
+        if output.values:
             return [data]
-        down = m // self.size
-        scales = {"along": (m, across), "down": (down, across, self.size), "square": (down, across)}
-        if view.shape == "down" and self.paired:  # of the even columns, then of the odd ones
+        down = m // self.block
+        scales = {"along": (m, across), "down": (down, across, self.block), "square": (down, across)}
+        if output.blocks == "down" and self.paired:  # those of even columns, then those of odd columns
             return [data, jax.ShapeDtypeStruct((down, 2, across, self.words), jnp.uint8)]
-        return [data, jax.ShapeDtypeStruct(scales[view.shape], jnp.uint8)]
+        return [data, jax.ShapeDtypeStruct(scales[output.blocks], jnp.uint8)]
 
 
-def _kernel(call: CastLaunch, x_gmem, *others) -> None:
-    *others, x_smem, full = others
-    outs = iter(others)
-    up_gmem = next(outs) if call.has_levels else None
-    seeds_gmem = next(outs) if call.has_seeds else None
-    across = call.columns // call.size
-    first, beside = lax.axis_index("row") * call.size, lax.axis_index("column") * across
-    plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(first, call.size), pl.ds(beside, across)], x_smem, full)
-    pending = [Out(i, view, next(outs), None if view.values else next(outs)) for i, view in enumerate(call.views)]
-    made = []
+def _kernel(params: CastParameters, x_gmem, *refs) -> None:
+    """Runs one CTA. Outputs with the same codes share one cast."""
+    *refs, x_smem, loaded = refs
+    others = iter(refs)
+    levels_gmem = next(others) if params.has_levels else None
+    seeds_gmem = next(others) if params.has_seeds else None
+    across = params.columns // params.block
+    first_row, first_block = lax.axis_index("row") * params.block, lax.axis_index("column") * across
+    tile = x_gmem.at[pl.ds(first_row, params.block), pl.ds(first_block, across)]
+    plgpu.copy_gmem_to_smem(tile, x_smem, loaded)
+    pending = [
+        OutputRefs(i, spec, next(others), None if spec.values else next(others))
+        for i, spec in enumerate(params.outputs)
+    ]
+    casts = []
     while pending:
-        view = pending[0].view
-        row_alignment = [pending[0], *(out for out in pending[1:] if view.is_same_cast(out.view))]
-        pending = [out for out in pending if out not in row_alignment]
-        number = row_alignment[0].number
-        level = None if up_gmem is None else (up_gmem[number, 0], up_gmem[number, 1])
-        uniform = functools.partial(_uniform, seeds_gmem, number, call.width) if view.stochastic else None
-        made.append(Cast(view, level, tuple(row_alignment), uniform))
-    plgpu.barrier_wait(full)
-    _make(made, Rows(x_smem, first, beside, call.vector, call.paired))
+        spec, index = pending[0].spec, pending[0].index
+        shared = [pending[0], *(output for output in pending[1:] if spec.has_same_codes(output.spec))]
+        pending = [output for output in pending if output not in shared]
+        level = None if levels_gmem is None else (levels_gmem[index, 0], levels_gmem[index, 1])
+        uniform = functools.partial(_uniform, seeds_gmem, index, params.row_length) if spec.stochastic else None
+        casts.append(Cast(spec, level, tuple(shared), uniform))
+    plgpu.barrier_wait(loaded)
+    _run_casts(casts, Tile(x_smem, first_row, first_block, params.vector, params.paired))
 
 
-def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], size: int) -> jax.Array:
-    """The largest finite magnitude of x as each rotation, or None, leaves it: (R,). They run down columns of `size`."""
+def amaxes(x: jax.Array, rotations: tuple[Hadamard | None, ...], block: int) -> jax.Array:
+    """Returns the amax of the finite elements of x (M, K) after each rotation, or without one for None: (rotations,).
+
+    Rotations run down columns, in groups of `block` rows. A thread holds `block` rows of its columns in registers.
+    """
     m, k = x.shape
-    vector, deep = _vector(size, x.dtype), m // size
+    vector, down = _vector(block, x.dtype), m // block
     columns = THREADS * vector
-    row_tiles = -(-deep // AMAX_BLOCKS)
+    row_tiles = -(-down // AMAX_BLOCKS)
 
     def kernel(x_gmem, out_gmem):
-        strip, column = lax.axis_index("strip"), lax.axis_index("column")
+        row_tile, column = lax.axis_index("row_tile"), lax.axis_index("column")
 
-        def block(i, largest):
-            first, blocks = (strip + i * row_tiles) * size, pl.ds(column * (columns // size), columns // size)
-            loaded = [_row(x_gmem.at[first + j, blocks], vector) for j in range(size)]
-            found = []
+        def accumulate(i, largest):
+            first = (row_tile + i * row_tiles) * block
+            blocks = pl.ds(column * (columns // block), columns // block)
+            rows = [_load_row(x_gmem.at[first + j, blocks], vector) for j in range(block)]
+            result = []
             for rotation, most in zip(rotations, largest, strict=True):
-                values = loaded if rotation is None else rotated(loaded, rotation)
-                found.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
-            return tuple(found)
+                values = rows if rotation is None else rotated(rows, rotation)
+                result.append(functools.reduce(jnp.maximum, map(magnitude_rank, values), most))
+            return tuple(result)
 
-        nothing = plgpu.layout_cast(jnp.zeros((columns // size, size), jnp.uint32), side_by_side(size, vector))
-        count = lax.div(deep - strip + row_tiles - 1, row_tiles)
-        for number, most in enumerate(lax.fori_loop(0, count, block, (nothing,) * len(rotations))):
-            out_gmem[number, strip, column] = jnp.max(jnp.max(amax_of_rank(most), axis=1), axis=0)
+        zeros = plgpu.layout_cast(jnp.zeros((columns // block, block), jnp.uint32), row_vector_layout(block, vector))
+        count = lax.div(down - row_tile + row_tiles - 1, row_tiles)
+        for i, largest in enumerate(lax.fori_loop(0, count, accumulate, (zeros,) * len(rotations))):
+            out_gmem[i, row_tile, column] = jnp.max(jnp.max(amax_of_rank(largest), axis=1), axis=0)
 
     grid = (row_tiles, k // columns)
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((len(rotations), *grid), jnp.float32),
         grid=grid,
-        grid_names=("strip", "column"),
+        grid_names=("row_tile", "column"),
         kernel_name=kernel_name("amax"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    found = launch(("amax of blocks", rotations, size), run, x.reshape(m, k // size, size))
-    return jnp.max(found, axis=(1, 2))
+    partial_amaxes = call_exported(("amax of blocks", rotations, block), run, x.reshape(m, k // block, block))
+    return jnp.max(partial_amaxes, axis=(1, 2))
 
 
-# Nothing that a cast writes is read again, so no thread need wait for another.
+# Threads read only what TMA loaded and write only to GMEM, so no barriers between them are needed.
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
-def _vector(size: int, dtype) -> int:
-    """Neighbouring columns of a thread: 16 bytes, or half of that where blocks are short."""
-    return 8 if size == 32 and dtype.itemsize == 2 else 4
+def _vector(block: int, dtype) -> int:
+    """Returns the number of neighbouring columns that a thread holds: 16 bytes, or 8 bytes of 16-bit NVFP4 inputs."""
+    return 8 if block == 32 and dtype.itemsize == 2 else 4
 
 
-def _row(ref, vector: int) -> jax.Array:
-    """Blocks of a row as float32, (blocks, elements)."""
-    return load(ref, side_by_side(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
+def _load_row(ref, vector: int) -> jax.Array:
+    """Loads blocks of a row as float32 (blocks, elements of a block)."""
+    return load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False).astype(jnp.float32)
 
 
-def _paired_row(ref, vector: int) -> tuple[jax.Array, jax.Array]:
-    """The even and the odd columns of a row of bfloat16 pairs: its bits are the upper half of float32's."""
-    words = load(ref, side_by_side(ref.shape[-1], vector), optimized=False)
+def _load_paired_row(ref, vector: int) -> tuple[jax.Array, jax.Array]:
+    """Loads even and odd columns of a row of bfloat16 pairs as float32, whose upper halves are the bits of bfloat16."""
+    words = load(ref, row_vector_layout(ref.shape[-1], vector), optimized=False)
     return float_of(words << 16), float_of(words & np.uint32(0xFFFF0000))
 
 
-Row = tuple[jax.Array, ...]  # float32 (blocks, elements); where columns are paired, the even ones and the odd ones
-Numbered = list[tuple[Any, Row]]  # rows of a program, with their numbers
+Row = tuple[jax.Array, ...]  # float32 (blocks, elements of a block); if columns are paired, even and odd ones
+IndexedRows = list[tuple[Any, Row]]  # rows of a CTA tile, with their indices in it
 
 
-class Rows(NamedTuple):
-    """Rows of one block in shared memory: the number of the first, that of its first block, the elements of a thread.
+class Tile(NamedTuple):
+    """The tile of a CTA in SMEM: (rows of a block, blocks along a row, elements of a block).
 
-    Of the blocks in memory, those from `skipped` on count.
+    first_row, first_block: the position of the tile in x, in rows and blocks. vector, paired: see `CastParameters`.
+    skipped_blocks: of the blocks in SMEM; those from here on are read, as many as the threads hold with this `vector`.
     """
 
     smem: Any
-    first: Any
-    beside: Any
+    first_row: Any
+    first_block: Any
     vector: int
     paired: bool = False
-    skipped: Any = 0
+    skipped_blocks: Any = 0
 
     @property
-    def size(self) -> int:
+    def block(self) -> int:
         return self.smem.shape[0]
 
     @property
@@ -265,220 +298,234 @@ class Rows(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        return side_by_side(self.words, self.vector)
+        return row_vector_layout(self.words, self.vector)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def row_shape(self) -> tuple[int, int]:
+        """The shape of a row in registers, (blocks, elements of a block)."""
         return THREADS * self.vector // self.words, self.words
 
     @property
     def blocks(self) -> Any:
-        """Its blocks among those of a row."""
-        return pl.ds(self.beside + self.skipped, self.shape[0])
+        """The blocks of the tile along a row of x."""
+        return pl.ds(self.first_block + self.skipped_blocks, self.row_shape[0])
 
     def load(self, i) -> Row:
-        ref = self.smem.at[i, pl.ds(self.skipped, self.shape[0])]
-        return _paired_row(ref, self.vector) if self.paired else (_row(ref, self.vector),)
+        """Loads row i of the tile."""
+        ref = self.smem.at[i, pl.ds(self.skipped_blocks, self.row_shape[0])]
+        return _load_paired_row(ref, self.vector) if self.paired else (_load_row(ref, self.vector),)
 
-    def nothing(self) -> Row:
-        """Magnitudes that are below all others."""
-        zeros = plgpu.layout_cast(jnp.zeros(self.shape, jnp.uint32), self.layout)
+    def zero_ranks(self) -> Row:
+        """Returns ranks (see `magnitudes`) of zero for a row, from which to accumulate an amax."""
+        zeros = plgpu.layout_cast(jnp.zeros(self.row_shape, jnp.uint32), self.layout)
         return (zeros,) * (2 if self.paired else 1)
 
-    def halves(self, work) -> None:
-        """work(rows) with half the columns of each thread, twice."""
+    def for_each_half(self, body) -> None:
+        """Calls body(tile) for two halves of the tile, with half the columns of each thread."""
 
         @pl.loop(0, 2)
         def _(half):
-            work(self._replace(vector=self.vector // 2, skipped=half * (self.shape[0] // 2)))
+            body(self._replace(vector=self.vector // 2, skipped_blocks=half * (self.row_shape[0] // 2)))
 
-    def in_steps(self, body, carry):
-        """body(rows of a step, numbered) over all steps."""
+    def for_each_step(self, body, carry):
+        """Loops over steps of four rows: carry = body(indexed rows, carry)."""
 
         def step(i, carry):
-            return body([(i * TOGETHER + j, self.load(i * TOGETHER + j)) for j in range(TOGETHER)], carry)
+            return body(
+                [(i * ROWS_PER_STEP + j, self.load(i * ROWS_PER_STEP + j)) for j in range(ROWS_PER_STEP)], carry
+            )
 
-        return lax.fori_loop(0, self.size // TOGETHER, step, carry)
+        return lax.fori_loop(0, self.block // ROWS_PER_STEP, step, carry)
 
-    def spread(self, value: jax.Array) -> jax.Array:
-        """One number per block as one per element."""
+    def broadcast(self, value: jax.Array) -> jax.Array:
+        """Broadcasts one number per block, (blocks,), to its elements; returns a number per element unchanged."""
         if value.ndim == 2:
             return value
-        return plgpu.layout_cast(lax.broadcast_in_dim(value, self.shape, (0,)), self.layout)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, self.row_shape, (0,)), self.layout)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Out:
-    """Where the codes or values of a view go, and its scales; and which of the views it is."""
+class OutputRefs:
+    """An output: its index among all outputs, its spec, and the GMEM refs of its data and scales."""
 
-    number: int
-    view: View
+    index: int
+    spec: OutputSpec
     data: Any
     scale: Any
 
-    def write(self, rows: Rows, numbered: Numbered, scales: "list[Scales]", uniforms: list[Row | None]) -> None:
-        """Some rows of a block, each under its scale; packed ones come in pairs."""
+    def write(self, tile: Tile, rows: IndexedRows, scales: "list[RowScales]", uniforms: list[Row | None]) -> None:
+        """Casts and stores some rows of the tile, with the scales of each; if rows are packed, an even number."""
         results = [
             [
-                _cast(self.view, values, scale, rows.spread, None if uniform is None else uniform[column])
-                for column, (values, scale) in enumerate(zip(row, of_row, strict=True))
+                _encode(self.spec, values, scale, tile.broadcast, None if uniform is None else uniform[parity])
+                for parity, (values, scale) in enumerate(zip(row, row_scales, strict=True))
             ]
-            for (_, row), of_row, uniform in zip(numbered, scales, uniforms, strict=True)
+            for (_, row), row_scales, uniform in zip(rows, scales, uniforms, strict=True)
         ]
-        numbers = [rows.first + i for i, _ in numbered]
-        if self.view.packing == "rows":
-            numbers = [lax.div(number, 2) for number in numbers[::2]]
+        indices = [tile.first_row + i for i, _ in rows]
+        if self.spec.packing == "rows":
+            indices = [lax.div(index, 2) for index in indices[::2]]
             results = [even + odd for even, odd in zip(results[::2], results[1::2], strict=True)]
-        for number, result in zip(numbers, results, strict=True):
-            self.data[number, rows.blocks] = (
-                (result[0] | (result[1] << 4)).astype(jnp.uint8) if self.view.packing else result[0]
+        for index, result in zip(indices, results, strict=True):
+            self.data[index, tile.blocks] = (
+                (result[0] | (result[1] << 4)).astype(jnp.uint8) if self.spec.packing else result[0]
             )
 
-    def write_scale(self, rows: Rows, at, scales: "Scales") -> None:
+    def write_scale(self, tile: Tile, row, scales: "RowScales") -> None:
+        """Stores the scales of a row of x, or of a row of blocks."""
         if self.scale is None:
             return
-        if self.view.shape == "down" and rows.paired:
-            for column, scale in enumerate(scales):
-                self.scale[at, column, rows.blocks] = scale.stored
+        if self.spec.blocks == "down" and tile.paired:
+            for parity, scale in enumerate(scales):
+                self.scale[row, parity, tile.blocks] = scale.stored
         else:
-            self.scale[at, rows.blocks] = scales[0].stored
+            self.scale[row, tile.blocks] = scales[0].stored
 
 
 class Cast(NamedTuple):
-    """One cast: the view that says how, its tensor's level, all that want it, and uniform numbers for a row, if any."""
+    """A cast and the outputs that share its codes.
 
-    view: View
+    level: the quantisation multiplier of the tensor and its reciprocal, for a two-level format. uniform: a function of
+    (tile, i) that returns random numbers in [0, 1) for row i, with stochastic rounding.
+    """
+
+    spec: OutputSpec
     level: tuple[Any, Any] | None
-    outs: tuple[Out, ...]
+    outputs: tuple[OutputRefs, ...]
     uniform: Any
 
     @property
-    def ordered(self) -> Any:
-        return magnitudes(self.view.saturates)[0]
+    def encode_rank(self) -> Any:
+        return amax_codec(self.spec.saturates)[0]
 
-    def scale_of(self, largest: jax.Array) -> "Scale":
-        """From the largest of `ordered` magnitudes in each block."""
-        return _scale_of(self.view.format, magnitudes(self.view.saturates)[1](largest), self.level)
+    def scale_of(self, rank: jax.Array) -> "Scale":
+        """Returns the scale of blocks from the rank of their amax."""
+        return _scale_of(self.spec.format, amax_codec(self.spec.saturates)[1](rank), self.level)
 
-    def write(self, rows: Rows, numbered: Numbered, scales: "list[Scales]") -> None:
-        uniforms = [None if self.uniform is None else self.uniform(rows, i) for i, _ in numbered]
-        for out in self.outs:
-            out.write(rows, numbered, scales, uniforms)
+    def write(self, tile: Tile, rows: IndexedRows, scales: "list[RowScales]") -> None:
+        uniforms = [None if self.uniform is None else self.uniform(tile, i) for i, _ in rows]
+        for output in self.outputs:
+            output.write(tile, rows, scales, uniforms)
 
-    def write_scale(self, rows: Rows, at, scales: "Scales") -> None:
-        for out in self.outs:
-            out.write_scale(rows, at, scales)
+    def write_scale(self, tile: Tile, row, scales: "RowScales") -> None:
+        for output in self.outputs:
+            output.write_scale(tile, row, scales)
 
 
 class Scale(NamedTuple):
-    """The bytes of a scale, what data is multiplied by, and what codes are, in turn."""
+    """The bytes of a scale, the quantisation multiplier, and the numbers that dequantise a code, applied in turn."""
 
     stored: jax.Array
     multiplier: jax.Array
-    back: tuple[Any, ...]
+    dequantizers: tuple[Any, ...]
 
 
-Scales = tuple[Scale, ...]  # of each array of a Row
+RowScales = tuple[Scale, ...]  # one for each array of a Row
 
 
-def _make(made: list[Cast], rows: Rows) -> None:
-    along = [cast for cast in made if cast.view.shape == "along"]
-    down = [cast for cast in made if cast.view.shape != "along" and cast.view.rotation is None]
+def _run_casts(casts: list[Cast], tile: Tile) -> None:
+    """Runs all casts of a tile: first blocks along rows and amaxes of columns, then blocks down columns."""
+    along = [cast for cast in casts if cast.spec.blocks == "along"]
+    down = [cast for cast in casts if cast.spec.blocks != "along" and cast.spec.rotation is None]
 
-    def first(numbered: Numbered, largest: Row) -> Row:
+    def cast_rows(rows: IndexedRows, largest: Row) -> Row:
         for cast in along:
-            _along(cast, rows, numbered)
-        return _larger(down[0].ordered, [row for _, row in numbered], largest) if down else largest
+            _cast_along(cast, tile, rows)
+        return _accumulate_ranks(down[0].encode_rank, [row for _, row in rows], largest) if down else largest
 
-    largest = rows.in_steps(first, rows.nothing()) if along or down else rows.nothing()
-    for cast in made:
-        if cast.view.rotation is not None:  # half the columns at a time, because a whole block of each is in registers
-            rows.halves(functools.partial(_down_rotated, cast, cast.view.rotation))
+    largest = tile.for_each_step(cast_rows, tile.zero_ranks()) if along or down else tile.zero_ranks()
+    for cast in casts:
+        if cast.spec.rotation is not None:  # in halves: a thread holds a whole block of each of its columns
+            tile.for_each_half(functools.partial(_cast_down_rotated, cast, cast.spec.rotation))
     for cast in down:
-        _down(cast, rows, largest)
+        _cast_down(cast, tile, largest)
 
 
-def _larger(ordered, rows: list[Row], largest: Row) -> Row:
-    """The elementwise maximum of `largest` and `ordered(row)` over the rows."""
+def _accumulate_ranks(encode_rank, rows: list[Row], largest: Row) -> Row:
+    """Returns the elementwise maximum of `largest` and the ranks of all rows."""
     return tuple(
-        functools.reduce(jnp.maximum, map(ordered, column), most)
-        for column, most in zip(zip(*rows, strict=True), largest, strict=True)
+        functools.reduce(jnp.maximum, map(encode_rank, arrays), most)
+        for arrays, most in zip(zip(*rows, strict=True), largest, strict=True)
     )
 
 
-def _along(cast: Cast, rows: Rows, numbered: Numbered) -> None:
+def _cast_along(cast: Cast, tile: Tile, rows: IndexedRows) -> None:
+    """Casts rows with blocks along them."""
     scales = []
-    for i, row in numbered:
-        largest = functools.reduce(jnp.maximum, map(cast.ordered, row))
+    for i, row in rows:
+        largest = functools.reduce(jnp.maximum, map(cast.encode_rank, row))
         scales.append((cast.scale_of(jnp.max(largest, axis=1)),) * len(row))
-        cast.write_scale(rows, rows.first + i, scales[-1])
-    cast.write(rows, numbered, scales)
+        cast.write_scale(tile, tile.first_row + i, scales[-1])
+    cast.write(tile, rows, scales)
 
 
-def _down_rotated(cast: Cast, rotation: Hadamard, rows: Rows) -> None:
-    loaded = [rows.load(i) for i in range(rows.size)]
-    turned = list(zip(*(rotated(list(column), rotation) for column in zip(*loaded, strict=True)), strict=True))
-    largest = (functools.reduce(jnp.maximum, map(cast.ordered, column)) for column in zip(*turned, strict=True))
+def _cast_down_rotated(cast: Cast, rotation: Hadamard, tile: Tile) -> None:
+    """Rotates a tile down its columns, and casts it with blocks down them."""
+    loaded = [tile.load(i) for i in range(tile.block)]
+    rows = list(zip(*(rotated(list(arrays), rotation) for arrays in zip(*loaded, strict=True)), strict=True))
+    largest = (functools.reduce(jnp.maximum, map(cast.encode_rank, arrays)) for arrays in zip(*rows, strict=True))
     scales = tuple(map(cast.scale_of, largest))
-    cast.write_scale(rows, lax.div(rows.first, rows.size), scales)
-    cast.write(rows, list(enumerate(turned)), [scales] * rows.size)
+    cast.write_scale(tile, lax.div(tile.first_row, tile.block), scales)
+    cast.write(tile, list(enumerate(rows)), [scales] * tile.block)
 
 
-def _down(cast: Cast, rows: Rows, largest: Row) -> None:
-    if cast.view.shape == "square":
+def _cast_down(cast: Cast, tile: Tile, largest: Row) -> None:
+    """Casts a tile with blocks down its columns, or square ones; largest: the ranks of the amax of each column."""
+    if cast.spec.blocks == "square":
         scales = (cast.scale_of(jnp.max(functools.reduce(jnp.maximum, largest), axis=1)),) * len(largest)
     else:
         scales = tuple(map(cast.scale_of, largest))
-    cast.write_scale(rows, lax.div(rows.first, rows.size), scales)
+    cast.write_scale(tile, lax.div(tile.first_row, tile.block), scales)
 
-    def body(numbered, carry):
-        cast.write(rows, numbered, [scales] * len(numbered))
+    def body(rows, carry):
+        cast.write(tile, rows, [scales] * len(rows))
         return carry
 
-    rows.in_steps(body, jnp.int32(0))
+    tile.for_each_step(body, jnp.int32(0))
 
 
 def _scale_of(format: Format, amax: jax.Array, level) -> Scale:
-    """The scale of blocks with these magnitudes; NaN, and so is every value, where one is infinite."""
+    """Returns the scale of blocks from their amax; NaN if it is infinite."""
     nan = np.float32(np.nan)
     if format.scale == "float8_e8m0fnu":
         code = e8m0_code(amax, format)
         multiplier = jnp.where(code == 255, nan, power_of_two(127 - code))
-        return Scale(code.astype(jnp.uint8), multiplier, (SHARE, power_of_two(code - 119)))
-    up, down = level
-    relative = jnp.minimum(amax * (up * np.float32(1 / format.max)), E4M3_MAX)
+        return Scale(code.astype(jnp.uint8), multiplier, (CODE_MULTIPLIER, power_of_two(code - 119)))
+    tensor_multiplier, reciprocal = level
+    relative = jnp.minimum(amax * (tensor_multiplier * np.float32(1 / format.max)), E4M3_MAX)
     relative = jnp.where(amax == np.float32(np.inf), nan, relative)
     stored = relative.astype(jnp.float8_e4m3fn)
     value = stored.astype(jnp.float32)
-    multiplier = jnp.minimum(np.float32(1) / (value * down), np.finfo(np.float32).max)
+    multiplier = jnp.minimum(np.float32(1) / (value * reciprocal), np.finfo(np.float32).max)
     multiplier = jnp.where(value == 0, np.float32(0), multiplier)
     return Scale(lax.bitcast_convert_type(stored, jnp.uint8), multiplier, (value,))
 
 
-def _cast(view: View, row: jax.Array, scale: Scale, spread, uniform: jax.Array | None) -> jax.Array:
-    """Codes of a row, packed ones as bits; or the values that they stand for. Subnormal numbers are zeros."""
-    format = view.format
-    up = flushed(row) * spread(scale.multiplier)
-    if view.packing:
-        return float_code(up, format, uniform)
+def _encode(spec: OutputSpec, row: jax.Array, scale: Scale, broadcast, uniform: jax.Array | None) -> jax.Array:
+    """Returns the codes of a row, as integers if they are packed, or its bfloat16 values; flushes subnormal inputs."""
+    format = spec.format
+    scaled = flush_subnormals(row) * broadcast(scale.multiplier)
+    if spec.packing:
+        return float_code(scaled, format, uniform)
     if format.bits == 8 and uniform is None:
-        codes = to_float8(up, format.element_dtype, view.saturates)
-        if not view.values:
+        codes = to_float8(scaled, format.element_dtype, spec.saturates)
+        if not spec.values:
             return codes
         values = codes.astype(jnp.float32)
     else:
-        values = rounded(up, format, uniform)
-        if not view.values:
-            return to_float8(values, format.element_dtype, view.saturates)
-    for multiplier in scale.back:
-        values = values * (multiplier if multiplier.ndim == 0 else spread(multiplier))
+        values = round_to_element(scaled, format, uniform)
+        if not spec.values:
+            return to_float8(values, format.element_dtype, spec.saturates)
+    for dequantizer in scale.dequantizers:
+        values = values * (dequantizer if dequantizer.ndim == 0 else broadcast(dequantizer))
     return values.astype(jnp.bfloat16)
 
 
-def _uniform(seeds_gmem, number: int, width: int, rows: Rows, i) -> Row:
-    """Numbers in [0, 1) for the elements of a row."""
-    block, element = (plgpu.broadcasted_iota(jnp.uint32, rows.shape, axis, layout=rows.layout) for axis in range(2))
-    start = (rows.first + i) * np.int32(width) + (rows.beside + rows.skipped) * np.int32(rows.size)
-    start = start.astype(jnp.uint32) + block * np.uint32(rows.size)
-    places = [start + 2 * element, start + 2 * element + 1] if rows.paired else [start + element]
-    return tuple(uniform_at(place, seeds_gmem[number, 0], seeds_gmem[number, 1]) for place in places)
+def _uniform(seeds_gmem, index: int, row_length: int, tile: Tile, i) -> Row:
+    """Returns random numbers in [0, 1) for the elements of row i of a tile; index: of the output."""
+    block, element = (plgpu.broadcasted_iota(jnp.uint32, tile.row_shape, axis, layout=tile.layout) for axis in range(2))
+    start = (tile.first_row + i) * np.int32(row_length)
+    start = start + (tile.first_block + tile.skipped_blocks) * np.int32(tile.block)
+    start = start.astype(jnp.uint32) + block * np.uint32(tile.block)
+    places = [start + 2 * element, start + 2 * element + 1] if tile.paired else [start + element]
+    return tuple(uniform_at(place, seeds_gmem[index, 0], seeds_gmem[index, 1]) for place in places)

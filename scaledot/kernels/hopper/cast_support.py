@@ -1,4 +1,4 @@
-"""What the cast kernels have in common: which problems are theirs, and how arrays become matrices and back."""
+"""Checks, random seeds and reshapes that the Mosaic cast kernels share; imports no Pallas."""
 
 import dataclasses
 import math
@@ -11,116 +11,120 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.spec import CastArguments, CastProblem, View
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import Stream, mixed, raw_key, seeds_from
+from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key
 from scaledot.parallel.types import vary_as
 
-INPUTS = ("bfloat16", "float16", "float32")
-MOST_ROWS = 16 * 65535  # a grid has no more blocks of 16 rows
+INPUT_DTYPES = ("bfloat16", "float16", "float32")
+MAX_ROWS = 16 * 65535  # a CUDA grid has at most 65535 CTAs along rows, and a CTA at least 16 rows
 
 
 def matrix_shape(problem: CastProblem) -> tuple[int, int] | None:
-    """The shape of the array as a matrix: leading axes merge where blocks do not run along them."""
+    """Returns the shape (rows, columns) after leading dims are merged, or None if blocks run along leading dims."""
     if len(problem.shape) == 2:
         return problem.shape[0], problem.shape[1]
-    merges = (view.contracted is None and _merges(view, len(problem.shape)) for view in problem.views)
-    if len(problem.shape) < 2 or not all(merges):
+    can_merge = (output.contracted is None and _can_merge(output, len(problem.shape)) for output in problem.outputs)
+    if len(problem.shape) < 2 or not all(can_merge):
         return None
     return math.prod(problem.shape[:-1]), problem.shape[-1]
 
 
-def _merges(view: View, ndim: int) -> bool:
-    *lead, _ = tile = blocks.expand(view.spec.block, ndim)
-    return not any(tile) or set(lead) == {1}
+def _can_merge(output: CastOutput, ndim: int) -> bool:
+    *leading, _ = block = blocks.expand(output.spec.block, ndim)
+    return not any(block) or set(leading) == {1}
 
 
-def tile_of(view: View, ndim: int) -> tuple[int, int]:
-    """(rows, columns) of the matrix that share a scale; 0 for all."""
-    *_, rows, columns = blocks.expand(view.spec.block, ndim)
+def matrix_block(output: CastOutput, ndim: int) -> tuple[int, int]:
+    """Returns the block (rows, columns) of the matrix; 0 for a whole dim."""
+    *_, rows, columns = blocks.expand(output.spec.block, ndim)
     return rows, columns
 
 
 def problem_reason(problem: CastProblem) -> str | None:
-    """Why neither kernel makes these casts, whatever the device and the formats."""
+    """Returns why no Mosaic kernel supports these casts, or None; each kernel checks formats itself."""
     shape = matrix_shape(problem)
     if shape is None or not all(shape):
-        return f"it casts matrices, not an array of shape {problem.shape} in such blocks"
-    if problem.dtype.name not in INPUTS:
-        return f"it reads {', '.join(INPUTS)}, not {problem.dtype}"
-    if shape[0] > MOST_ROWS:
-        return f"it casts at most {MOST_ROWS} rows, not {shape[0]}"
-    if problem.views[0].contracted is None and shape[0] < LINE:
-        return f"it works on {LINE} rows at a time, of which {shape[0]} would leave most idle"
-    others = sorted(problem.given - {"multiplier"})
-    if others:
-        return f"`{others[0]}` is given; it makes scales and random bits itself"
-    specs = [view.spec for view in problem.views]
+        return f"it casts non-empty matrices; shape {problem.shape} in these blocks cannot be reshaped to one"
+    if problem.dtype.name not in INPUT_DTYPES:
+        return f"it reads {', '.join(INPUT_DTYPES)}, not {problem.dtype}"
+    if shape[0] > MAX_ROWS:
+        return f"it casts at most {MAX_ROWS} rows, not {shape[0]}"
+    if problem.outputs[0].contracted is None and shape[0] < SCALE_BLOCK:
+        return f"its tiles have {SCALE_BLOCK} rows, and {shape[0]} rows would leave most of a tile idle"
+    unused = sorted(problem.passed_arguments - {"multiplier"})
+    if unused:
+        return f"`{unused[0]}` is passed; it computes scales and random numbers itself"
+    specs = [output.spec for output in problem.outputs]
     if any(spec.calibration != Calibration("absmax") for spec in specs):
-        return f"it scales by the largest magnitude, not by calibration {specs[0].calibration.method!r}"
+        return f"it scales by the amax, not by calibration {specs[0].calibration.method!r}"
     if len({spec.format for spec in specs}) > 1:
-        return "the casts have different formats"
+        return "the outputs have different formats"
     if len({(spec.amax_axes, spec.nonfinite == "saturate") for spec in specs}) > 1:
-        return "the casts share scales over different mesh axes, or treat NaN differently"
+        return "the outputs share scales over different mesh axes, or treat NaN differently"
     return None
 
 
-def field_reason(format: Format, like: Format, computed: dict[str, tuple]) -> str | None:
-    """The first field with a value that a kernel is not known to compute, whatever the field means.
+def field_reason(format: Format, reference: Format, supported: dict[str, tuple]) -> str | None:
+    """Returns which field of a format has a value that a kernel does not support, or None.
 
-    A kernel is known to compute the fields of the format `like`, and those values of others that `computed` lists. Name
-    and block are free.
+    A kernel supports formats that equal `reference` except for the name, the block, and field values in `supported`.
+    So a new field of Format is unsupported until a kernel lists its values.
     """
-    known = _fields(like)
+    expected = _fields(reference)
     for field, value in _fields(format).items():
-        if value != known[field] and value not in computed.get(field, ()):
-            return f"`{field}` of {format.name} is {value!r}; the kernel computes casts where it is {known[field]!r}"
+        if value != expected[field] and value not in supported.get(field, ()):
+            values = ", ".join(map(repr, dict.fromkeys((expected[field], *supported.get(field, ())))))
+            return f"`{field}` of {format.name} is {value!r}; the kernel supports {values}"
     return None
 
 
 def _fields(format: Format) -> dict[str, Any]:
-    """The fields of a format that say how it is cast, and those of its quirks."""
+    """Returns the fields of a format that determine how it is cast, including those of its quirks."""
     own = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
     quirks = {f"quirks.{field.name}": getattr(format.quirks, field.name) for field in dataclasses.fields(format.quirks)}
     return {name: own[name] for name in own if name not in ("name", "block", "quirks")} | quirks
 
 
-def largest_of_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The amax of a device's x, reduced over the devices along some mesh axes; along others it varies as x does."""
+def amax_over_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the maximum of a device's amax over mesh axes `axes`; along other axes it varies as x does."""
     amax = vary_as(amax, x)
     return lax.pmax(amax, axes) if axes else amax
 
 
-def seeds(views: tuple[View, ...] | list[View], given: CastArguments) -> jax.Array | None:
-    """Two words of each view's key, uint32 (V, 2); None where all round to nearest."""
-    if not any(view.is_stochastic for view in views):
+def seeds(outputs: tuple[CastOutput, ...] | list[CastOutput], arguments: CastArguments) -> jax.Array | None:
+    """Returns two words derived from the random key of each output, uint32 (outputs, 2); None if all round to nearest.
+
+    Words of outputs that round to nearest are zeros.
+    """
+    if not any(output.is_stochastic for output in outputs):
         return None
     from scaledot.kernels.hopper import scalars
 
-    keys = [given.key(view) for view in views]
-    numbers = tuple(key.number if isinstance(key, Stream) else None for key in keys)
-    arrays = [raw_key(key.key if isinstance(key, Stream) else key) for key in keys if key is not None]
-    drawn = tuple(key is not None for key in keys)
-    offset = [] if given.offset is None else [given.offset.reshape(1)]
+    keys = [arguments.key(output) for output in outputs]
+    numbers = tuple(key.index if isinstance(key, FoldedKey) else None for key in keys)
+    arrays = [raw_key(key.key if isinstance(key, FoldedKey) else key) for key in keys if key is not None]
+    has_key = tuple(key is not None for key in keys)
+    offset = [] if arguments.offset is None else [arguments.offset.reshape(1)]
 
-    def seeds(*words: list[Any]) -> tuple[list[Any]]:
-        given, first = iter(words), words[-1][0] if offset else None
-        made = []
-        for is_drawn, number in zip(drawn, numbers, strict=True):
-            key = [*next(given), *([] if number is None else [np.uint32(number)])] if is_drawn else None
-            made.append([np.uint32(0)] * 2 if key is None else seeds_from(first, *mixed(key)))
-        return (made,)
+    def compute(*scalars: list[Any]) -> tuple[list[Any]]:
+        key_words, first = iter(scalars), scalars[-1][0] if offset else None
+        result = []
+        for is_keyed, number in zip(has_key, numbers, strict=True):
+            key = [*next(key_words), *([] if number is None else [np.uint32(number)])] if is_keyed else None
+            result.append([np.uint32(0)] * 2 if key is None else offset_seeds(first, *hash_words(key)))
+        return (result,)
 
-    result = [jax.ShapeDtypeStruct((len(views), 2), jnp.uint32)]
-    (found,) = scalars.compute(("seeds", drawn, numbers, bool(offset)), seeds, result, *arrays, *offset)
-    return found
+    types = [jax.ShapeDtypeStruct((len(outputs), 2), jnp.uint32)]
+    (words,) = scalars.compute(("seeds", has_key, numbers, bool(offset)), compute, types, *arrays, *offset)
+    return words
 
 
-def in_shape(problem: CastProblem, view: View, q: ScaledArray) -> ScaledArray:
-    """A cast matrix as the ScaledArray that an ordinary view asks for, whose leading axes had been merged."""
-    spec = view.spec
+def with_leading_dims(problem: CastProblem, output: CastOutput, q: ScaledArray) -> ScaledArray:
+    """Reshapes a cast matrix to the shape of the problem, whose leading dims `matrix_shape` merged."""
+    spec = output.spec
     return ScaledArray(
         q.data.reshape(problem.shape),
         q.scale.reshape(blocks.grid(problem.shape, spec.block)),

@@ -4,8 +4,8 @@
 * Contracting dims of lhs (K, M) and rhs (K, N) in groups, each with its own result: (groups, M, N).
 
 Work is proportional to the number of rows. Group sizes are read on the device, without a synchronisation with the host.
-Groups along the contracting dim must start at multiples of 128; if they do not, their rows are first moved apart, with
-zeros in between.
+Groups along K must start at multiples of 128, a K step. If group sizes are not known to be multiples of 128, both
+operands are first copied and zero-padded so that each group starts at one.
 """
 
 import jax
@@ -15,10 +15,11 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
 from scaledot.kernels import operands
 from scaledot.kernels.hopper import matmul_operands, support, tile_configs
-from scaledot.kernels.hopper.sizes import LINE
-from scaledot.kernels.operands import LabeledScale, filled_up
+from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
+from scaledot.kernels.hopper.swizzle_atom import K_STEP
+from scaledot.kernels.operands import LabeledScale, pad_to_multiples
 from scaledot.kernels.spec import Problem, is_default_precision
-from scaledot.numerics.grouped import spaced
+from scaledot.numerics.grouped import align_groups
 from scaledot.parallel.types import vary_as
 
 
@@ -31,18 +32,18 @@ def problem_reason(problem: Problem) -> str | None:
 
 
 def _has_row_groups(problem: Problem) -> bool:
-    return problem.group in problem.contraction.rhs
+    return problem.group_label in problem.contraction.rhs
 
 
 def _element(problem: Problem) -> str:
     """Returns "int8" if both operands have integer codes, "float8" otherwise."""
-    both = all(o.format is not None and o.format.element in matmul_operands.KINDS["int8"] for o in problem.operands)
+    both = all(o.format is not None and o.format.element in matmul_operands.ELEMENTS["int8"] for o in problem.operands)
     return "int8" if both else "float8"
 
 
 def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if not problem.gathers or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged:
+    if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged_label:
         return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
     if len(contraction.rhs) != 3:
         return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
@@ -51,43 +52,45 @@ def _row_groups_reason(problem: Problem) -> str | None:
 
 def _k_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
-    if contraction.contracted != problem.ragged or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
+    if contraction.contracting != problem.ragged_label or len(contraction.lhs) != 2 or len(contraction.rhs) != 2:
         return "groups along the contracting dim need two matrices, with that dim as the only contracting one"
-    if matmul_operands.is_blockwise(problem) and problem.group_multiple % LINE:
-        multiple = problem.group_multiple
-        return f"scales change every {LINE} elements of K; group sizes must be multiples of {LINE}, not of {multiple}"
+    if matmul_operands.has_k_block_scales(problem) and problem.group_multiple % SCALE_BLOCK:
+        block, multiple = SCALE_BLOCK, problem.group_multiple
+        return f"scales change every {block} elements of K; group sizes must be multiples of {block}, not of {multiple}"
     return None
 
 
-def how(problem: Problem) -> str:
+def describe(problem: Problem) -> str:
     """The line of `explain` for a problem that the kernel computes."""
     groups = "one rhs matrix per group of rows" if _has_row_groups(problem) else "one result per group along K"
     accumulation = matmul_operands.accumulation(problem, _promotes(problem))
-    spacing = "" if _is_aligned(problem) else f", groups first moved apart to multiples of {LINE} along K"
-    return f"{_element(problem)} matmul on Hopper's tensor cores, {groups}, {accumulation}{spacing}"
+    padding = f", after a copy of both operands with groups zero-padded to multiples of {K_STEP} along K"
+    aligned = _has_aligned_k_groups(problem) or _has_row_groups(problem)
+    return f"{_element(problem)} matmul on Hopper's tensor cores, {groups}, {accumulation}{'' if aligned else padding}"
 
 
 def _promotes(problem: Problem) -> bool:
     return _element(problem) == "float8" and not is_default_precision(problem.precision)
 
 
-def _is_aligned(problem: Problem) -> bool:
-    """Whether groups along K start at multiples of 128; groups of rows need no alignment."""
-    return _has_row_groups(problem) or problem.group_multiple % LINE == 0
+def _has_aligned_k_groups(problem: Problem) -> bool:
+    """Whether groups along K are known to start at multiples of 128."""
+    return problem.group_multiple % K_STEP == 0
 
 
 def run(
-    problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array, group_scales: tuple | None = None
+    problem: Problem, lhs: ScaledArray, rhs: ScaledArray, group_sizes: jax.Array, result_scales: tuple | None = None
 ) -> jax.Array:
     """Computes a grouped matmul.
 
-    group_scales: for groups along K, two more float32 scales of the results, (groups, 1 or M) and (groups, 1 or N).
+    result_scales: for groups along K, two more float32 scales of each group's result, (groups, 1 or M) and
+    (groups, 1 or N); None without.
     """
-    sizes = _clipped(group_sizes, problem.lhs.size(problem.ragged))
+    sizes = _clipped(group_sizes, problem.lhs.size(problem.ragged_label))
     if _has_row_groups(problem):
         result = _run_row_groups(problem, lhs, rhs, sizes)
     else:
-        result = _run_k_groups(problem, lhs, rhs, sizes, group_scales)
+        result = _run_k_groups(problem, lhs, rhs, sizes, result_scales)
     return vary_as(result, lhs.data, rhs.data)
 
 
@@ -101,86 +104,91 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_rows
 
-    contraction, group, row = problem.contraction, problem.group, problem.ragged
-    contracted = contraction.contracted
+    contraction, group, row = problem.contraction, problem.group_label, problem.ragged_label
+    contracted = contraction.contracting
     (column,) = (c for c in contraction.rhs_free if c != group)
-    blockwise = matmul_operands.is_blockwise(problem)
-    promote = blockwise or _promotes(problem)
+    has_k_block_scales = matmul_operands.has_k_block_scales(problem)
+    promote = has_k_block_scales or _promotes(problem)
     a = _codes(lhs, contraction.lhs, row + contracted)
     b = _codes(rhs, contraction.rhs, group + column + contracted)
     (m, k), n = a.shape, b.shape[1]
-    if blockwise:
-        row_scales = matmul_operands.k_block_scales(lhs, contraction.lhs, row, contracted, allow_square=False)
-        column_scales = matmul_operands.k_block_scales(
+    if has_k_block_scales:
+        a_scales = matmul_operands.block_scale_matrix(lhs, contraction.lhs, row, contracted, allow_square=False)
+        b_scales = matmul_operands.block_scale_matrix(
             rhs, contraction.rhs, column, contracted, allow_square=True, group=group
         )
     else:
-        lhs_scales = operands.block_scales(lhs, contraction.lhs, {})
-        row_scales = matmul_operands.row_scales(lhs_scales, lhs, contraction.lhs, row)
-        column_scales = _column_scales(rhs, contraction.rhs, group + column)
-    square_blocks = blockwise and column_scales.shape[-1] < n
-    accumulation = tile_configs.accumulation_mode(promote, blockwise, square_blocks)
+        scales_by_label = operands.block_scales(lhs, contraction.lhs, {})
+        a_scales = matmul_operands.row_scales(scales_by_label, lhs, contraction.lhs, row)
+        b_scales = _column_scales(rhs, contraction.rhs, group + column)
+    square_blocks = has_k_block_scales and b_scales.shape[-1] < n
+    accumulation = tile_configs.accumulation_mode(promote, has_k_block_scales, square_blocks)
     itemsize = problem.out_dtype.itemsize
-    shape = tile_configs.Shape(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
-    config = tile_configs.config_for(shape)
-    column_multiple = config.cluster_columns // (LINE if square_blocks else 1)
+    gemm = tile_configs.GemmKey(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
+    config = tile_configs.config_for(gemm)
+    n_multiple = config.cluster_n // (SCALE_BLOCK if square_blocks else 1)
+    # Tiles that a group fills in part are stored in row pieces of 128 bytes, so N is padded to 64 16-bit columns.
+    b_padding = (0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % K_STEP)
     result = matmul(
-        filled_up(a, matmul_operands.M_MULTIPLE, LINE),
-        jnp.pad(b, ((0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % LINE))),
-        matmul_operands.padded_scales(row_scales, blockwise, config.cluster_rows, config.cta_rows),
-        matmul_operands.padded_scales(column_scales, blockwise, column_multiple),
+        pad_to_multiples(a, matmul_operands.M_MULTIPLE, K_STEP),
+        jnp.pad(b, b_padding),
+        matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_m, config.cta_m),
+        matmul_operands.padded_scales(b_scales, has_k_block_scales, n_multiple),
         None,
         out_dtype=problem.out_dtype,
         config=config,
         promote=promote,
-        blockwise=blockwise,
+        has_k_block_scales=has_k_block_scales,
         ctas=support.sm_count(),
         groups=groups_of_rows(sizes, m, config),
     )
     return _transposed(result[:m, :n], row + column, contraction)
 
 
-def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array, group_scales) -> jax.Array:
+def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: jax.Array, result_scales) -> jax.Array:
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_k
 
-    contraction, contracted = problem.contraction, problem.ragged
+    contraction, contracted = problem.contraction, problem.ragged_label
     all_labels = (contraction.lhs, contraction.lhs_free), (contraction.rhs, contraction.rhs_free)
-    blockwise = matmul_operands.is_blockwise(problem)
-    promote = blockwise or _promotes(problem)
+    has_k_block_scales = matmul_operands.has_k_block_scales(problem)
+    promote = has_k_block_scales or _promotes(problem)
     matrices, scales = [], []
-    for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, group_scales or (1, 1), strict=True):
+    for q, (labels, free), group_scale in zip((lhs, rhs), all_labels, result_scales or (1, 1), strict=True):
         codes = _codes(q, labels, contracted + free)
-        matrices.append((codes if _is_aligned(problem) else spaced(codes, sizes, LINE)).T)
-        if blockwise:
-            scales.append(matmul_operands.k_block_scales(q, labels, free, contracted, allow_square=False))
+        matrices.append((codes if _has_aligned_k_groups(problem) else align_groups(codes, sizes, K_STEP)).T)
+        if has_k_block_scales:
+            scales.append(matmul_operands.block_scale_matrix(q, labels, free, contracted, allow_square=False))
         else:
             row_scales = matmul_operands.row_scales(operands.block_scales(q, labels, {}), q, labels, free)
-            of_groups = row_scales[None] * group_scale
-            scales.append(jnp.broadcast_to(of_groups, (sizes.size, of_groups.shape[1])))
+            per_group_scales = row_scales[None] * group_scale
+            scales.append(jnp.broadcast_to(per_group_scales, (sizes.size, per_group_scales.shape[1])))
     (m, k), n = matrices[0].shape, matrices[1].shape[0]
-    accumulation = tile_configs.accumulation_mode(promote, blockwise, square_blocks=False)
+    accumulation = tile_configs.accumulation_mode(promote, has_k_block_scales, square_blocks=False)
     itemsize = problem.out_dtype.itemsize
-    shape = tile_configs.Shape(m, n, k, _element(problem), itemsize, accumulation, k_groups=sizes.size)
-    config = tile_configs.config_for(shape)
-    scales_result = blockwise and group_scales  # blockwise scales have no group dim to multiply group_scales into
+    gemm = tile_configs.GemmKey(m, n, k, _element(problem), itemsize, accumulation, k_groups=sizes.size)
+    config = tile_configs.config_for(gemm)
+    # Scales of blocks along K have no group dim that result_scales could be multiplied into.
+    apply_group_scales_in_xla = has_k_block_scales and result_scales
     result = matmul(
-        filled_up(matrices[0], matmul_operands.M_MULTIPLE, LINE),
-        filled_up(matrices[1], matmul_operands.N_MULTIPLE, LINE),
-        matmul_operands.padded_scales(scales[0], blockwise, config.cluster_rows),
-        matmul_operands.padded_scales(scales[1], blockwise, config.cluster_columns),
+        pad_to_multiples(matrices[0], matmul_operands.M_MULTIPLE, K_STEP),
+        pad_to_multiples(matrices[1], matmul_operands.N_MULTIPLE, K_STEP),
+        matmul_operands.padded_scales(scales[0], has_k_block_scales, config.cluster_m),
+        matmul_operands.padded_scales(scales[1], has_k_block_scales, config.cluster_n),
         None,
-        out_dtype=jnp.float32 if scales_result else problem.out_dtype,
+        out_dtype=jnp.float32 if apply_group_scales_in_xla else problem.out_dtype,
         config=config,
         promote=promote,
-        blockwise=blockwise,
+        has_k_block_scales=has_k_block_scales,
         ctas=support.sm_count(),
-        groups=groups_of_k(-(-sizes // LINE)),
+        groups=groups_of_k(-(-sizes // K_STEP)),
     )[:, :m, :n]
-    if scales_result:
-        left, right = group_scales
-        result = operands.scaled(result, [left[:, :, None]], [right[:, None]]).astype(problem.out_dtype)
-    return _transposed(result, problem.group + contraction.lhs_free + contraction.rhs_free, contraction)
+    if apply_group_scales_in_xla:
+        lhs_scales, rhs_scales = result_scales
+        result = operands.apply_scales(result, [lhs_scales[:, :, None]], [rhs_scales[:, None]]).astype(
+            problem.out_dtype
+        )
+    return _transposed(result, problem.group_label + contraction.lhs_free + contraction.rhs_free, contraction)
 
 
 def _codes(q: ScaledArray, labels: str, order: str) -> jax.Array:
@@ -197,5 +205,5 @@ def _column_scales(q: ScaledArray, labels: str, group_and_column: str) -> jax.Ar
     """Scales of rhs that do not change along K: (groups, columns), or (groups, 1) if each group has a single one."""
     (scale,) = operands.block_scales(q, labels, {})
     groups, columns = (q.shape[labels.index(c)] for c in group_and_column)
-    values = operands.lay(LabeledScale(scale.values, labels), group_and_column)
+    values = operands.align_to(LabeledScale(scale.values, labels), group_and_column)
     return jnp.broadcast_to(values, (groups, columns if values.shape[1] > 1 else 1))

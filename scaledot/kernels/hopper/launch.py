@@ -1,10 +1,13 @@
-"""Kernels that are lowered once: for all programs of a process, and for later processes by JAX's persistent cache.
+"""Calls Mosaic kernels that are lowered once, for all programs of a process, or once for all processes.
 
-JAX traces and lowers a Pallas kernel in Python, anew for every module that it builds: for each program, and for each
-operation with a partitioning of its own. Here a kernel is exported
-(`jax.export`) when it is first called, and modules get a copy of what was lowered. Where JAX's persistent compilation
-cache is on (`jax_compilation_cache_dir`), exported kernels are stored there, too: the executables that JAX stores
-save a second process the compilation of a program, but not tracing and lowering it.
+JAX traces and lowers a Pallas kernel in Python for every module that contains it: for each program, and for each
+operation that is partitioned on automatic mesh axes. Here a kernel is exported (`jax.export`) at its first call, and
+every module gets a copy of the exported one. If JAX's persistent compilation cache is on (`jax_compilation_cache_dir`),
+exported kernels are stored there as well: the executables that JAX stores save a later process the compilation of a
+program, but not tracing and lowering.
+
+Two cases are not covered. Under vmap the kernel itself is batched, traced and lowered again; and grouped matmuls, whose
+parameters hold a traced array, are lowered at every call.
 """
 
 import functools
@@ -26,63 +29,67 @@ from jax.custom_batching import custom_vmap
 from scaledot.kernels.hopper import support
 from scaledot.programs import IS_FOR_TYPES
 
-_CHECKS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
-_LOWERED: dict[Hashable, export.Exported] = {}
-_FOLDER = "scaledot_kernels"  # in the folder of JAX's cache
-_DIGEST = hashlib.sha256().digest_size  # bytes in front of a stored kernel
+_ALLOWED_CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
+_EXPORTED: dict[Hashable, export.Exported] = {}
+_FOLDER = "scaledot_kernels"  # in the directory of JAX's cache
+_DIGEST_BYTES = hashlib.sha256().digest_size  # of the digest at the beginning of a file
 
 
-def launch(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """kernel(*arrays), lowered once for equal keys and types of arrays.
+def call_exported(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns kernel(*arrays), with the kernel exported once for equal keys and types of arrays.
 
-    kernel: what `plgpu.kernel` returned. key: everything that it depends on beside the types, with a repr that is the
-    same in every process; None to lower it wherever it is called.
+    kernel: the result of `plgpu.kernel`. key: everything that the kernel depends on except the types of arrays, with a
+    repr that is the same in every process; None to lower the kernel at every call. Under vmap, the kernel is batched,
+    traced and lowered again.
     """
     if key is None or support.is_interpreted() or IS_FOR_TYPES.get():
         return kernel(*arrays)
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    called = custom_vmap(_lowered((key, types), kernel).call)
+    call = custom_vmap(_exported((key, types), kernel).call)
 
-    @called.def_vmap
+    @call.def_vmap
     def _(axis_size: int, is_batched, *arrays):
         results = jax.vmap(kernel, in_axes=tuple(0 if batched else None for batched in is_batched))(*arrays)
         return results, jax.tree.map(lambda _: True, results)
 
-    return called(*arrays)
+    return call(*arrays)
 
 
-def _lowered(problem: tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]], kernel: Callable[..., Any]) -> export.Exported:
-    found = _LOWERED.get(problem)
-    if found is None:
-        found = _LOWERED[problem] = _stored(problem, kernel)
-    return found
+CacheKey = tuple[Hashable, tuple[jax.ShapeDtypeStruct, ...]]  # key and types of arrays, see `call_exported`
 
 
-def _stored(problem, kernel: Callable[..., Any]) -> export.Exported:
-    """From the folder of JAX's persistent cache, if there is one, or exported and left there."""
+def _exported(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    exported = _EXPORTED.get(cache_key)
+    if exported is None:
+        exported = _EXPORTED[cache_key] = _load_or_export(cache_key, kernel)
+    return exported
+
+
+def _load_or_export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    """Loads the exported kernel from JAX's cache directory, or exports it and writes it there."""
     folder = _folder()
     if folder is None:
-        return _export(problem, kernel)
-    file = folder / hashlib.sha256(f"{_versions()} {problem!r}".encode()).hexdigest()
+        return _export(cache_key, kernel)
+    file = folder / hashlib.sha256(f"{_versions()} {cache_key!r}".encode()).hexdigest()
     if file.exists():
         content = file.read_bytes()
-        digest, stored = content[:_DIGEST], content[_DIGEST:]
+        digest, stored = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if hashlib.sha256(stored).digest() == digest:
             return export.deserialize(bytearray(stored))
         warnings.warn(f"{file} is damaged and is replaced", stacklevel=2)
-    exported = _export(problem, kernel)
+    exported = _export(cache_key, kernel)
     stored = bytes(exported.serialize())
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as written:
         written.write(hashlib.sha256(stored).digest() + stored)
-    os.replace(written.name, file)  # another process finds all of it or nothing
+    os.replace(written.name, file)  # atomic: another process reads the whole file or none
     return exported
 
 
 def _folder() -> pathlib.Path | None:
-    """Where kernels are stored between processes; None where JAX's cache is off or on another machine.
+    """Returns the directory of exported kernels; None if JAX's cache is off or not in the local file system.
 
-    None, too, without flatbuffers, an optional dependency of JAX that `jax.export` serialises with.
+    Also None without flatbuffers, an optional dependency of JAX by which `jax.export` serialises.
     """
     if importlib.util.find_spec("flatbuffers") is None:
         return None
@@ -94,7 +101,7 @@ def _folder() -> pathlib.Path | None:
 
 @functools.cache
 def _versions() -> str:
-    """Of JAX, and of every file that a kernel may come from."""
+    """Returns part of a file's cache key: the versions of jax and jaxlib, and a hash of all scaledot sources."""
     package = pathlib.Path(__file__).parents[2]
     sources = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -103,20 +110,21 @@ def _versions() -> str:
     return " ".join((*libraries, f"scaledot {sources.hexdigest()}"))
 
 
-def _export(problem, kernel: Callable[..., Any]) -> export.Exported:
-    """In a thread of its own, in which no trace, mesh or setting of the caller's context is in force."""
-    made: list[export.Exported] = []
-    failed: list[BaseException] = []
+def _export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
+    """Exports a kernel in a new thread, in which no trace, mesh or setting of the caller's context is active."""
+    results: list[export.Exported] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            made.append(export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_CHECKS)(*problem[1]))
+            exporter = export.export(jax.jit(kernel), platforms=("cuda",), disabled_checks=_ALLOWED_CUSTOM_CALLS)
+            results.append(exporter(*cache_key[1]))
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return made[0]
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -8,11 +8,12 @@ each CTA then loads half of the operand tile that both need, and multicasts it t
 This module assembles the kernel from `tiles` (the schedule of output tiles), `matmul_mainloop` (the pipeline and the
 accumulation over K) and `matmul_epilogue` (scale, round and store).
 
-Tensor cores accumulate 8-bit floats with about 14 bits. With `promote`, the partial accumulators of each K step, 128
-elements, are added up in float32 registers; while one consumer does that, the others keep the tensor cores busy. With
-`blockwise`, scales change every 128 elements along K and are applied to the partial accumulators as these are promoted.
-Scales of 1×128 blocks are loaded into the stage of their step; the scale of a 128×128 block is read from GMEM one step
-ahead. A scale of a times a scale of b must be a normal float32.
+Tensor cores accumulate 8-bit floats with about 14 mantissa bits. With `promote`, the partial accumulators of each K
+step, 128 elements, are added up in float32 registers; while one consumer does that, the others keep the tensor cores
+busy. With `has_k_block_scales`, scales change every 128 elements along K and are applied to the partial accumulators as
+these are promoted. Scales of 1×128 blocks are loaded into the stage of their step; the scale of a 128×128 block is read
+from GMEM one step ahead. With 128×128 blocks of b, the two scales are multiplied first, so their product must be a
+normal float32.
 
 A grouped matmul (a mixture of experts) has groups of rows of a, each multiplied by a matrix of its own, or groups of
 elements along K, each with a result of its own. Group sizes are data: CTAs read their tiles from a small table. If a
@@ -28,58 +29,66 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.kernels.hopper.launch import launch
+from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.matmul_epilogue import Epilogue, EpilogueScales
 from scaledot.kernels.hopper.matmul_mainloop import Inputs, MainLoop, Pipeline
-from scaledot.kernels.hopper.memory import SWIZZLE, tiled
+from scaledot.kernels.hopper.memory_layouts import swizzle_transforms
 from scaledot.kernels.hopper.support import kernel_name
+from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES, K_STEP_BYTES
 from scaledot.kernels.hopper.tiles import PRODUCER_REGISTERS, Config, Groups, Tile, TileSchedule, Warpgroup
 
 
 def matmul(
     a: jax.Array,
     b: jax.Array,
-    row_scales: jax.Array,
-    column_scales: jax.Array,
+    a_scales: jax.Array,
+    b_scales: jax.Array,
     bias: jax.Array | None,
     *,
     out_dtype,
     config: Config,
     promote: bool,
     ctas: int,
-    blockwise: bool = False,
-    k_first: tuple[bool, bool] = (False, False),
+    has_k_block_scales: bool = False,
+    mn_major: tuple[bool, bool] = (False, False),
     groups: Groups | None = None,
 ) -> jax.Array:
-    """Returns row_scales * column_scales * (a @ b.T) + bias, (M, N), of a (M, K), b (N, K) and bias (N,).
+    """Returns a_scales * b_scales * (a @ b.T) + bias, (M, N), of a (M, K), b (N, K) and bias (N,).
 
-    16-bit operands may also be (K, M) and (K, N), where `k_first` is True; 8-bit ones have K last, as WGMMA needs them.
-    Sizes must be padded for TMA: K to a multiple of 128 bytes, M of 8 and N of 16, or of 64 where M or N is the minor
-    dimension of an operand.
+    a_scales: float32 (1,) or (M,). b_scales: (1,) or (N,).
+    ctas: of the persistent grid.
+    has_k_block_scales: scales of 8-bit operands change along K, and are (K / 128, M) and (K / 128, N), or
+    (K / 128, N / 128) for 128×128 blocks of b. Accumulators are then always promoted.
+    mn_major: for a and for b, whether the matrix is (K, M) or (K, N), with M or N contiguous; 16-bit operands only,
+    because WGMMA takes 8-bit ones K-major.
+    groups: with groups of rows, b and its scales have a leading group dim. With groups of K, each a multiple of 128
+    elements, the result has a leading group dim, and so have scales that do not change along K.
 
-    Scales are float32 (1,), or (M,) and (N,) padded to multiples of the config's `cluster_rows` and `cluster_columns`,
-    as the bias is. With `blockwise`, scales of 8-bit operands change along K: they are (K / 128, M) and (K / 128, N),
-    or (K / 128, N / 128) for 128×128 blocks of b, with M and N padded likewise, and accumulators are always promoted.
-
-    With groups of rows, b and its scales have a leading group dim, N is a multiple of 64, and `row_scales` are padded
-    by another `cta_rows`. With groups of K, each a multiple of 128 elements, the result has a leading group dim, and so
-    have scales unless they are blockwise.
+    The caller pads:
+    * K to a multiple of 128 bytes, a swizzle atom;
+    * M to a multiple of 8, the rows of an atom; of 64 if a is MN-major, an atom of 16-bit elements;
+    * N to a multiple of 16, so that the result can be stored with a swizzle of at least 32 bytes; of 64 if b is
+      MN-major, or with groups of rows, whose edge tiles are stored in row pieces of 128 bytes;
+    * scales (if not (1,)) and bias to multiples of `config.cluster_m` and `config.cluster_n`. The epilogue loads them
+      from GMEM without bounds checks. Scales that change along K are loaded by TMA, possibly as `cp.async.bulk` copies,
+      which have no bounds checks either. With groups of rows, a tile may start at any multiple of 8, so `a_scales` are
+      padded by another `cta_m`.
     """
-    m, k = a.shape[::-1] if k_first[0] else a.shape
-    n = b.shape[-1 if k_first[1] else -2]
+    m, k = a.shape[::-1] if mn_major[0] else a.shape
+    n = b.shape[-1 if mn_major[1] else -2]
     kernel = Kernel(
-        TileSchedule(m, n, k * a.dtype.itemsize // SWIZZLE, config, ctas, groups),
+        TileSchedule(m, n, k * a.dtype.itemsize // K_STEP_BYTES, config, ctas, groups),
         a.dtype,
         b.dtype,
         jnp.dtype(out_dtype),
-        promote=promote or blockwise,
-        blockwise=blockwise,
-        square_blocks=blockwise and column_scales.shape[-1] < n,
-        k_first=k_first,
+        promote=promote or has_k_block_scales,
+        has_k_block_scales=has_k_block_scales,
+        square_blocks=has_k_block_scales and b_scales.shape[-1] < n,
+        mn_major=mn_major,
         has_bias=bias is not None,
     )
     optional = [None if groups is None else groups.table, bias]
-    return kernel.launch(a, b, row_scales, column_scales, *(x for x in optional if x is not None))
+    return kernel.call(a, b, a_scales, b_scales, *(x for x in optional if x is not None))
 
 
 class Scratch(NamedTuple):
@@ -100,10 +109,11 @@ class Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A matmul kernel: its static parameters, its launch, and its body for producer and consumer warpgroups.
+    """A matmul kernel: its static parameters, its call, and its body for producer and consumer warpgroups.
 
-    promote: whether the partial accumulators of each K step are promoted to float32 registers. blockwise: whether
-    scales change every 128 elements along K. square_blocks: whether b has one scale for each 128×128 block.
+    promote: whether the partial accumulators of each K step are promoted to float32 registers. has_k_block_scales:
+    whether scales change every 128 elements along K. square_blocks: whether b has one scale for each 128×128 block.
+    mn_major: see `matmul`.
     """
 
     schedule: TileSchedule
@@ -111,9 +121,9 @@ class Kernel:
     b_dtype: Any
     out_dtype: Any
     promote: bool
-    blockwise: bool
+    has_k_block_scales: bool
     square_blocks: bool
-    k_first: tuple[bool, bool]
+    mn_major: tuple[bool, bool]
     has_bias: bool
 
     @property
@@ -121,42 +131,43 @@ class Kernel:
         return self.schedule.config
 
     @property
-    def grouped(self) -> str | None:
-        """The dimension of a that is in groups, "rows" or "k", or None."""
+    def group_axis(self) -> str | None:
+        """The dim of a that is in groups, "rows" or "k", or None."""
         return None if self.schedule.groups is None else self.schedule.groups.axis
 
-    def launch(self, *operands: jax.Array) -> jax.Array:
+    def call(self, *operands: jax.Array) -> jax.Array:
         config, schedule = self.config, self.schedule
-        results = () if schedule.groups is None or self.grouped != "k" else (schedule.groups.count,)
-        run = plgpu.kernel(
-            self.kernel,
-            out_type=jax.ShapeDtypeStruct((*results, schedule.m, schedule.n), self.out_dtype),
+        out_groups = () if schedule.groups is None or self.group_axis != "k" else (schedule.groups.count,)
+        kernel = plgpu.kernel(
+            self.body,
+            out_type=jax.ShapeDtypeStruct((*out_groups, schedule.m, schedule.n), self.out_dtype),
             grid=(schedule.clusters,),
             grid_names=("cluster",),
             cluster=(config.cluster_size,),
             cluster_names=("cta",),
-            kernel_name=kernel_name("matmul", *(("grouped",) if self.grouped else ()), self.a_dtype.name),
-            num_threads=config.consumers + 1,
+            kernel_name=kernel_name("matmul", *(("grouped",) if self.group_axis else ()), self.a_dtype.name),
+            num_threads=config.consumer_warpgroups + 1,
             thread_name="warpgroup",
             scratch_types=self.scratch(),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )
-        # A grouped kernel holds its table, a traced array, so it is no key to look up a lowered kernel by.
-        return launch(None if self.grouped else self, run, *operands)
+        # With groups, `self` holds a traced array and is not hashable, so grouped kernels are lowered at every call.
+        return call_exported(None if self.group_axis else self, kernel, *operands)
 
     def scratch(self) -> Scratch:
         config, columns = self.config, self._store_columns()
-        has_a_scales, has_b_scales = self.blockwise, self.blockwise and not self.square_blocks
-        staging = (config.consumers, 2, config.rows, columns)
-        edge = (config.consumers, config.rows, SWIZZLE // self.out_dtype.itemsize)
+        has_a_scales = self.has_k_block_scales
+        has_b_scales = self.has_k_block_scales and not self.square_blocks
+        staging = (config.consumer_warpgroups, 2, config.wg_m, columns)
+        edge = (config.consumer_warpgroups, config.wg_m, ATOM_BYTES // self.out_dtype.itemsize)
         return Scratch(
-            a=_operand_stages(config.stages, config.cta_rows, self.a_dtype, self.k_first[0]),
-            b=_operand_stages(config.stages, config.cta_columns, self.b_dtype, self.k_first[1]),
-            a_scales=plgpu.SMEM((config.stages, config.cta_rows), jnp.float32) if has_a_scales else None,
-            b_scales=plgpu.SMEM((config.stages, config.cta_columns), jnp.float32) if has_b_scales else None,
-            out=plgpu.SMEM(staging, self.out_dtype, transforms=tiled(columns, self.out_dtype)),
+            a=_operand_stages(config.stages, config.cta_m, self.a_dtype, self.mn_major[0]),
+            b=_operand_stages(config.stages, config.cta_n, self.b_dtype, self.mn_major[1]),
+            a_scales=plgpu.SMEM((config.stages, config.cta_m), jnp.float32) if has_a_scales else None,
+            b_scales=plgpu.SMEM((config.stages, config.cta_n), jnp.float32) if has_b_scales else None,
+            out=plgpu.SMEM(staging, self.out_dtype, transforms=swizzle_transforms(columns, self.out_dtype)),
             # Neither tiled nor swizzled, because single rows are copied from it.
-            out_edge=plgpu.SMEM(edge, self.out_dtype) if self.grouped == "rows" else None,
+            out_edge=plgpu.SMEM(edge, self.out_dtype) if self.group_axis == "rows" else None,
             full=plgpu.Barrier(num_arrivals=2 + has_a_scales + has_b_scales, num_barriers=config.stages),
             empty=_empty_barriers(config),
         )
@@ -168,72 +179,74 @@ class Kernel:
             columns //= 2
         return columns
 
-    def kernel(self, a, b, row_scales, column_scales, *refs) -> None:
-        """The body of every warpgroup of a CTA; the last one is the producer."""
+    def body(self, a, b, a_scales, b_scales, *refs) -> None:
+        """The kernel of every warpgroup of a CTA; the last one is the producer."""
         rest = list(refs)
         table = None if self.schedule.groups is None else rest.pop(0)
         bias = rest.pop(0) if self.has_bias else None
-        inputs = Inputs(a, b, row_scales, column_scales, table, bias)
+        inputs = Inputs(a, b, a_scales, b_scales, table, bias)
         out, scratch = rest[0], Scratch(*rest[1:])
         stages = scratch.a, scratch.b, scratch.a_scales, scratch.b_scales, scratch.full, scratch.empty
-        pipeline = Pipeline(self.config, *stages, self.k_first)
+        pipeline = Pipeline(self.config, *stages, self.mn_major)
         index = lax.axis_index("warpgroup")
         produce = functools.partial(self._produce, inputs, pipeline)
         consume = functools.partial(self._consume, inputs, pipeline, out, scratch, index)
-        lax.cond(index == self.config.consumers, produce, consume)
+        lax.cond(index == self.config.consumer_warpgroups, produce, consume)
 
     def _produce(self, inputs: Inputs, pipeline: Pipeline) -> None:
         """Loads the operands of all output tiles of the CTA."""
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        steps = self.schedule.over_tiles(
+        pipeline_steps = self.schedule.for_each_tile(
             inputs.table, lambda tile: pipeline.load_tile(tile, self._inputs_of_group(inputs, tile))
         )
-        pipeline.drain(steps)
+        pipeline.drain(pipeline_steps)
 
     def _consume(self, inputs: Inputs, pipeline: Pipeline, out, scratch: Scratch, index) -> None:
         """Multiplies and stores one warpgroup's part of all output tiles of the CTA."""
         config = self.config
-        plgpu.set_max_registers(config.registers, action="increase")
-        # Without groups all tiles have the same scales, so that scalar ones are loaded once.
-        scales = None if self.blockwise or self.grouped else EpilogueScales(inputs.row_scales, inputs.column_scales)
-        row = index * config.rows if config.wg_dimension == "rows" else 0
-        column = index * config.columns if config.wg_dimension == "columns" else 0
+        plgpu.set_max_registers(config.consumer_registers, action="increase")
+        # Without groups all tiles have the same scales, so that per-tensor ones are loaded once.
+        one_group = not self.has_k_block_scales and not self.group_axis
+        scales = EpilogueScales(inputs.a_scales, inputs.b_scales) if one_group else None
+        row = index * config.wg_m if config.wg_dimension == "rows" else 0
+        column = index * config.wg_n if config.wg_dimension == "columns" else 0
         warpgroup = Warpgroup(index, row, column)
 
-        def work(tile: Tile) -> None:
+        def compute_tile(tile: Tile) -> None:
             epilogue = self._epilogue(inputs, scales, out, scratch, tile, warpgroup)
-            square_scales = self._inputs_of_group(inputs, tile).column_scales if self.square_blocks else None
-            MainLoop(config, pipeline, tile, warpgroup, square_scales).run(self.promote, epilogue.store)
+            b_block_scales = self._inputs_of_group(inputs, tile).b_scales if self.square_blocks else None
+            MainLoop(config, pipeline, tile, warpgroup, b_block_scales).run(self.promote, epilogue.store)
 
-        self.schedule.over_tiles(inputs.table, work)
+        self.schedule.for_each_tile(inputs.table, compute_tile)
         plgpu.wait_smem_to_gmem(0)
 
     def _epilogue(self, inputs: Inputs, scales, out, scratch: Scratch, tile: Tile, warpgroup: Warpgroup) -> Epilogue:
         row, column = tile.row + warpgroup.row, tile.column + warpgroup.column
-        if self.grouped and not self.blockwise:
+        if self.group_axis and not self.has_k_block_scales:
             group_inputs = self._inputs_of_group(inputs, tile)
-            scales = EpilogueScales(group_inputs.row_scales, group_inputs.column_scales)
-        result = out.at[tile.group] if self.grouped == "k" else out
+            scales = EpilogueScales(group_inputs.a_scales, group_inputs.b_scales)
+        result = out.at[tile.group] if self.group_axis == "k" else out
         return Epilogue(tile, warpgroup, row, column, scales, inputs.bias, result, scratch.out, scratch.out_edge)
 
     def _inputs_of_group(self, inputs: Inputs, tile: Tile) -> Inputs:
         """The inputs of a tile, with the group dim of b and of scales indexed by the tile's group."""
-        by_rows, by_k = self.grouped == "rows", self.grouped == "k" and not self.blockwise
+        by_rows, by_k = self.group_axis == "rows", self.group_axis == "k" and not self.has_k_block_scales
         return inputs._replace(
             b=inputs.b.at[tile.group] if by_rows else inputs.b,
-            row_scales=inputs.row_scales.at[tile.group] if by_k else inputs.row_scales,
-            column_scales=inputs.column_scales.at[tile.group] if by_rows or by_k else inputs.column_scales,
+            a_scales=inputs.a_scales.at[tile.group] if by_k else inputs.a_scales,
+            b_scales=inputs.b_scales.at[tile.group] if by_rows or by_k else inputs.b_scales,
         )
 
 
-def _operand_stages(stages: int, rows: int, dtype, k_first: bool) -> Any:
-    depth = SWIZZLE // dtype.itemsize
-    shape = (depth, rows) if k_first else (rows, depth)
-    return plgpu.SMEM((stages, *shape), dtype, transforms=tiled(shape[-1], dtype))
+def _operand_stages(stages: int, mn: int, dtype, mn_major: bool) -> Any:
+    tile_k = K_STEP_BYTES // dtype.itemsize
+    shape = (tile_k, mn) if mn_major else (mn, tile_k)
+    return plgpu.SMEM((stages, *shape), dtype, transforms=swizzle_transforms(shape[-1], dtype))
 
 
 def _empty_barriers(config: Config) -> Any:
     """One barrier for each stage, which all consumers of the cluster arrive at: multicast writes to both CTAs' SMEM."""
+    arrivals, stages = config.consumer_warpgroups, config.stages
     if config.cluster_dimension is None:
-        return plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages)
-    return plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=config.consumers, num_barriers=config.stages)
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    return plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=arrivals, num_barriers=stages)

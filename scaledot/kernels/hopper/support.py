@@ -15,8 +15,11 @@ def device_reason() -> str | None:
     return machine_reason() or partition_reason(partitioning_of())
 
 
-def place_reason(partitioning: Partitioning | None) -> str | None:
-    """Returns why the kernels cannot run under a partitioning (None: inside a shard_map), or None if they can."""
+def environment_reason(partitioning: Partitioning | None) -> str | None:
+    """Returns why the kernels cannot run in a program that XLA partitions in this way, or None if they can.
+
+    partitioning: None inside a shard_map, whose programs XLA does not partition.
+    """
     return machine_reason() if partitioning is None else device_reason() or partition_reason(partitioning)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the `tiles.Config` of a matmul: the autotuned one if the device's table has the shape, else a heuristic's.
+"""Chooses the `tiles.Config` of a matmul: the tuned one if the device's table has its `GemmKey`, else a heuristic's.
 
 The tables are `tuned/<device kind>.json`, written by `scaledot tune`.
 """
@@ -17,13 +17,13 @@ from scaledot.kernels.hopper import support
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class GemmKey:
     """The key of a tuned config: the sizes and dtypes of a matmul, how it accumulates, and its groups.
 
     element: "float8", "int8" or "bfloat16".
     out_itemsize: bytes of an element of the result.
-    accumulation: "chained" over all of K in the tensor cores; "promoted" to float32 registers every 128 elements of K;
-    or promoted with block scales, if b has one for each of its "blocks_1x128" or "blocks_128x128".
+    accumulation: "fast_accum", over all of K in the tensor cores' accumulators; "promoted" to float32 registers every
+    128 elements of K; or promoted with block scales, if b has one for each of its "blocks_1x128" or "blocks_128x128".
     row_groups, k_groups: the number of groups of rows or of K, 0 for a matmul without.
     """
 
@@ -32,69 +32,70 @@ class Shape:
     k: int
     element: str
     out_itemsize: int
-    accumulation: str = "chained"
+    accumulation: str = "fast_accum"
     row_groups: int = 0
     k_groups: int = 0
 
     @property
     def promotes(self) -> bool:
-        return self.accumulation != "chained"
+        return self.accumulation != "fast_accum"
 
 
-def accumulation_mode(promote: bool, blockwise: bool, square_blocks: bool) -> str:
-    """Returns `Shape.accumulation`; see `matmul.matmul` for the arguments."""
-    if blockwise:
+def accumulation_mode(promote: bool, has_k_block_scales: bool, square_blocks: bool) -> str:
+    """Returns `GemmKey.accumulation`; see `matmul.matmul` for the arguments."""
+    if has_k_block_scales:
         return "blocks_128x128" if square_blocks else "blocks_1x128"
-    return "promoted" if promote else "chained"
+    return "promoted" if promote else "fast_accum"
 
 
-_overrides: dict[Shape, Any] = {}
+_overrides: dict[GemmKey, Any] = {}
 
 
 @contextlib.contextmanager
-def config_override(shape: Shape, config: Any) -> Iterator[None]:
-    """Makes `config_for(shape)` return `config` inside the context, for matmuls that are traced there."""
-    _overrides[shape] = config
+def config_override(gemm: GemmKey, config: Any) -> Iterator[None]:
+    """Makes `config_for(gemm)` return `config` inside the context, for matmuls that are traced there."""
+    _overrides[gemm] = config
     try:
         yield
     finally:
-        del _overrides[shape]
+        del _overrides[gemm]
 
 
-def config_for(shape: Shape) -> Any:
+def config_for(gemm: GemmKey) -> Any:
     from scaledot.kernels.hopper.tiles import Config
 
-    if shape in _overrides:
-        return _overrides[shape]
-    fields = _tuned(shape)
-    return Config(**fields) if fields is not None else heuristic(shape)
+    if gemm in _overrides:
+        return _overrides[gemm]
+    fields = _tuned(gemm)
+    return Config(**fields) if fields is not None else heuristic(gemm)
 
 
-def heuristic(shape: Shape) -> Any:
-    """Returns the candidate that needs the least time: the number of waves of output tiles, times the size of a tile.
+def heuristic(gemm: GemmKey) -> Any:
+    """Returns the candidate with the lowest estimated cost: waves of output tiles, times the size of a tile.
 
     Clusters of two CTAs along rows are preferred for 8-bit operands, and clusters of one for bfloat16. Tiles of 128
-    columns read one operand twice as often as tiles of 256, so they are chosen only if they save at least 15%.
+    columns read one operand twice as often as tiles of 256, so they are chosen only if they save at least 15%. The
+    estimate ignores how groups divide M or K.
     """
 
     def cost(config: Any) -> float:
-        tiles = -(-shape.m // config.cluster_rows) * -(-shape.n // config.cluster_columns)
+        tiles = -(-gemm.m // config.cluster_m) * -(-gemm.n // config.cluster_n)
         waves = -(-tiles // (support.sm_count() // config.cluster_size))
-        clustered = 1.02 if shape.element == "bfloat16" else 0.99
-        slowdown = (1.0 if config.columns == 256 else 1 / 0.85) * (clustered if config.cluster_dimension else 1.0)
-        return waves * config.cta_rows * config.cta_columns * slowdown
+        clustered = 1.02 if gemm.element == "bfloat16" else 0.99
+        slowdown = (1.0 if config.wg_n == 256 else 1 / 0.85) * (clustered if config.cluster_dimension else 1.0)
+        return waves * config.cta_m * config.cta_n * slowdown
 
-    if shape.row_groups:
-        return min(map(for_groups, candidates(shape.promotes)), key=cost)
-    configs = candidates(shape.promotes)
-    return min((c for c in configs if c.cluster_dimension is None or shape.m > c.cta_rows), key=cost)
+    if gemm.row_groups:
+        return min(map(for_groups, candidates(gemm.promotes)), key=cost)
+    configs = candidates(gemm.promotes)
+    return min((c for c in configs if c.cluster_dimension is None or gemm.m > c.cta_m), key=cost)
 
 
 def for_groups(config: Any) -> Any:
     """Adapts a config to groups of rows.
 
-    Neighbouring row tiles may belong to different groups, so CTAs share no tile of b. The staging buffer for tiles that
-    a group fills in part takes half of the epilogue's SMEM.
+    Neighbouring row tiles may belong to different groups, so CTAs share no tile of b. Tiles that a group fills in part
+    need another staging buffer, so `epilogue_columns` is halved to 32.
     """
     return dataclasses.replace(config, cluster_dimension=None, epilogue_columns=32)
 
@@ -103,8 +104,8 @@ def candidates(promote: bool) -> list[Any]:
     from scaledot.kernels.hopper.tiles import Config
 
     if promote:  # three consumers: two keep the tensor cores busy while one promotes its accumulators
-        return [Config(columns=128, stages=4, parts=1, grid_tile_width=8, epilogue_columns=32, consumers=3)]
-    wide, narrow = Config(), Config(columns=128, stages=6, parts=1)
+        return [Config(wg_n=128, stages=4, n_splits=1, grid_tile_width=8, epilogue_columns=32, consumer_warpgroups=3)]
+    wide, narrow = Config(), Config(wg_n=128, stages=6, n_splits=1)
     return [
         dataclasses.replace(config, cluster_dimension=dimension)
         for config in (wide, narrow)
@@ -112,9 +113,9 @@ def candidates(promote: bool) -> list[Any]:
     ]
 
 
-def _tuned(shape: Shape) -> dict[str, Any] | None:
+def _tuned(gemm: GemmKey) -> dict[str, Any] | None:
     for entry in _table(jax.devices()[0].device_kind):
-        if Shape(**entry["shape"]) == shape:
+        if GemmKey(**entry["gemm"]) == gemm:
             return entry["config"]
     return None
 

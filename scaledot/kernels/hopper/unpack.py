@@ -1,12 +1,12 @@
-"""Unpacks packed weights into bfloat16 operand tiles of Hopper's tensor cores, by format.
+"""Unpacks packed weights into bfloat16 A fragments of WGMMA, by format; see `registers` for the layouts.
 
-A word tile, int32 (64, 32), holds the codes of 64 elements along K and of the columns of 32 words; `registers`
-interleaves its words along K. For each format there is a function from interleaved words to bfloat16 operand tiles
+A packed tile, int32 (64, 32), holds the codes of 64 elements along K and of the columns of 32 words; `registers`
+interleaves its words along K. For each format there is a function from interleaved words to bfloat16 A fragments
 (64, 64): shifts and masks put the bits of a code into the sign, exponent or mantissa of a bfloat16, and arithmetic
 subtracts the contribution of the other bits. Formats with a codebook are in `codebook`.
 
-An operand tile has two columns of the weights from each of the 32 words, so a word tile of 4-bit codes, eight per word,
-becomes four operand tiles. `in_column_order` reorders the accumulators of several operand tiles by column.
+A fragment has two columns of the weights from each of the 32 words, so a packed tile of 4-bit codes, eight per word,
+becomes four fragments. `in_column_order` reorders the accumulators of several fragments by column.
 """
 
 import dataclasses
@@ -24,16 +24,19 @@ from jax.extend.mlir.dialects import math, vector
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper import support
+from scaledot.kernels.hopper.memory_layouts import WARPS
 from scaledot.kernels.hopper.registers import (
-    ROWS,
-    TILE,
-    WARPS,
-    WORDS,
+    COLUMN_GROUP_AXIS,
+    FRAGMENT,
+    HALF_AXIS,
+    ROWS_PER_HALF,
+    WORDS_PER_K,
+    as_int32,
     broadcast_over_blocks,
     element,
     inline_mgpu,
+    make_fragment,
     opaque_constant,
-    operand_tile,
     per_word_layout,
     shift_right,
     times_power_of_two,
@@ -47,70 +50,72 @@ class Unpacker:
     """How the codes of one format are unpacked.
 
     per_word: codes in a word.
-    tiles: a function of interleaved words (of lower and of upper halves), of an operand tile's index in its word tile
-    and, with `block`, of words of scales; it yields the bfloat16 slices of the operand tile, whose sum is its value.
-    block: elements along K that share a scale which `tiles` applies, or 0.
-    slices: the number of slices that `tiles` yields.
-    by_bytes: whether words are interleaved by bytes. If so, the two columns of a word in an operand tile are
-    neighbours; otherwise they are half a word apart.
+    unpack: (low, high, index, scales=None) -> bfloat16 (64, 64) fragments, an iterator over `terms` fragments whose sum
+    is the value. low, high: interleaved words, int32 (32, 32) each, of `registers.interleave_k`. index: of the fragment
+    in its packed tile. scales: with `block`, int32 (64 / block, 64), for each packed word and half of it the 8-bit
+    scales of the columns that this half has in each fragment of the packed tile, from the lowest byte on.
+    block: elements along K that share a scale which `unpack` applies, or 0.
+    terms: the number of fragments that `unpack` yields.
+    by_bytes: whether words are interleaved by bytes. If so, the two columns of a word in a fragment are neighbours;
+    otherwise they are half a word apart.
     """
 
     per_word: int
-    tiles: Callable[..., Iterator[jax.Array]]
+    unpack: Callable[..., Iterator[jax.Array]]
     block: int = 0
-    slices: int = 1
+    terms: int = 1
     by_bytes: bool = False
 
-    def column_shape(self, tiles: int) -> tuple[int, int]:
-        """The dims of a word's columns, in order, over neighbouring operand tiles: (tiles, 2) or (2, tiles)."""
-        return (tiles, 2) if self.by_bytes else (2, tiles)
+    def column_shape(self, count: int) -> tuple[int, int]:
+        """The dims of a word's columns, in order, over `count` neighbouring fragments: (count, 2) or (2, count)."""
+        return (count, 2) if self.by_bytes else (2, count)
 
     @property
-    def word_tile_operands(self) -> int:
-        """Operand tiles of a word tile."""
+    def fragments_per_packed_tile(self) -> int:
         return self.per_word // 2
 
     def column(self, half: int, index: int) -> int:
-        """The column within a word that operand tile `index` has in rows 0 to 7 (half 0) or 8 to 15 (1) of every 16."""
-        return 2 * index + half if self.by_bytes else half * self.word_tile_operands + index
+        """The column within a word that fragment `index` has in rows 0-7 (half 0) or 8-15 (half 1) of a warp's rows."""
+        return 2 * index + half if self.by_bytes else half * self.fragments_per_packed_tile + index
 
 
-def int4_tiles(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
+def unpack_int4(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
     """Yields int4 codes. A code with its sign bit flipped, in the low bits of 128.0 (0x4300), is 128 + 8 + code."""
     mask = opaque_constant(0x000F000F)
     low, high = ((shift_right(half, 4 * index) & mask) ^ 0x43084308 for half in (low, high))
-    yield operand_tile(low, high) - jnp.bfloat16(136)
+    yield make_fragment(low, high) - jnp.bfloat16(136)
 
 
-def int8_tiles(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
+def unpack_int8(low: jax.Array, high: jax.Array, index: int) -> Iterator[jax.Array]:
     """Yields int8 codes: 128 plus the lower seven bits, minus 128 or, if the sign bit is set, 256."""
     low, high = shift_right(low, 8 * index), shift_right(high, 8 * index)
     magnitude, sign = (
-        operand_tile(*((half & mask) | 0x43004300 for half in (low, high))) for mask in (0x007F007F, 0x00800080)
+        make_fragment(*((half & mask) | 0x43004300 for half in (low, high))) for mask in (0x007F007F, 0x00800080)
     )
     yield magnitude - sign
 
 
-def fp4_tile(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
+def fp4_fragment(low: jax.Array, high: jax.Array, index: int) -> jax.Array:
     """Returns dequantised e2m1 codes times 2^-126.
 
     The bits of a code are put into bfloat16's sign, exponent and mantissa, and bfloat16's exponent bias is 126 larger.
     """
     low, high = (
-        ((half << (12 - 4 * index)) & np.int32(-0x7FFF8000)) | (_shift(half, 4 * index - 6) & 0x01C001C0)
+        ((half << (12 - 4 * index)) & as_int32(0x80008000)) | (_shift(half, 4 * index - 6) & 0x01C001C0)
         for half in (low, high)
     )
-    return operand_tile(low, high)
+    return make_fragment(low, high)
 
 
-def mxfp4_tiles(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
+def unpack_mxfp4(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
     """Yields e2m1 codes times e8m0 scales, exactly. Scale code 0 is 2^-127, a subnormal bfloat16; code 255 is NaN."""
     code = shift_right(scales, 8 * index) & 0xFF
+    # code << 7, the bits of 2^(code - 127), in both halves; 0 becomes 2^-127, a subnormal, and 255 NaN, not infinity.
     power = jnp.maximum(code * 0x00800080, 0x00400040) + ((code + 1) >> 8) * 0x00400040
-    yield times_power_of_two(fp4_tile(low, high, index), 126) * broadcast_over_blocks(power, MX_BLOCK)
+    yield times_power_of_two(fp4_fragment(low, high, index), 126) * broadcast_over_blocks(power, MX_BLOCK)
 
 
-def nvfp4_tiles(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
+def unpack_nvfp4(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) -> Iterator[jax.Array]:
     """Yields e2m1 codes times e4m3 scales, exactly.
 
     The bits of a scale are put into a bfloat16, whose exponent bias is 120 larger. The NaN code of e4m3 would become
@@ -118,9 +123,10 @@ def nvfp4_tiles(low: jax.Array, high: jax.Array, index: int, scales: jax.Array) 
     """
     code = shift_right(scales, 8 * index) & 0xFF
     sign, magnitude = code & 0x80, code & 0x7F
+    # The sign in bit 15, exponent and mantissa in bits 4 to 10; for NaN, magnitude 0x7F, all exponent bits are set.
     bits = (sign << 8) + (magnitude << 4) + ((magnitude + 1) >> 7) * 0x7800
     scale = times_power_of_two(broadcast_over_blocks(bits * 0x00010001, NV_BLOCK), 120)
-    yield times_power_of_two(fp4_tile(low, high, index), 126) * scale
+    yield times_power_of_two(fp4_fragment(low, high, index), 126) * scale
 
 
 def _shift(word: jax.Array, bits: int) -> jax.Array:
@@ -128,10 +134,10 @@ def _shift(word: jax.Array, bits: int) -> jax.Array:
     return shift_right(word, bits) if bits >= 0 else word << -bits
 
 
-INT4 = Unpacker(8, int4_tiles)
-INT8 = Unpacker(4, int8_tiles)
-MXFP4 = Unpacker(8, mxfp4_tiles, MX_BLOCK)
-NVFP4 = Unpacker(8, nvfp4_tiles, NV_BLOCK)
+INT4 = Unpacker(8, unpack_int4)
+INT8 = Unpacker(4, unpack_int8)
+MXFP4 = Unpacker(8, unpack_mxfp4, MX_BLOCK)
+NVFP4 = Unpacker(8, unpack_nvfp4, NV_BLOCK)
 
 
 def unpacker_for(format: Format) -> Unpacker:
@@ -148,64 +154,72 @@ def add_scaled(
 ) -> jax.Array:
     """Returns total + accumulator * scales by fused multiply-add: float32 (64, rows of x).
 
-    scales: the scales of all columns of a word tile, (32 * per_word,). index: of the operand tile in the word tile.
+    scales: the scales of all columns of a packed tile, (32 * per_word,). index: of the fragment in the packed tile.
     """
     if support.is_interpreted():
-        by_word = scales.reshape(WARPS, ROWS, unpacker.per_word)
+        by_word = scales.reshape(WARPS, ROWS_PER_HALF, unpacker.per_word)
         by_half = jnp.stack([by_word[..., unpacker.column(half, index)] for half in range(2)], axis=1)
-        return total + accumulator * lax.broadcast_in_dim(by_half.reshape(TILE), accumulator.shape, (0,))
+        return total + accumulator * lax.broadcast_in_dim(by_half.reshape(FRAGMENT), accumulator.shape, (0,))
 
     result_type = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @inline_mgpu((plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, per_word_layout(unpacker.per_word)), result_type)
     def add(_, total, accumulator, scales):
         registers = np.empty_like(total.registers)
-        for at, register in np.ndenumerate(accumulator.registers):
-            column = unpacker.column(at[4], index)
+        for place, register in np.ndenumerate(accumulator.registers):
+            column = unpacker.column(place[HALF_AXIS], index)
             scale = element(scales.registers.flat[column // 4], column % 4)
-            registers[at] = math.fma(register, vector.broadcast(register.type, scale), total.registers[at])
+            registers[place] = math.fma(register, vector.broadcast(register.type, scale), total.registers[place])
         return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
     return add(total, accumulator, scales)
 
 
-def in_column_order(tiles: list[jax.Array], unpacker: Unpacker) -> jax.Array:
-    """Reorders accumulators (64, rows of x) of neighbouring operand tiles of a word tile by column of the weights.
+def in_column_order(accumulators: list[jax.Array], unpacker: Unpacker) -> jax.Array:
+    """Reorders accumulators (64, rows of x) of neighbouring fragments of a packed tile by column of the weights.
 
-    The result is (rows of x, words, *unpacker.column_shape(len(tiles))).
+    The result is (rows of x, words, *unpacker.column_shape(len(accumulators))).
     """
-    rows, count = tiles[0].shape[1], len(tiles)
-    shape = rows, WORDS, *unpacker.column_shape(count)
+    rows, count = accumulators[0].shape[1], len(accumulators)
+    shape = rows, WORDS_PER_K, *unpacker.column_shape(count)
     if support.is_interpreted():
-        stacked = jnp.stack(tiles, axis=-1).reshape(WARPS, 2, ROWS, rows, count)
+        stacked = jnp.stack(accumulators, axis=-1).reshape(WARPS, 2, ROWS_PER_HALF, rows, count)
         return stacked.transpose(3, 0, 2, *((4, 1) if unpacker.by_bytes else (1, 4))).reshape(shape)
     layout = _column_order_layout(*shape[2:])
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
     @inline_mgpu((plgpu.Layout.WGMMA,) * count, result)
-    def reorder(_, *tiles):
-        return _reorder_registers(tiles, unpacker, shape, layout.to_mgpu())
+    def reorder(_, *accumulators):
+        return _reorder_registers(accumulators, unpacker, shape, layout.to_mgpu())
 
-    return reorder(*tiles)
+    return reorder(*accumulators)
 
 
-def _reorder_registers(tiles: tuple[Any, ...], unpacker: Unpacker, shape: tuple[int, ...], layout: Any) -> Any:
+def _reorder_registers(accumulators: tuple[Any, ...], unpacker: Unpacker, shape: tuple[int, ...], layout: Any) -> Any:
     """`in_column_order` in terms of a thread's registers.
 
     A register of an accumulator holds two rows of x; a register of the result is a vector along columns, whose elements
-    are taken from one register of each tile. No data is exchanged between threads.
+    are taken from one register of each accumulator. No data is exchanged between threads.
     """
     registers = np.empty(layout.registers_shape(shape), dtype=object)
     columns = ir.VectorType.get(shape[-1:], ir.F32Type.get())
-    for at in np.ndindex(registers.shape):
-        row_group, row, major = at[0], at[-4], at[-2]  # eight rows of x; one of a thread's two rows; major column dim
+    for place in np.ndindex(registers.shape):
+        # Of the result: eight rows of x; which of a thread's two rows; the major one of the two column dims.
+        row_group, row, major = place[0], place[-4], place[-2]
         sources = [(major, minor) if unpacker.by_bytes else (minor, major) for minor in range(shape[-1])]
-        pairs = [tiles[tile].registers[0, row_group, 0, 0, half, 0, 0, 0, 0] for tile, half in sources]
-        registers[at] = vector.from_elements(columns, [element(pair, row) for pair in pairs])
+        pairs = [_accumulator_register(accumulators[index], row_group, half) for index, half in sources]
+        registers[place] = vector.from_elements(columns, [element(pair, row) for pair in pairs])
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _accumulator_register(accumulator: Any, row_group: int, half: int) -> Any:
+    """A thread's register of an accumulator (64, rows of x): of eight rows of x, for one half of a warp's 16 rows."""
+    place = [0] * accumulator.registers.ndim
+    place[COLUMN_GROUP_AXIS], place[HALF_AXIS] = row_group, half
+    return accumulator.registers[tuple(place)]
 
 
 def _column_order_layout(major: int, minor: int) -> Any:
     """The layout of (rows of x, words, major, minor): 4 lanes of a warp along pairs of rows, and 8 along words."""
-    tiling = plgpu.Tiling(((8, WORDS, major, minor), (8, ROWS, major, minor), (2, 1, major, minor)))
+    tiling = plgpu.Tiling(((8, WORDS_PER_K, major, minor), (8, ROWS_PER_HALF, major, minor), (2, 1, major, minor)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-11,), lane_dims=(-7, -8), vector_dim=-1)

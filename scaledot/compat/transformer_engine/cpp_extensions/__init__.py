@@ -13,7 +13,7 @@ from scaledot.compat.transformer_engine.cpp_extensions.quantization import (
     quantize,
     quantize_dbias,
 )
-from scaledot.compat.transformer_engine.not_offered import module_getattr
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 __all__ = [
     "CollectiveOp",

@@ -1,6 +1,5 @@
 """Quantizers, scaling modes and quantised tensors, under the names of transformer_engine.jax.quantize."""
 
-from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize import tensor
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
@@ -22,6 +21,7 @@ from scaledot.compat.transformer_engine.quantize.tensor import (
     ScaledTensorFactory,
 )
 from scaledot.compat.transformer_engine.sharding import with_sharding_constraint_by_logical_axes
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 __all__ = [
     "AbstractBaseTensor",

@@ -1,6 +1,5 @@
 """Tensor classes and their factory, under the module name that TransformerEngine has for them."""
 
-from scaledot.compat.transformer_engine.not_offered import module_getattr
 from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsage
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
@@ -13,6 +12,7 @@ from scaledot.compat.transformer_engine.quantize.tensor_classes import (
 )
 from scaledot.compat.transformer_engine.quantize.tensor_factory import ScaledTensorFactory
 from scaledot.compat.transformer_engine.sharding import with_sharding_constraint_by_logical_axes
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 __all__ = [
     "AbstractBaseTensor",

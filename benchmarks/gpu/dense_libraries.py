@@ -63,7 +63,7 @@ def _jax_nn(mode: Any) -> Callable[..., Any]:
 
 def _qwix() -> Callable[..., Any]:
     """Qwix quantises models, not single matmuls, so the layer is a Flax model of one nn.Dense."""
-    import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+    import qwix  # pyright: ignore[reportMissingImports]  (an optional library)
     from flax import linen as nn
 
     def layer(x, w):

@@ -1,69 +1,45 @@
-"""SMEM layouts, register layouts and loads, and arithmetic on registers, shared by the Mosaic kernels."""
+"""Arithmetic of casts on float32 registers: flushing, scaling, conversion to codes, Hadamard transform.
+
+The results are bit-identical to those of `numerics`, except the NaN code of `to_float8`, which is optional.
+"""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper import support
 from scaledot.numerics.bits import MIN_NORMAL, amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank
 from scaledot.numerics.hadamard import Hadamard
 
-LANES, WARPS = 32, 4
-THREADS = LANES * WARPS  # of a warpgroup
-SWIZZLE = 128  # bytes: the TMA swizzle, and the width of an SMEM tile
-ROW_TILE = 8  # rows of an SMEM tile
-LEAST = MIN_NORMAL.view(np.float32)
+MIN_NORMAL_F32 = MIN_NORMAL.view(np.float32)
 _HARDWARE_NAN = 0x7F  # the code that PTX's cvt to E4M3 and E5M2 returns for NaN
 
 
-def tiled(columns: int, dtype) -> tuple[Any, Any]:
-    """The tiling and swizzle transforms of an SMEM ref whose minor dimension is `columns` elements."""
-    itemsize = np.dtype(dtype).itemsize
-    swizzle = min(SWIZZLE, columns * itemsize)
-    return plgpu.TilingTransform((ROW_TILE, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
-
-
-def side_by_side(size: int, vector: int) -> Any:
-    """The register layout of arrays (blocks, size).
-
-    A thread holds vectors of `vector` elements; `size // vector` neighbouring lanes hold a row, and warps hold
-    consecutive rows.
-    """
-    lanes = size // vector
-    tiling = plgpu.Tiling(((THREADS // lanes, size), (LANES // lanes, size), (vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    """Loads a ref into registers; `optimized`: compilation fails if Mosaic has no load without bank conflicts."""
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  (before jax 0.11)
-
-
-def flushed(x: jax.Array) -> jax.Array:
-    """Flushes float32 subnormals to zeros of the same sign, in two instructions."""
-    return x * jnp.where(jnp.abs(x) < LEAST, np.float32(0), np.float32(1))
+def flush_subnormals(x: jax.Array) -> jax.Array:
+    """Flushes float32 subnormals to zeros of the same sign, in two instructions: FSET.BF (0.0 or 1.0) and FMUL."""
+    return x * jnp.where(jnp.abs(x) < MIN_NORMAL_F32, np.float32(0), np.float32(1))
 
 
 def scaled_or_nan(x: jax.Array, multiplier: jax.Array) -> jax.Array:
     """Returns float32 x * multiplier, with subnormals of x flushed to zeros of the same sign and infinities to NaN.
 
     x * 0 is NaN for infinities and NaN, and otherwise a zero of x's sign, so adding it changes no finite result. On an
-    H200 the fused multiply-add is free; a second comparison made casts from bfloat16 to float8 10% slower.
+    H200 the latency of the fused multiply-add is hidden behind other instructions; a second comparison made casts from
+    bfloat16 to float8 10% slower.
     """
     zero = np.float32(0)
-    return x * jnp.where(jnp.abs(x) < LEAST, zero, multiplier) + x * zero
+    return x * jnp.where(jnp.abs(x) < MIN_NORMAL_F32, zero, multiplier) + x * zero
 
 
-def magnitudes(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Returns (encode, decode) for an amax in integers: float32 to uint32 that order as magnitudes, and back.
+def amax_codec(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Returns (encode, decode), which convert float32 to uint32 codes that are ordered as magnitudes, and back.
 
-    finite: NaN and infinities order below all other values; otherwise above them, and decode to infinity.
+    An amax is reduced as an integer maximum of such codes. finite: NaN and infinities are ordered below all other
+    values; otherwise above them, and they decode to infinity.
     """
     return (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
 
@@ -71,7 +47,7 @@ def magnitudes(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable
 def to_float8(x: jax.Array, dtype, reference_nan: bool = False) -> jax.Array:
     """Converts float32 to float8, rounded to nearest even and saturated.
 
-    The GPU's conversion saturates; the interpreter's overflows to NaN, so there x is clipped first.
+    On the GPU, PTX's cvt.satfinite saturates. The interpreter's conversion overflows to NaN, so x is clipped first.
     reference_nan: NaN becomes the code of `numerics.encode`. E5M2 has several NaNs, and the GPU's cvt returns another.
     """
     limit = float(jnp.finfo(dtype).max)

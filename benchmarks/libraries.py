@@ -22,7 +22,7 @@ class QwixCast:
 
     def quantizer(self, row_axis: int = 0) -> Callable[[Any], Any]:
         """Returns a function that quantises a matrix with scales per index of `row_axis`."""
-        import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+        import qwix  # pyright: ignore[reportMissingImports]  (an optional library)
 
         rows = () if self.per_tensor else (row_axis,)
         tiles = {} if self.tile is None else {1 - row_axis: self.tile}
@@ -30,7 +30,7 @@ class QwixCast:
 
     @staticmethod
     def dequantizer() -> Callable[[Any], Any]:
-        import qwix  # pyright: ignore[reportMissingImports]  (a peer, not a dependency)
+        import qwix  # pyright: ignore[reportMissingImports]  (an optional library)
 
         return qwix.dequantize
 
@@ -40,6 +40,6 @@ def has_qwix() -> bool:
 
 
 def notes() -> list[str]:
-    """Notes on peers that are not timed."""
-    not_installed = [] if has_qwix() else ["qwix is not installed: no peer is timed"]
+    """Notes on libraries that are not timed."""
+    not_installed = [] if has_qwix() else ["qwix is not installed: only scaledot is timed"]
     return [*not_installed, JAX_NN]

@@ -1,4 +1,4 @@
-"""TransformerEngine's names that scaledot does not offer, with their replacements, and the errors that name them."""
+"""TransformerEngine's names that scaledot does not provide, with their replacements, and the errors that name them."""
 
 import dis
 import importlib
@@ -56,7 +56,7 @@ def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[st
             return importlib.import_module(f"{module}.{name}")
         if name not in INSTEAD:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        message = f"TransformerEngine's {name!r} is not offered: {INSTEAD[name]}"
+        message = f"TransformerEngine's {name!r} is not provided: {INSTEAD[name]}"
         if _executes_from_import(sys._getframe(1)):
             raise ImportError(message)
         raise AttributeError(message)
