@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 from scaledot import train
 from scaledot.array import ScaledArray
 from scaledot.contraction import labels
-from scaledot.numerics.rounding import key_words, mixed
+from scaledot.numerics.rounding import hash_words, key_words
 from scaledot.ops.dot import dot_general
 from scaledot.ops.quantize import dequantize
 from scaledot.ops.ragged import ragged_dot
@@ -311,7 +311,7 @@ _SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | None]] = {
 
 def _fold(key: Any, number: Any) -> jax.Array | None:
     """A raw key that is hashed from a key and a number; unlike jax.random.fold_in it needs no Threefry."""
-    return None if key is None else jnp.stack(mixed([*key_words(key), jnp.uint32(number)]))
+    return None if key is None else jnp.stack(hash_words([*key_words(key), jnp.uint32(number)]))
 
 
 def _jit(function: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
