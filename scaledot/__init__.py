@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, format_variants, linen, nnx, orbax, recipes, state, train
+    from scaledot import checkpoint_policies, format_variants, linen, nnx, orbax, recipes, state, train, transform
     from scaledot.array import ScaledArray
     from scaledot.formats import FORMATS, Format, Quirks, find_format
     from scaledot.numerics.hadamard import Hadamard
@@ -48,6 +48,7 @@ _SUBMODULES = {
     "sharding": "parallel.sharding",
     "state": "state",
     "train": "train",
+    "transform": "transform",
 }
 
 _MODULE_OF = {
@@ -118,6 +119,7 @@ __all__ = [
     "sharding",
     "state",
     "train",
+    "transform",
 ]
 
 

@@ -26,7 +26,7 @@ LAYERS = [  # from the bottom up: a module imports only from its own layer and l
     {"kernels"},
     {"ops", "parallel"},
     {"train", "checkpoint_policies"},
-    {"flax_hooks", "inference"},
+    {"flax_hooks", "inference", "transform"},
     {"linen", "nnx", "orbax"},
     {"compat", "plan"},
     {"cli"},

@@ -85,7 +85,7 @@ def report(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Ca
     ...     return jax.nn.softmax(x @ params["q"] @ x.T)
     >>> print(report(f, "mxfp8")({"q": jnp.ones((64, 64))}, jnp.ones((32, 64))))
     path         operands                       executions  share  recipe  kernel, or the reason
-    q            float32[32,64] x float32[64,64]  1  66.7%  mxfp8   xla_upcast
+    q            float32[32,64] x float32[64,64]  1  66.7%  mxfp8   xla_upcast, xla_codes
     dot_general  float32[32,64] x float32[64,32]  1  33.3%  -  no weight among its operands; a rule with ...
     1 of 2 contractions under a recipe: 66.7% of 3.93e+05 FLOPs
     """

@@ -280,12 +280,13 @@ class Analysis:
 
     def _choose(self, eqn: JaxprEqn, origins: list[Origin], place: Place) -> Choice:
         site = make_site(eqn, origins[:2], place)
+        derivative = _derivative(place)
         rule = next((rule for rule in self.rules if rule.matches(site)), None)
         if rule is None:
             return Choice(site, None, reason=_UNMATCHED[site.operands])
         if rule.recipe is None:
             return Choice(site, None, rule, "its rule has no recipe")
-        reason = _obstacle(eqn, site, rule.recipe) or _derivative(place)
+        reason = _obstacle(eqn, site, rule.recipe) or derivative
         if reason is None and rule.recipe.delayed and place.no_state:
             reason = f"{rule.recipe.name} has a state, which cannot pass through {place.no_state}"
         return Choice(site, None, rule, reason) if reason else Choice(site, rule.recipe, rule)
