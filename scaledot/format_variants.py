@@ -1,4 +1,4 @@
-"""Formats that reproduce the arithmetic of other libraries bit for bit, as rows of the table.
+"""Formats that reproduce the arithmetic of other libraries bit for bit (ModelOpt: not compared), as rows of the table.
 
 Loading a checkpoint never quantises again, so a variant is only needed to write codes for that library or to compare
 with its results. Each is a `dataclasses.replace` of a row of FORMATS:

@@ -106,7 +106,7 @@ class Cast:
         return self.tile == (0, 0)
 
     @property
-    def cuts(self) -> bool:
+    def has_blocks_or_rotation(self) -> bool:
         """Whether blocks or a rotation divide an axis into groups of elements."""
         return any(b > 1 for b in self.tile) or self.rotation is not None
 
@@ -213,9 +213,9 @@ class Recipe:
         return {tensor: cast for _, tensor, cast in self.casts() if cast.delayed is not None}
 
     @functools.cached_property
-    def cuts(self) -> bool:
+    def has_blocks_or_rotation(self) -> bool:
         """Whether blocks or a rotation of any cast divide an axis into groups of elements."""
-        return any(cast.cuts for _, _, cast in self.casts())
+        return any(cast.has_blocks_or_rotation for _, _, cast in self.casts())
 
     @functools.cached_property
     def stochastic(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`parametrize` tables of formats and recipes.
 
-They are derived from FORMATS and RECIPES, so that new rows are tested without further changes. Rows listed as RELATED
-share every code path with other rows and run under `pytest --all` only.
+They are derived from FORMATS and RECIPES, so that new rows are tested without further changes. Rows listed as
+EXHAUSTIVE_ONLY share every code path with other rows and run under `pytest --all` only.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from scaledot.recipes import RECIPES
 
 # Other integer widths differ from int8 and int4 in a constant, E5M2 and MXFP6 from E4M3 and MXFP8 in the element type,
 # whose codes test_encode tests exhaustively; MXFP4 has the scales of MXFP8 and the elements of NVFP4.
-RELATED_FORMATS = (
+EXHAUSTIVE_ONLY_FORMATS = (
     "int7",
     "int6",
     "int5",
@@ -23,13 +23,14 @@ RELATED_FORMATS = (
     "mxfp6_e3m2",
     "mxfp4",
 )
-RELATED_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
+EXHAUSTIVE_ONLY_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
 
 
-def table_of(values, related, name=lambda value: value):
-    """A table of values; those whose name is in `related` are marked `exhaustive`."""
+def params_of(values, exhaustive_only, name=lambda value: value):
+    """Returns one `pytest.param` per value; those whose name is in `exhaustive_only` are marked `exhaustive`."""
     return [
-        pytest.param(v, marks=[pytest.mark.exhaustive] if name(v) in related else [], id=str(name(v))) for v in values
+        pytest.param(v, marks=[pytest.mark.exhaustive] if name(v) in exhaustive_only else [], id=str(name(v)))
+        for v in values
     ]
 
 
@@ -45,7 +46,7 @@ def _is_fp4(row) -> bool:
     return "fp4" in (row.id or str(row.values)).lower()
 
 
-EACH_FORMAT = table_of(sd.FORMATS, RELATED_FORMATS)
-EACH_RECIPE = table_of(RECIPES, RELATED_RECIPES)
+EACH_FORMAT = params_of(sd.FORMATS, EXHAUSTIVE_ONLY_FORMATS)
+EACH_RECIPE = params_of(RECIPES, EXHAUSTIVE_ONLY_RECIPES)
 STATELESS = [name for name in RECIPES if not RECIPES[name].delayed]
-STATELESS_RECIPES = table_of(STATELESS, RELATED_RECIPES)
+STATELESS_RECIPES = params_of(STATELESS, EXHAUSTIVE_ONLY_RECIPES)

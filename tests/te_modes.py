@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tables import table_of
+from tables import params_of
 
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine.quantize import QuantizeLayout, ScalingMode
@@ -23,10 +23,10 @@ MODES = {
 # Covered by other modes: current scaling by delayed scaling, 1D by 2D blocks (NVFP4) and 2D by 1D (FP8), and FP8 blocks
 # by MXFP8.
 RELATED = ("CURRENT_TENSOR_SCALING", "NVFP4_1D_SCALING", "FP8_2D_BLOCK_SCALING", "FP8_1D_BLOCK_SCALING")
-MODE_ROWS = table_of(MODES, RELATED, lambda mode: mode.name)
+MODE_ROWS = params_of(MODES, RELATED, lambda mode: mode.name)
 EACH_MODE = pytest.mark.parametrize("mode", MODE_ROWS)
 STATELESS_MODE = pytest.mark.parametrize(
-    "mode", table_of([m for m in MODES if not m.spec.delayed], RELATED[1:], lambda mode: mode.name)
+    "mode", params_of([m for m in MODES if not m.spec.delayed], RELATED[1:], lambda mode: mode.name)
 )
 
 

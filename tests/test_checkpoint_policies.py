@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data import normal
 from reference import equations
-from tables import table_of
+from tables import params_of
 
 import scaledot as sd
 from scaledot import train
@@ -21,7 +21,7 @@ POLICIES = sd.checkpoint_policies
 
 # One recipe for each code path; others run with --all.
 DEFAULT = ("fp8_current", "fp8_delayed", "fp8_block")
-EACH_RECIPE = table_of(RECIPES, [name for name in RECIPES if name not in DEFAULT])
+EACH_RECIPE = params_of(RECIPES, [name for name in RECIPES if name not in DEFAULT])
 X, WS = normal(0, (64, 256), spread=0.1), [normal(1, (256, 128), spread=0.1), normal(2, (128, 256), spread=0.1)]
 
 
@@ -76,7 +76,7 @@ def test_residuals_saved_by_a_policy_are_codes():
     assert {r.dtype.name for r in saved} == {"uint8"}
 
 
-@pytest.mark.parametrize("recipe", table_of(["fp8_current", "nvfp4"], ["nvfp4"]))
+@pytest.mark.parametrize("recipe", params_of(["fp8_current", "nvfp4"], ["nvfp4"]))
 def test_gradients_do_not_depend_on_the_policy(recipe):
     """jax.checkpoint applies lax.reduce_precision to saved floats, which would turn the largest float8 into NaN."""
     f = functools.partial(block, recipe)

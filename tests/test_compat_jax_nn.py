@@ -11,7 +11,7 @@ from data import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
-from tables import EACH_FORMAT, table_of
+from tables import EACH_FORMAT, params_of
 
 import scaledot as sd
 from scaledot.compat import jax_nn
@@ -62,7 +62,7 @@ def test_example_of_scaled_dot_general(mode, global_scale):
     assert [g.shape for g in grads] == [lhs.shape, rhs.shape]
 
 
-@pytest.mark.parametrize("mode", table_of(["mxfp8", "nvfp4", "int8"], ["nvfp4", "int8"]))
+@pytest.mark.parametrize("mode", params_of(["mxfp8", "nvfp4", "int8"], ["nvfp4", "int8"]))
 def test_scaled_dot_general_as_dot_general_of_a_flax_layer(mode):
     linen = pytest.importorskip("flax.linen")
     nnx = pytest.importorskip("flax.nnx")
@@ -147,7 +147,7 @@ def test_implementation_is_ignored_with_a_deprecation_warning():
 # ---------------------------------------------------------------------------------- bugs of jax.nn that are fixed here
 
 
-@pytest.mark.parametrize("mode", table_of(["mxfp8", "nvfp4", "mxfp4"], ["mxfp4"]))
+@pytest.mark.parametrize("mode", params_of(["mxfp8", "nvfp4", "mxfp4"], ["mxfp4"]))
 def test_blocks_of_zeros_give_zeros(mode):
     x = jnp.zeros((4, 64)).at[0, :32].set(1.0)
     loss = lambda x: jnp.sum(jax_nn.scaled_dot_general(x, x.T, MATRIX, configs=configs(mode)))  # noqa: E731
@@ -217,7 +217,7 @@ def test_explicit_mesh_axes():
     np.testing.assert_allclose(jax.device_get(y), dot(x, w, numbers), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", table_of(["mxfp8", "nvfp4", "fp8_e4m3"], ["nvfp4", "fp8_e4m3"]))
+@pytest.mark.parametrize("mode", params_of(["mxfp8", "nvfp4", "fp8_e4m3"], ["nvfp4", "fp8_e4m3"]))
 def test_inside_shard_map_and_vmap(mode):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     dot = functools.partial(jax_nn.scaled_dot_general, configs=configs(mode))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from data import normal
 from jax import lax
-from tables import EACH_FORMAT, table_of
+from tables import EACH_FORMAT, params_of
 
 import scaledot as sd
 from scaledot.compat import qwix
@@ -38,7 +38,7 @@ def name(qtype):
     return qtype if isinstance(qtype, str) else np.dtype(qtype).name
 
 
-EACH_QTYPE = table_of(QTYPES, ("int2", "int3", "int5", "int6", "int7", "float8_e5m2"), name)
+EACH_QTYPE = params_of(QTYPES, ("int2", "int3", "int5", "int6", "int7", "float8_e5m2"), name)
 
 
 def test_all_names_exist():

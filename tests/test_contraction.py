@@ -21,7 +21,7 @@ def test_batch_axes_come_first_in_the_order_of_dimension_numbers():
 
 
 @given(st.permutations("bmk"), st.permutations("bkn"), st.permutations("bmn"))
-def test_gradients_contract_the_same_labels(lhs, rhs, out):
+def test_dgrad_contracts_n_and_wgrad_contracts_m(lhs, rhs, out):
     fwd = Contraction("".join(lhs), "".join(rhs), "".join(out))
     assert (fwd.contracting, fwd.batch, fwd.lhs_free, fwd.rhs_free) == ("k", "b", "m", "n")
     assert (fwd.dgrad.contracting, fwd.dgrad.out) == ("n", fwd.lhs)

@@ -11,7 +11,7 @@ from data import normal_by_axis
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import check_einsum
-from tables import RELATED_FORMATS, table_of
+from tables import EXHAUSTIVE_ONLY_FORMATS, params_of
 
 import scaledot as sd
 from scaledot import format_variants
@@ -34,14 +34,14 @@ CASTS = {  # name: (format, options of quantize)
 }
 # Casts that share every code path with others.
 RELATED = [
-    *RELATED_FORMATS,
+    *EXHAUSTIVE_ONLY_FORMATS,
     *("mxint8", "int8 tiles zeros", "int4 groups zeros", "nvfp4 rotated", "int8 tiles rotated"),
     "fp8 per channel",
     "int8 per tensor",
     "int8 in its dtype",
     "nvfp4 of torchao",
 ]
-EACH_CAST = table_of(CASTS, RELATED)
+EACH_CAST = params_of(CASTS, RELATED)
 # FP8 tensor cores accumulate with fewer bits than float32, which the error bounds assume.
 PRECISION = "highest" if jax.default_backend() == "gpu" else None
 SIDES = {"both": (True, True), "lhs": (True, False), "rhs": (False, True)}
@@ -238,7 +238,7 @@ def test_float64_results_accumulate_in_float64():
 # ------------------------------------------------------------------------------------------------ transformations
 
 LEAN = ["fp8_e4m3", "mxfp8", "nvfp4", "int8", "int8 tiles", "int8 tiles zeros", "nf4"]
-EACH_LEAN = table_of(LEAN, ["fp8_e4m3", "int8 tiles", "nf4"])
+EACH_LEAN = params_of(LEAN, ["fp8_e4m3", "int8 tiles", "nf4"])
 
 
 @pytest.mark.parametrize("cast", EACH_LEAN)
@@ -413,7 +413,7 @@ def test_wrong_arguments_raise_errors_that_name_them(arguments, options, error, 
         sd.matmul(*arguments, **options)
 
 
-@pytest.mark.parametrize("k", table_of((1, 2, 3, 5, 6, 7, 33, 44), (2, 5, 7, 33)))
+@pytest.mark.parametrize("k", params_of((1, 2, 3, 5, 6, 7, 33, 44), (2, 5, 7, 33)))
 @pytest.mark.parametrize("calibration", ["absmax", "minmax"])
 def test_integer_sums_of_any_length(calibration, k):
     """XLA's GPU backend returns twice the result of some short int8 matmuls, with and without fused casts."""

@@ -22,7 +22,7 @@ from meshes import (
     require_same,
     step,
 )
-from tables import STATELESS_RECIPES, table_of
+from tables import STATELESS_RECIPES, params_of
 
 import scaledot as sd
 from scaledot import recipes, train
@@ -102,7 +102,7 @@ def casts_of(recipe, kind):
 def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
     layout, recipe, full = LAYOUTS[layout_name], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")
-    flat = flatten(contraction, any(cast.cuts for *_, cast in recipe.casts()))
+    flat = flatten(contraction, any(cast.has_blocks_or_rotation for *_, cast in recipe.casts()))
     one = DotOp(flat.flat)
     mesh = layout.mesh(AxisType.Auto)
     tensors, specs = {"x": full.x, "w": full.w, "g": full.g}, {"x": layout.x, "w": layout.w, "g": layout.y}
@@ -156,9 +156,9 @@ def compiled_step(layout_name: str, recipe) -> str:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "layout_name", table_of(["column", "row", "sequence to column", "fsdp", "all"], ["column", "row", "fsdp"])
+    "layout_name", params_of(["column", "row", "sequence to column", "fsdp", "all"], ["column", "row", "fsdp"])
 )
-@pytest.mark.parametrize("name", table_of(["fp8_current", "fp8_block", "mxfp8", "nvfp4"], ["fp8_current", "mxfp8"]))
+@pytest.mark.parametrize("name", params_of(["fp8_current", "fp8_block", "mxfp8", "nvfp4"], ["fp8_current", "mxfp8"]))
 def test_no_operand_is_all_gathered_in_high_precision(name, layout_name):
     gathered = collectives_of(layout_name, RECIPES[name], "all-gather")
     large = [one for one in gathered if one.dtype != "u8" and one.bytes > 2**15]
@@ -257,7 +257,7 @@ def plain_layer(x, w, bias, out_sharding=None):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout_name", table_of(LAYOUTS, ("row to sequence", "sequence to column")))
+@pytest.mark.parametrize("layout_name", params_of(LAYOUTS, ("row to sequence", "sequence to column")))
 def test_results_and_gradients_are_sharded_as_in_a_bfloat16_program(layout_name, kind, standard_promotion):
     layout = LAYOUTS[layout_name]
     mesh = layout.mesh(kind)

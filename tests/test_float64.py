@@ -10,9 +10,8 @@ from training import vjp_of
 
 import scaledot as sd
 from scaledot import train
-from scaledot.recipes import Gemm, Recipe
+from scaledot.recipes import UNQUANTISED
 
-PLAIN = Recipe("plain", Gemm(), Gemm(), Gemm())
 LARGE = 1e60  # beyond float32
 
 
@@ -28,7 +27,7 @@ def assert_float64(actual, *expected):
 
 
 @pytest.fixture
-def mesh():
+def x64_mesh():
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     with jax.enable_x64(True), jax.set_mesh(mesh):
         yield
@@ -38,10 +37,10 @@ SPLIT = {"specs": train.Specs(P(None, "tp"), P("tp"), P("tp"))}
 
 
 @pytest.mark.parametrize("options", [{}, SPLIT, SPLIT | {"overlap": "tp"}], ids=["one device", "all-reduce", "ring"])
-def test_dense_layers_and_their_biases(mesh, options):
+def test_dense_layers_and_their_biases(x64_mesh, options):
     """Also with the contracting dim sharded over a mesh."""
     x, w, b, g = array(0, 8, 16), array(1, 16, 8) / LARGE, array(2, 8), array(3, 8, 8)
-    results = vjp_of(lambda x, w, b: train.dense(x, w, b, recipe=PLAIN, **options), g, x, w, b)
+    results = vjp_of(lambda x, w, b: train.dense(x, w, b, recipe=UNQUANTISED, **options), g, x, w, b)
     assert_float64(results, x @ w + b, g @ w.T, x.T @ g, g.sum(0))
 
 
@@ -49,20 +48,20 @@ SPLIT_EXPERTS = {"specs": train.Specs(P(None, "tp"), P(None, "tp"), P())}
 
 
 @pytest.mark.parametrize("options", [{}, SPLIT_EXPERTS], ids=["one device", "all-reduce"])
-def test_experts_and_their_biases(mesh, options):
+def test_experts_and_their_biases(x64_mesh, options):
     """Also with the contracting dim of every expert sharded over a mesh."""
     x, w, b, g = array(0, 8, 16), array(1, 2, 16, 8) / LARGE, array(2, 2, 8), array(3, 8, 8)
     sizes = np.array([3, 5])
-    results = vjp_of(lambda x, w, b: train.ragged_dot(x, w, sizes, b, recipe=PLAIN, **options), g, x, w, b)
+    results = vjp_of(lambda x, w, b: train.ragged_dot(x, w, sizes, b, recipe=UNQUANTISED, **options), g, x, w, b)
     member = np.eye(2)[np.repeat([0, 1], sizes)]  # (rows, groups)
     y = np.einsum("tg,tk,gkn->tn", member, x, w) + member @ b
     dx, dw = np.einsum("tg,tn,gkn->tk", member, g, w), np.einsum("tg,tk,tn->gkn", member, x, g)
     assert_float64(results, y, dx, dw, member.T @ g)
 
 
-def test_convolutions(mesh):
+def test_convolutions(x64_mesh):
     x, w, g = array(0, 4, 5, 3), array(1, 1, 3, 2) / LARGE, array(3, 4, 5, 2)
-    options = {"dimension_numbers": ("NWC", "WIO", "NWC"), "recipe": PLAIN}
+    options = {"dimension_numbers": ("NWC", "WIO", "NWC"), "recipe": UNQUANTISED}
     results = vjp_of(lambda x, w: train.conv_general_dilated(x, w, (1,), "SAME", **options), g, x, w)
     assert_float64(results, x @ w[0], g @ w[0].T, np.einsum("nsc,nso->co", x, g)[None])
 

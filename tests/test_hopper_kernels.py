@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from data import normal
 from hopper import needs_mosaic, quantize, relative, values
-from tables import table_of
+from tables import params_of
 
 import scaledot as sd
 from scaledot import train
@@ -162,7 +162,7 @@ def test_delayed_and_current_scaling_of_one_tensor_are_not_fused(hopper):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("recipe", table_of(["fp8_block", "fp8_current"], ["fp8_current"]))
+@pytest.mark.parametrize("recipe", params_of(["fp8_block", "fp8_current"], ["fp8_current"]))
 def test_gradients_under_vmap_and_in_a_shard_map_agree_with_the_reference(hopper, recipe):
     x, w, dy = normal(0, (2, 32, 64), jnp.bfloat16), normal(1, (64, 48)), normal(2, (2, 32, 48), jnp.bfloat16)
 

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import table_of
+from tables import params_of
 
 import scaledot as sd
 from scaledot import train
@@ -66,7 +66,7 @@ def require_same_histories(found, expected):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("recipe", table_of(RECIPES, ("fp8_block", "nvfp4")))
+@pytest.mark.parametrize("recipe", params_of(RECIPES, ("fp8_block", "nvfp4")))
 def test_a_linen_model_follows_its_specs(recipe, standard_promotion):
     x, key = normal(0, (4, 512, WIDTH), jnp.bfloat16), jax.random.key(1)
     plain = sd.linen.with_recipe(Block(), recipe)
@@ -126,7 +126,7 @@ def nnx_gradients(model, x, out_shardings=(None, None)):
     return y, nnx.to_pure_dict(grads)
 
 
-@pytest.mark.parametrize("recipe", table_of(RECIPES, ("nvfp4", "fp8_delayed")))
+@pytest.mark.parametrize("recipe", params_of(RECIPES, ("nvfp4", "fp8_delayed")))
 def test_an_nnx_model_follows_types_and_specs(recipe, standard_promotion):
     x = normal(0, (4, 512, WIDTH), jnp.bfloat16)
     one_device = jax.make_mesh((1, 1), ("dp", "tp"), devices=jax.devices()[:1], axis_types=(AxisType.Auto,) * 2)

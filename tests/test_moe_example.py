@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tables import table_of
+from tables import params_of
 
 from examples import moe
 
@@ -23,8 +23,8 @@ ROUTING = {"one expert has no token": np.where(ROWS % 3 == 0, 0, 2), "one expert
 
 
 @pytest.mark.end_to_end
-@pytest.mark.parametrize("recipe", table_of(moe.RECIPES, ("fp8_current", "mxfp8")))
-@pytest.mark.parametrize("case", table_of(ROUTING, ("one expert has all",)))
+@pytest.mark.parametrize("recipe", params_of(moe.RECIPES, ("fp8_current", "mxfp8")))
+@pytest.mark.parametrize("case", params_of(ROUTING, ("one expert has all",)))
 def test_the_grouped_layer_equals_a_loop_over_experts(recipe, case):
     """The largest groups have more than 128 rows, the size of a block, and no group is a multiple of it."""
     layer, x = layer_and_tokens()

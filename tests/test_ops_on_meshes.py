@@ -17,10 +17,10 @@ pytestmark = pytest.mark.jax_versions
 
 KINDS = [AxisType.Explicit, AxisType.Auto]
 FAMILIES = {  # format, and options for x (rows, k) and w (k, columns)
-    "channels": ("int8", {"axis": 1}, {"axis": 0}),
+    "per channel": ("int8", {"axis": 1}, {"axis": 0}),
     "zero points": ("int4", {"axis": 1, "block": 32, "calibration": "minmax"}, {"axis": 0, "block": 32}),
     "integer tiles": ("int8", {"axis": 1, "block": 128}, {"axis": 0, "block": 128}),
-    "tensors": ("fp8_e4m3", {"block": (0, 0)}, {"block": (0, 0)}),
+    "per tensor": ("fp8_e4m3", {"block": (0, 0)}, {"block": (0, 0)}),
     "1x128 and 128x128": ("fp8_e4m3", {"block": (1, 128)}, {"block": (128, 128)}),
     "powers of two": ("mxfp8", {"axis": 1}, {"axis": 0}),
     "two levels": ("nvfp4", {"axis": 1}, {"axis": 0}),
@@ -29,7 +29,7 @@ FAMILIES = {  # format, and options for x (rows, k) and w (k, columns)
 FORMATS = [
     "fp8_e4m3",
     pytest.param("int8", marks=pytest.mark.exhaustive),
-]  # where families share code paths
+]  # for tests in which all FAMILIES run the same code
 LAYOUTS = {"column": (P("dp"), P(None, "tp"), P("dp", "tp")), "row": (P("dp", "tp"), P("tp"), P("dp"))}
 
 
@@ -109,18 +109,27 @@ def _mapped(**options):
     return tuple(lambda x, w, m=matmul: jax.vmap(lambda x: m(x, w), **options)(x) for matmul in (sd.matmul, jnp.matmul))
 
 
-X, BOTH, W = (4, 64, 256), (4, 256, 256), (256, 256)
-ROWS, TILE = {"axis": 2, "block": 128}, {"axis": 1, "block": 128}
+X, W_BATCHED, W = (4, 64, 256), (4, 256, 256), (256, 256)
+X_CAST, W_CAST = {"axis": 2, "block": 128}, {"axis": 1, "block": 128}
 BATCHED = {  # function and that of plain arrays, shapes, cast options and specs of x and w, sharding of the result
     "einsum, columns": (_einsum("bsk,kn->bsn"), X, W, None, {"axis": 0}, P("dp"), P(None, "tp"), P("dp", None, "tp")),
     "einsum, rows": (_einsum("bsk,kn->bsn"), X, W, None, {"axis": 0}, P("dp", None, "tp"), P("tp"), P("dp")),
-    "einsum, batch": (_einsum("bsk,bkn->bsn"), X, BOTH, ROWS, TILE, P("dp"), P("dp", None, "tp"), P("dp", None, "tp")),
+    "einsum, batch": (
+        _einsum("bsk,bkn->bsn"),
+        X,
+        W_BATCHED,
+        X_CAST,
+        W_CAST,
+        P("dp"),
+        P("dp", None, "tp"),
+        P("dp", None, "tp"),
+    ),
     "vmap": (
         (jax.vmap(sd.matmul), jax.vmap(jnp.matmul)),
         X,
-        BOTH,
-        ROWS,
-        TILE,
+        W_BATCHED,
+        X_CAST,
+        W_CAST,
         P("dp"),
         P("dp", None, "tp"),
         P("dp", None, "tp"),
@@ -181,7 +190,7 @@ GROUPED = {
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("layout", GROUPED)
 def test_ragged_dots_of_sharded_arrays_match_a_single_device(layout, format, kind):
-    x, w = normal(0, 64, 256), sd.quantize(normal(1, 4, 256, 256), format, **TILE)
+    x, w = normal(0, 64, 256), sd.quantize(normal(1, 4, 256, 256), format, **W_CAST)
     mesh, (x_spec, w_spec, y_spec) = mesh_of(kind), GROUPED[layout]
     options = {"out_sharding": y_spec} if kind == AxisType.Explicit else {}
     function = functools.partial(sd.ragged_dot, **options)

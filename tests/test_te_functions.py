@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from tables import table_of
+from tables import params_of
 from te_modes import E2M1, E4M3, E5M2, EACH_MODE, KEY, STATELESS_MODE, assert_same_leaves, quantizer
 
 import scaledot as sd
@@ -129,7 +129,7 @@ def test_gemm_of_plain_operands_and_several_axes():
 
 @pytest.mark.parametrize(
     "recipe",
-    table_of(
+    params_of(
         [r for r in te_tutorial.RECIPES if not r.delayed()],
         ("Float8CurrentScaling", "Float8BlockScaling"),
         lambda r: type(r).__name__,
@@ -198,7 +198,7 @@ def test_dense_without_quantizers_is_a_plain_matmul():
         te.dense.dense(x, w, transpose_batch_sequence=True)
 
 
-@pytest.mark.parametrize("recipe", table_of([None, "mxfp8", "nvfp4", "fp8_delayed"], ["nvfp4"]))
+@pytest.mark.parametrize("recipe", params_of([None, "mxfp8", "nvfp4", "fp8_delayed"], ["nvfp4"]))
 def test_grouped_dense_equals_train_ragged_dot(recipe):
     x, w, b, sizes = normal(0, (12, 64)), normal(1, (3, 64, 32)), normal(2, (3, 32)), jnp.array([5, 0, 7])
     quantizers = (

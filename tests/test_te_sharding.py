@@ -7,7 +7,7 @@ import pytest
 from data import normal
 from jax.sharding import AxisType, PartitionSpec
 from meshes import require_reordered
-from tables import table_of
+from tables import params_of
 from te_modes import assert_same_leaves, quantizer
 
 from scaledot.compat import transformer_engine as te
@@ -88,7 +88,9 @@ def test_tp_resource_and_tpsp_resource_cannot_both_be_in_use():
 @pytest.mark.optimized
 @pytest.mark.parametrize(
     "op",
-    table_of([te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ["REDUCE_SCATTER"], name=lambda op: op.name),
+    params_of(
+        [te.CollectiveOp.ALL_GATHER, te.CollectiveOp.REDUCE_SCATTER], ["REDUCE_SCATTER"], name=lambda op: op.name
+    ),
 )
 def test_collective_gemms_transfer_codes_and_accumulators_in_rings(op):
     """Forward and backward; kernels are also sharded over fsdp."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from tables import table_of
+from tables import params_of
 
 from benchmarks import te_tutorial
 from scaledot.compat import transformer_engine as te
@@ -18,7 +18,7 @@ EXHAUSTIVE = (*RELATED, "NVFP4BlockScaling")
 
 @pytest.mark.end_to_end
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("recipe", table_of(te_tutorial.RECIPES, EXHAUSTIVE, name=lambda r: type(r).__name__))
+@pytest.mark.parametrize("recipe", params_of(te_tutorial.RECIPES, EXHAUSTIVE, name=lambda r: type(r).__name__))
 def test_the_tutorial_passes_its_accuracy_test(recipe):
     layer = te_tutorial.Layer(recipe, te_tutorial.CPU)
     layer.compare()
@@ -28,7 +28,7 @@ def test_the_tutorial_passes_its_accuracy_test(recipe):
 @pytest.mark.end_to_end
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("recipe", table_of(te_tutorial.RECIPES, EXHAUSTIVE, name=lambda r: type(r).__name__))
+@pytest.mark.parametrize("recipe", params_of(te_tutorial.RECIPES, EXHAUSTIVE, name=lambda r: type(r).__name__))
 def test_the_tutorial_runs_on_four_devices(recipe, kind, capsys):
     """With DP=2 and TP=2, as in its last part: a mesh, the resources of its axes, and sharded arrays."""
     layer = te_tutorial.Layer(recipe, te_tutorial.Size(4, 64, 256, 256))

@@ -5,7 +5,7 @@ import functools
 import jax
 import pytest
 from data import normal
-from tables import RELATED_RECIPES, STATELESS, table_of
+from tables import EXHAUSTIVE_ONLY_RECIPES, STATELESS, params_of
 from training import assert_same, conv_general_dilated, dense, nearest, vjp_of
 
 import scaledot as sd
@@ -41,7 +41,7 @@ def test_gradients_of_convolutions_are_those_of_jax(case):
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "nvfp4")))
+@pytest.mark.parametrize("recipe", params_of(STATELESS, (*EXHAUSTIVE_ONLY_RECIPES, "fp8_current", "nvfp4")))
 def test_convolutions_multiply_the_casts_of_their_recipe(recipe):
     """With kernels and images of one position, the convolution is `dense` of images as rows.
 

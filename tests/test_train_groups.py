@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from tables import RELATED_RECIPES, STATELESS, table_of
+from tables import EXHAUSTIVE_ONLY_RECIPES, STATELESS, params_of
 from training import KEY, assert_same, dense, nearest, ragged_dot, residuals_of
 
 from scaledot import train
@@ -16,7 +16,7 @@ from scaledot.recipes import RECIPES
 pytestmark = pytest.mark.jax_versions
 
 
-@pytest.mark.parametrize("recipe", table_of(STATELESS, (*RELATED_RECIPES, "fp8_current", "nvfp4")))
+@pytest.mark.parametrize("recipe", params_of(STATELESS, (*EXHAUSTIVE_ONLY_RECIPES, "fp8_current", "nvfp4")))
 def test_a_ragged_dot_is_a_dense_per_group(recipe):
     """Uneven and empty groups, and rows of no group. Random bits differ, so stochastic casts round to nearest here."""
     recipe = nearest(RECIPES[recipe])

@@ -1,8 +1,9 @@
 """A tiny GPT on a source of known entropy, under every recipe and with ablations of NVFP4's recipe.
 
-The model is that of `examples.gpt_linen`; fwd, dgrad and wgrad of all four linear layers of each block are quantised.
-Seeds are paired: each row starts from the same parameters and trains on the same batches as float32. The result is the
-gap between its excess loss on held-out sequences and that of float32. Seeds run under vmap, steps in a scan.
+The model is that of `examples.gpt_linen`; fwd, dgrad and wgrad of all four linear layers of each block are quantised,
+under QAT recipes only fwd. Seeds are paired: each row starts from the same parameters and trains on the same batches as
+float32. The result is the gap between its excess loss on held-out sequences and that of float32. Seeds run under vmap,
+steps in a scan.
 
 Finished rows are appended to a journal, from which an interrupted run resumes.
 """

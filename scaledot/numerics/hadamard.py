@@ -47,7 +47,7 @@ def rotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
 
 
 def unrotate(x: jax.Array, rotation: Hadamard) -> jax.Array:
-    """x @ H.T in groups along the axis, in float32: the inverse of `rotate`."""
+    """x @ H.T in groups along the axis, in float32: the inverse of `rotate` up to its rounding."""
     groups = _butterflies(_grouped(x, rotation))
     return _ungrouped(groups * _broadcast(rotation.signs, groups), x.shape, rotation)
 

@@ -28,10 +28,11 @@ def dot_general(
       lhs, rhs: ScaledArrays, jax or numpy arrays.
       dimension_numbers: ((lhs contracting dims, rhs contracting dims), (lhs batch dims, rhs batch dims)).
       precision: of a float matmul, as in jax.lax; integer matmuls are exact. The FP8 tensor cores of CUDA devices
-        accumulate with fewer bits than float32; "highest" converts FP8 codes to bfloat16, which is exact.
+        accumulate with fewer bits than float32; "highest" converts FP8 codes to bfloat16, which is exact,
+        or, on Hopper, promotes accumulators to float32 every 128 elements of K.
       out_sharding: of the result, as in jax.lax.
-      kernel: the name of a kernel (`explain` lists them), or a function from the Problem to a name; None is the first
-        kernel that supports the problem.
+      kernel: the name of a kernel (`explain` lists them), or a function from a `scaledot.kernels.spec.Problem` to a
+        name; None is the first kernel that supports the problem.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> w = sd.quantize(jnp.array([[127.0, 64.0], [2.0, 0.0]]), "int8", block=(0, 0))

@@ -2,8 +2,8 @@
 
 A route is a tuple of collectives inside a shard_map, each with its transpose. `dispatch` runs a route; `combine` runs
 the transposes in reverse order. The result of a ragged matmul is combined along the route of rows, and its gradient is
-dispatched. Both are a custom_vjp, because JAX would transpose a slice to a psum of zero-padded gradients instead of an
-all-gather, which transfers twice the bytes.
+dispatched. Both are a custom_vjp, because JAX would transpose a slice to a psum of zero-padded gradients, which
+transfers twice the bytes of an all-gather.
 """
 
 import functools
@@ -90,28 +90,29 @@ class GatherRows(NamedTuple):
 Route = tuple[Gather | Slice | AllToAll | GatherRows, ...]
 
 
-def route_of_rows(labels: str, sharding: LabelSharding, work: AxesByLabel) -> Route:
+def route_of_rows(labels: str, sharding: LabelSharding, compute_axes: AxesByLabel) -> Route:
     """The route from a device's shard of the rows to the rows of its groups.
 
-    labels: of rows and features. sharding: of the array. work: the mesh axes that shard groups ("g") and features.
+    labels: of rows and features. sharding: of the array. compute_axes: the mesh axes that shard groups ("g")
+    and features in the matmul.
     """
     rows, feature = labels
-    plan = transfer_plan.transfers_between(feature, dict(sharding), work)
+    plan = transfer_plan.transfers_between(feature, dict(sharding), compute_axes)
     gathers, slices = _gathers_and_slices(labels, plan)
-    return *gathers, GatherRows(dict(sharding).get(rows, ()), work["g"]), *slices
+    return *gathers, GatherRows(dict(sharding).get(rows, ()), compute_axes["g"]), *slices
 
 
-def route_of_weights(labels: str, sharding: LabelSharding, work: AxesByLabel) -> Route:
+def route_of_weights(labels: str, sharding: LabelSharding, compute_axes: AxesByLabel) -> Route:
     """The route from a device's shard of the weights, or of the biases, to the weights of its groups."""
     remaining, steps = dict(sharding), []
-    for axis in work["g"][len(remaining.get("g", ())) :]:
+    for axis in compute_axes["g"][len(remaining.get("g", ())) :]:
         label = next((c for c, axes in sharding if axis in axes), None)
         if label is None:
             steps.append(Slice(0, (axis,)))
         else:
             steps.append(AllToAll(labels.index(label), 0, (axis,)))
             remaining[label] = tuple(a for a in remaining[label] if a != axis)
-    gathers, slices = _gathers_and_slices(labels, transfer_plan.transfers_between(labels[1:], remaining, work))
+    gathers, slices = _gathers_and_slices(labels, transfer_plan.transfers_between(labels[1:], remaining, compute_axes))
     return *steps, *gathers, *slices
 
 

@@ -116,7 +116,7 @@ def _matmul_seconds(setup: Setup, rates: Rates, recipe: Recipe, linear: Linear) 
 
 
 def _attention_flops(setup: Setup) -> float:
-    """Returns the FLOPs of one layer's attention on a device, forward and backward, half of them masked."""
+    """Returns the FLOPs of one layer's causal attention on a device, forward and backward, without the masked half."""
     forward = 2 * setup.tokens * setup.sequence * setup.model.attention_width / setup.mesh.sizes["tp"]
     return forward * (1 + BACKWARD_ATTENTION)
 

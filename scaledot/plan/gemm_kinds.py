@@ -3,14 +3,15 @@
 The kind of a GEMM ("bf16", "fp8", "fp8_block", "mxfp8", ...) is its row in the tables of rates (`rates`).
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
 from scaledot.formats import row_of
-from scaledot.recipes import RECIPES, Cast, Gemm, Recipe
+from scaledot.recipes import RECIPES, UNQUANTISED, Cast, Gemm, Recipe
 
 # A recipe without casts, so that the bfloat16 program differs from the others in its dtypes only.
-BASELINE = Recipe("bf16", Gemm(), Gemm(), Gemm())
+BASELINE = dataclasses.replace(UNQUANTISED, name="bf16")
 RECIPES_AND_BASELINE = {BASELINE.name: BASELINE, **RECIPES}
 
 TENSOR_AXES = {"x": "ti", "w": "io", "g": "to"}  # t: tokens, i: inputs, o: outputs

@@ -40,7 +40,7 @@ def dot_general(
     """`jax.lax.dot_general` with operands quantised in the forward and the backward pass, by a recipe.
 
     The result has dtype `preferred_element_type`, or the promotion of both operands; gradients have the dtypes of x and
-    w. Residuals are codes and scales, not full-precision operands.
+    w. Residuals of operands that the recipe casts are codes and scales.
 
     Args:
       w: an array, or a weight that `cast_weights` has cast under the same recipe.
@@ -162,9 +162,9 @@ def _contract_unsharded(options: Options, contraction: Contraction, operands: Op
     """The contraction on one device, or along automatic mesh axes, where XLA chooses the partitioning."""
     _check_bias(contraction, operands)
     partitioning = partitioning_of(operands.x, operands.w)
-    to_matrices = table.has_matrix_cast_kernels(partitioning) or options.recipe.cuts
+    to_matrices = table.has_matrix_cast_kernels(partitioning) or options.recipe.has_blocks_or_rotation
     flat = flatten(contraction, to_matrices if codes is None else codes.spec.to_matrices)
-    sharding = options.out_sharding if flat.g.groups else None  # its dims are those of the unflattened result
+    sharding = options.out_sharding if flat.g.dim_groups else None  # its dims are those of the unflattened result
     if sharding is not None:
         options = dataclasses.replace(options, out_sharding=None)
     x, w, b, _ = operands
@@ -184,7 +184,7 @@ def _check_bias(contraction: Contraction, operands: Operands) -> None:
 
 def _contract_sharded(options: Options, contraction: Contraction, shardings: Shardings, operands: Operands, state, key):
     """The contraction of operands that are sharded as in `shardings`, inside a shard_map."""
-    flat = flatten(contraction, table.has_matrix_cast_kernels(None) or options.recipe.cuts)
+    flat = flatten(contraction, table.has_matrix_cast_kernels(None) or options.recipe.has_blocks_or_rotation)
     op = ShardedOp.of(DotOp(flat.flat), flat, operands, shardings, options)
     return multiply_sharded(op, options, operands, state, key)
 
@@ -193,17 +193,17 @@ def _contract_sharded(options: Options, contraction: Contraction, shardings: Sha
 class DotOp(NonRaggedOp):
     """A contraction of x (batch, free, contracting) and w (batch, contracting, free), with dims in any order.
 
-    members: for each label, the sizes of the dims that were flattened to it; empty on one device.
+    flattened_sizes: for each label, the sizes of the dims that were flattened to it; empty on one device.
     """
 
     contraction: Contraction
     partitioning: Partitioning = ONE_DEVICE
-    members: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    flattened_sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, flat: FlattenedContraction, partitioning: Partitioning, sizes: dict[str, int]) -> "DotOp":
         """The operation of a flattened contraction. sizes: those of the labels before flattening."""
-        return cls(flat.flat, partitioning, () if partitioning.devices == 1 else flat.members(sizes))
+        return cls(flat.flat, partitioning, () if partitioning.devices == 1 else flat.flattened_sizes(sizes))
 
     @property
     def out(self) -> str:
@@ -244,9 +244,13 @@ class DotOp(NonRaggedOp):
             rhs,
             bias=bias,
             partitioning=self.partitioning,
-            members=dict(self.members),
+            members=dict(self.flattened_sizes),
             **matmul.keywords,
         )
 
     def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
-        return tuple(dict(self.members)[c] for c in self.operand_dims(matmul, tensor).labels) if self.members else None
+        return (
+            tuple(dict(self.flattened_sizes)[c] for c in self.operand_dims(matmul, tensor).labels)
+            if self.flattened_sizes
+            else None
+        )

@@ -25,13 +25,13 @@ class Flattening(NamedTuple):
 
     labels: str
     flat: str
-    groups: tuple[DimGroup, ...]
+    dim_groups: tuple[DimGroup, ...]
 
     @classmethod
-    def of(cls, labels: str, groups: tuple[DimGroup, ...]) -> "Flattening":
-        first = {c: group.label for group in groups for c in group.members}
+    def of(cls, labels: str, dim_groups: tuple[DimGroup, ...]) -> "Flattening":
+        first = {c: group.label for group in dim_groups for c in group.members}
         flat = "".join(dict.fromkeys(first.get(c, c) for c in labels))
-        return cls(labels, flat + "".join(group.label for group in groups if not group.members), groups)
+        return cls(labels, flat + "".join(group.label for group in dim_groups if not group.members), dim_groups)
 
     @property
     def grouped(self) -> str:
@@ -40,11 +40,11 @@ class Flattening(NamedTuple):
 
     def members(self, label: str) -> str:
         """The original labels of a flat label."""
-        return next((group.members for group in self.groups if group.label == label), label)
+        return next((group.members for group in self.dim_groups if group.label == label), label)
 
     def flatten(self, x: jax.Array) -> jax.Array:
         """x with its dims transposed and flattened."""
-        if not self.groups:
+        if not self.dim_groups:
             return x
         sizes = dict(zip(self.labels, x.shape, strict=True))
         x = x.transpose([self.labels.index(c) for c in self.grouped])
@@ -52,7 +52,7 @@ class Flattening(NamedTuple):
 
     def unflatten(self, y: jax.Array, sizes: dict[str, int]) -> jax.Array:
         """The inverse of `flatten`. sizes: those of the original labels."""
-        if not self.groups:
+        if not self.dim_groups:
             return y
         y = y.reshape([sizes[c] for c in self.grouped])
         return y.transpose([self.grouped.index(c) for c in self.labels])
@@ -74,7 +74,7 @@ class FlattenedContraction(NamedTuple):
         tensors = contraction.lhs, contraction.rhs, contraction.out, bias
         return cls(contraction, contraction, *(Flattening.of(labels, ()) for labels in tensors))
 
-    def members(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def flattened_sizes(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """For each flat label, the sizes of the dims it consists of."""
         flattenings = {c: flattening for flattening in (self.x, self.w) for c in flattening.flat}
         members = ((c, tuple(sizes[m] for m in flattening.members(c))) for c, flattening in flattenings.items())

@@ -188,7 +188,7 @@ def _codes_of(path: str, w: Any, recipe: Recipe, dtype: Any, contracting: Any, s
         )
     shape, partitioning = tuple(w.shape[stacked:]), partitioning_of(w)
     contracting_axes = _checked_axes(name, contracting, w.shape, stacked)
-    to_matrices = table.has_matrix_cast_kernels(partitioning) or recipe.cuts
+    to_matrices = table.has_matrix_cast_kernels(partitioning) or recipe.has_blocks_or_rotation
     cast_dtype = np.dtype(w.dtype if dtype is None else dtype)
     if not jnp.issubdtype(cast_dtype, jnp.floating) or jnp.finfo(cast_dtype).bits < 16:
         raise TypeError(f"`dtype` of `{name}` must be a float dtype of at least 16 bits, not {cast_dtype}")

@@ -1,8 +1,8 @@
 """Matmuls on Hopper's tensor cores as entries of the kernel table: checks of problems, and preparation of operands.
 
 `FLOAT8` and `INT8` multiply 8-bit codes, with float32 scales per tensor, per row, or in blocks of 128 along K.
-`BFLOAT16` multiplies dequantised values: codes times block scales, if that product is exact in bfloat16 (MXFP8,
-NVFP4).
+`BFLOAT16` multiplies dequantised values: codes times block scales, if that product is exact in bfloat16 (MX
+formats and NVFP4).
 """
 
 import dataclasses

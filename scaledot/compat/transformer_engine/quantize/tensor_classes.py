@@ -1,8 +1,8 @@
 """TransformerEngine's tensor classes, as pytrees that convert to ScaledArray.
 
 A ScaledTensor1x holds codes and scales in TransformerEngine's shapes; its property `array` is the equivalent
-ScaledArray, which all computations use. Layout fields are static and do not count leading batch dims (`rank`), so
-tensors work under vmap, scan and stacking. For NVFP4, a (64, 128) tensor has rowwise codes (64, 128) with scales
+ScaledArray, which all computations use. Layout fields are static and do not count leading dims added by vmap, scan or
+stacking (`rank`), so tensors work under these. For NVFP4, a (64, 128) tensor has rowwise codes (64, 128) with scales
 (64, 8), and colwise codes stored transposed, (128, 64), with scales (128, 4).
 """
 
@@ -112,12 +112,13 @@ class NoScaleTensor(AbstractBaseTensor1x):
 class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     """Codes and scales of one orientation; created by `quantize` and `ScaledTensorFactory.create_1x`.
 
-    data: codes; with data_layout "T" they are transposed, so that the dims from flatten_axis on come first.
+    data: codes; with data_layout "T" they are stored transposed: the dims after the split come first.
     scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block.
     amax: float32 of shape (1,), or None if scales do not depend on it.
     tensor_scale: the second-level scale of NVFP4; if None, amax / 2688.
-    flatten_axis: where the dims of `data`, as stored and without batch dims, are split to flatten it to a matrix.
-    rank: the number of dims without batch dims.
+    flatten_axis: the split of the dims of `data`, as stored, that flattens it to a matrix; without leading dims
+      added by vmap, scan or stacking.
+    rank: the number of dims, without the same leading dims.
 
     >>> codes, scale = jnp.full((2, 4), 3, jnp.float8_e4m3fn), jnp.full(1, 0.5)
     >>> tensor = ScaledTensor1x(codes, scale, scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING)
