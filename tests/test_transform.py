@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ def plain(x, w):
     return lax.dot_general(x, w, NUMBERS)
 
 
-def under(recipe):
+def under(recipe) -> Any:
     return lambda x, w: train.dot_general(x, w, NUMBERS, recipe=recipe)
 
 
@@ -227,9 +228,8 @@ def test_rules_of_another_type_are_refused(rules, error, message):
         transform.quantized(attention, rules)
 
 
-STOCHASTIC = Recipe(
-    "stochastic", *(Gemm(*(Cast("fp8_e5m2", rounding="stochastic"),) * 2) for _ in ("fwd", "dgrad", "wgrad"))
-)
+CAST = Cast(sd.FORMATS["fp8_e5m2"], rounding="stochastic")
+STOCHASTIC = Recipe("stochastic", Gemm(CAST, CAST), Gemm(CAST, CAST), Gemm(CAST, CAST))
 
 
 def test_sites_and_iterations_have_keys_of_their_own():

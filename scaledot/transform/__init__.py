@@ -8,7 +8,8 @@
 |---|---|
 | `rules` | `Rule`: which contraction gets which recipe |
 | `jaxprs` | what differs between jax releases |
-| `sites` | data flow, `Site`, `Plan` |
+| `site` | `Site`: a contraction |
+| `analysis` | data flow; which equations change: `Plan` |
 | `rewrite` | the evaluation of a plan |
 | `program` | `quantized`, `init_state` |
 | `report` | `report`: what was quantised, and what was not |
@@ -21,6 +22,6 @@ What composition means: `jax.grad(quantized(f))` quantises the backward pass, to
 from scaledot.transform.program import init_state, quantized
 from scaledot.transform.report import Report, report
 from scaledot.transform.rules import Rule
-from scaledot.transform.sites import Site
+from scaledot.transform.site import Site
 
 __all__ = ["Report", "Rule", "Site", "init_state", "quantized", "report"]

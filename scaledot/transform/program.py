@@ -12,10 +12,10 @@ import numpy as np
 from scaledot import state
 from scaledot.array import ScaledArray
 from scaledot.state import State
+from scaledot.transform.analysis import CONSTANT, DATA, Analysis, Choice, Origin, Place, Plan
 from scaledot.transform.jaxprs import Closed, closed
 from scaledot.transform.rewrite import Rewriter
 from scaledot.transform.rules import Rule, Rules, check_all_match, parse_rules
-from scaledot.transform.sites import CONSTANT, DATA, Analysis, Choice, Origin, Place, Plan
 
 ParamArgs = int | Sequence[int] | None
 

@@ -11,10 +11,10 @@ from scaledot.kernels import table
 from scaledot.ops.explain import problems
 from scaledot.recipes import Recipe
 from scaledot.state import init_state
+from scaledot.transform.analysis import Choice
 from scaledot.transform.program import ParamArgs, Transform
 from scaledot.transform.rewrite import under_recipe
 from scaledot.transform.rules import Rules
-from scaledot.transform.sites import Choice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from scaledot.ops.quantize import dequantize
 from scaledot.ops.ragged import ragged_dot
 from scaledot.state import State
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.transform.analysis import Choice, Plan, bind
 from scaledot.transform.jaxprs import CALLS, read, scan_counts, type_of
-from scaledot.transform.sites import Choice, Plan, bind
 
 States = list[State]
 Result = tuple[list[Any], States]

@@ -13,14 +13,11 @@ import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scaledot.recipes import Recipe, find_recipe
+from scaledot.transform.site import PRIMITIVES, Site
 
-if TYPE_CHECKING:
-    from scaledot.transform.sites import Site
-
-PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 OPERANDS = ("weight", "activations")
 
 
@@ -40,7 +37,7 @@ class Rule:
     path: str = "*"
     primitive: str | None = None
     operands: str = "weight"
-    where: "Callable[[Site], bool] | None" = None
+    where: Callable[[Site], bool] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recipe", None if self.recipe is None else find_recipe(self.recipe))
@@ -53,7 +50,7 @@ class Rule:
         if self.where is not None and not callable(self.where):
             raise TypeError(f"`where` must be a function of a Site, not {self.where!r}")
 
-    def matches(self, site: "Site") -> bool:
+    def matches(self, site: Site) -> bool:
         """Whether all conditions hold."""
         return (
             any(fnmatch.fnmatchcase(name, self.path) for name in site.names)
@@ -93,7 +90,7 @@ def parse_rules(rules: Rules) -> tuple[Rule, ...]:
     return parsed
 
 
-def check_all_match(rules: Sequence[Rule], sites: "Sequence[Site]") -> None:
+def check_all_match(rules: Sequence[Rule], sites: Sequence[Site]) -> None:
     """Raises ValueError for a rule that matches no contraction, with the nearest paths; a rule for all never raises."""
     for rule in rules:
         if rule.path == "*" and rule.operands == "weight" and rule.where is None and rule.primitive is None:

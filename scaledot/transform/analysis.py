@@ -22,7 +22,8 @@ from jax.extend.core import JaxprEqn
 from scaledot.recipes import Recipe
 from scaledot.train.conv import groups_reason
 from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts, type_of
-from scaledot.transform.rules import PRIMITIVES, Rule
+from scaledot.transform.rules import Rule
+from scaledot.transform.site import PRIMITIVES, Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,37 +45,6 @@ DATA = Origin(is_data=True)
 def join(origins: Sequence[Origin]) -> Origin:
     """The origin of a value that is computed from values of these origins."""
     return Origin(any(o.is_data for o in origins), frozenset().union(*(o.params for o in origins)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """One contraction of a program.
-
-    path: that of the parameter among its operands, or `scope` without one. scope: the `jax.named_scope`. operands:
-    "weight" (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters"
-    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
-    with shape and dtype. flops: of one execution. lengths: those of the scans around it. in_loop: whether a while loop,
-    whose number of iterations is unknown, is around it. params: those of the primitive.
-    """
-
-    path: str
-    names: tuple[str, ...]
-    scope: str
-    primitive: str
-    operands: str
-    weight: int
-    lhs: Any
-    rhs: Any
-    out: Any
-    flops: int
-    lengths: tuple[int, ...]
-    in_loop: bool
-    params: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
-
-    @property
-    def total_flops(self) -> int:
-        """FLOPs of all executions; iterations of a while loop count once."""
-        return self.flops * math.prod(self.lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +299,7 @@ def contractions_of(jaxpr: Any) -> Iterator[JaxprEqn]:
             yield from contractions_of(inner)
 
 
-# By the number of operands that depend on data, and of those that depend on parameters only.
+# By the number of operands that depend on data, and the number that depend on parameters only.
 _OPERANDS = {
     (2, 0): "activations",
     (1, 1): "weight",

@@ -1,0 +1,39 @@
+"""`Site`: a contraction of a program, as rules see it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One contraction of a program.
+
+    path: that of the parameter among its operands, or `scope` without one. scope: the `jax.named_scope`. operands:
+    "weight" (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters"
+    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
+    with shape and dtype. flops: of one execution. lengths: those of the scans around it. in_loop: whether a while loop,
+    whose number of iterations is unknown, is around it. params: those of the primitive.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    scope: str
+    primitive: str
+    operands: str
+    weight: int
+    lhs: Any
+    rhs: Any
+    out: Any
+    flops: int
+    lengths: tuple[int, ...]
+    in_loop: bool
+    params: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def total_flops(self) -> int:
+        """FLOPs of all executions; iterations of a while loop count once."""
+        return self.flops * math.prod(self.lengths)
