@@ -107,10 +107,10 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
     assert shape is not None
     format, x = outputs[0].spec.format, x.reshape(shape)
     padded = pad_to_multiples(x, block_size(format), cast_microscaled_kernel.COLUMN_MULTIPLE)
-    levels, tensor_scales = _tensor_scales(padded, outputs)
+    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs)
     specs = tuple(_output_spec(output, block_kind(output, ndim)) for output in outputs)
     seeds = cast_support.seeds(outputs, arguments)
-    results = cast_microscaled_kernel.cast(padded, specs, levels, seeds, problem.row_length or shape[1])
+    results = cast_microscaled_kernel.cast(padded, specs, tensor_multipliers, seeds, problem.row_length or shape[1])
     arrays = (
         _stored(output, matrix_block(output, ndim), result, tensor_scale, x)
         for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)
@@ -158,8 +158,10 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
         return [[pairs[i][0], divide(ONE, pairs[i][0])] for i in indices], *(pairs[i][1] for i in indices)
 
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
-    levels, *tensor_scales = scalars.compute(("levels", format, dtype, indices), compute, types, amaxes)
-    return levels, [vary_as(scale, amaxes) for scale in tensor_scales]
+    tensor_multipliers, *tensor_scales = scalars.compute(
+        ("tensor multipliers", format, dtype, indices), compute, types, amaxes
+    )
+    return tensor_multipliers, [vary_as(scale, amaxes) for scale in tensor_scales]
 
 
 def _stored(output: CastOutput, block: tuple[int, int], result, tensor_scale: jax.Array | None, x: jax.Array) -> Any:
