@@ -88,14 +88,14 @@ def describe(problem: CastProblem) -> str:
     ndim = len(problem.shape)
     words = {"along": "in blocks along rows", "down": "in blocks down columns", "square": "in square blocks"}
     outputs = [
-        f"{'bfloat16 values' if _is_values(output) else 'codes'} {words[block_kind(output, ndim)]}"
+        f"{'bfloat16 values' if _is_dequantized(output) else 'codes'} {words[block_kind(output, ndim)]}"
         for output in problem.outputs
     ]
     passes = "two passes" if problem.outputs[0].spec.format.two_level else "one pass"
     return f"{' and '.join(outputs)}, {passes} on Hopper"
 
 
-def _is_values(output: CastOutput) -> bool:
+def _is_dequantized(output: CastOutput) -> bool:
     """Whether an output is bfloat16 values instead of codes."""
     return output.contracted is not None and not output.is_residual
 
@@ -128,11 +128,11 @@ def _output_spec(output: CastOutput, kind: str) -> Any:
     from scaledot.kernels.hopper import cast_microscaled_kernel
 
     spec, packing = output.spec, ""
-    if spec.format.bits == 4 and not _is_values(output):
+    if spec.format.bits == 4 and not _is_dequantized(output):
         packing = "columns" if output.contracted is None else "rows"
     saturates = spec.nonfinite == "saturate"
     return cast_microscaled_kernel.OutputSpec(
-        spec.format, kind, _is_values(output), output.is_stochastic, spec.rotation, packing, saturates
+        spec.format, kind, _is_dequantized(output), output.is_stochastic, spec.rotation, packing, saturates
     )
 
 
@@ -167,7 +167,7 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
 def _stored(output: CastOutput, block: tuple[int, int], result, tensor_scale: jax.Array | None, x: jax.Array) -> Any:
     """Returns an output with the shape of x from padded codes or values and the bytes of scales."""
     spec, (m, k), format, data = output.spec, x.shape, output.spec.format, vary_as(result.data, x)
-    if _is_values(output):
+    if _is_dequantized(output):
         scale = jnp.ones((), jnp.float32) if tensor_scale is None else tensor_scale
         return bfloat16_operand(data[:m, :k], scale, spec.dtype, spec.rotation)
     packs_rows = format.bits == 4 and output.contracted is not None
