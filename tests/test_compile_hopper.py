@@ -27,7 +27,7 @@ E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 
 
 @pytest.fixture
-def listed(monkeypatch, tmp_path):
+def ptxas_folder(monkeypatch, tmp_path):
     return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
 
 
@@ -47,7 +47,7 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
     ],
 )
 @pytest.mark.parametrize(("dtypes", "out"), [((E4M3, E4M3), BF16), ((E4M3, E5M2), jnp.float32), ((BF16, BF16), BF16)])
-def test_matmuls_do_not_spill(listed, dtypes, out, changes, promote):
+def test_matmuls_do_not_spill(ptxas_folder, dtypes, out, changes, promote):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import Config
 
@@ -58,12 +58,12 @@ def test_matmuls_do_not_spill(listed, dtypes, out, changes, promote):
 
     one = ((1,), jnp.float32)
     gpu_compile.compiled_for("H200", run, *shapes(*(((2048, 2048), d) for d in dtypes), one, one))
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize("columns", [16, 2048])
 @pytest.mark.parametrize("out", [BF16, jnp.float32])
-def test_blockwise_matmuls_do_not_spill(listed, out, columns):
+def test_blockwise_matmuls_do_not_spill(ptxas_folder, out, columns):
     """With scales for 128×128 blocks of b, and for its 1×128 blocks."""
     from scaledot.kernels.hopper.matmul import matmul
 
@@ -78,11 +78,11 @@ def test_blockwise_matmuls_do_not_spill(listed, out, columns):
 
     codes, scales = ((2048, 2048), E4M3), [((16, 2048), jnp.float32), ((16, columns), jnp.float32)]
     gpu_compile.compiled_for("H200", run, *shapes(codes, codes, *scales))
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize("blockwise", [False, True])
-def test_int8_matmuls_do_not_spill(listed, blockwise):
+def test_int8_matmuls_do_not_spill(ptxas_folder, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
 
     accumulation = tile_configs.accumulation_mode(blockwise, blockwise, square_blocks=blockwise)
@@ -100,12 +100,12 @@ def test_int8_matmuls_do_not_spill(listed, blockwise):
 
     scales = [((16, 2112), jnp.float32), ((16, 16), jnp.float32)] if blockwise else [((1,), jnp.float32)] * 2
     gpu_compile.compiled_for("H200", run, *shapes(*[((2048, 2048), jnp.int8)] * 2, *scales))
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize("blockwise", [False, True])
 @pytest.mark.parametrize(("axis", "out"), [("rows", BF16), ("rows", jnp.float32), ("k", jnp.float32)])
-def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
+def test_grouped_matmuls_do_not_spill(ptxas_folder, axis, out, blockwise):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import groups_of_k, groups_of_rows
 
@@ -137,7 +137,7 @@ def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
     gpu_compile.compiled_for(
         "H200", run, *shapes(*operands, *((shape, jnp.float32) for shape in scales), ((count,), jnp.int32))
     )
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize(
@@ -145,23 +145,23 @@ def test_grouped_matmuls_do_not_spill(listed, axis, out, blockwise):
     autotune.gemm_keys([kind for kind in autotune.KINDS if kind != "dense"], [(2048, 2048, 2048)]),
     ids=lambda shape: "-".join(map(str, dataclasses.astuple(shape)[3:])),
 )
-def test_autotuned_configs_do_not_spill(listed, shape):
+def test_autotuned_configs_do_not_spill(ptxas_folder, shape):
     """All kinds but dense matmuls, whose configs `test_matmuls_do_not_spill` compiles."""
     leaves, tree = jax.tree.flatten(jax.eval_shape(lambda: autotune.operands(shape)))
     for config in (tile_configs.heuristic(shape), *autotune.variants(shape)):
         with tile_configs.config_override(shape, config):
             gpu_compile.compiled_for("H200", lambda *leaves: autotune.run(shape, *tree.unflatten(leaves)), *leaves)
-    spills = gpu_compile.spills(listed)
+    spills = gpu_compile.spills(ptxas_folder)
     assert spills, "ptxas wrote no listing"
     assert not any(spills)
 
 
 @pytest.mark.parametrize("case", cast.CASES, ids=lambda case: case.name)
-def test_casts_do_not_spill(listed, case):
-    assert not any(gpu_compile.spills_of_cast("H200", case, listed))
+def test_casts_do_not_spill(ptxas_folder, case):
+    assert not any(gpu_compile.spills_of_cast("H200", case, ptxas_folder))
 
 
-def test_casts_with_column_sums_do_not_spill(listed):
+def test_casts_with_column_sums_do_not_spill(ptxas_folder):
     case = cast.Case(
         "", BF16, tuple(cast.MatrixCast(sd.FORMATS["fp8_e5m2"], (0, 0), axis) for axis in (1, 0)), None, True
     )
@@ -172,10 +172,10 @@ def test_casts_with_column_sums_do_not_spill(listed):
         return cast_8bit.run(problem, x, case.arguments(x, jax.random.key(0)))
 
     gpu_compile.compiled_for("H200", run, *shapes(((1024, 1024), BF16)))
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
-def test_an_fp8_training_step_is_nine_kernels(listed, monkeypatch):
+def test_an_fp8_training_step_is_nine_kernels(ptxas_folder, monkeypatch):
     """The amax and cast of three tensors, and three matmuls: no transpose, copy or fusion of XLA."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

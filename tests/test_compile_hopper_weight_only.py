@@ -16,11 +16,17 @@ if not gpu_compile.is_possible():
 
 pytestmark = needs_mosaic
 BF16 = jnp.bfloat16
-WEIGHTS = {"int4": 128, "int8": 0, "mxfp4": None, "nvfp4": None, "nf4": None}  # block sizes along K
+WEIGHTS = {
+    "int4": 128,
+    "int8": 0,
+    "mxfp4": None,
+    "nvfp4": None,
+    "nf4": None,
+}  # block sizes along K; 0: one scale per column; None: the format's default
 
 
 @pytest.fixture
-def listed(monkeypatch, tmp_path):
+def ptxas_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
@@ -46,21 +52,21 @@ def compiled(format: str, rows: int, k: int, columns: int, count: int = 1, out=B
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_weight_only_matmuls_do_not_spill(listed, format, rows):
+def test_weight_only_matmuls_do_not_spill(ptxas_folder, format, rows):
     compiled(format, rows, 4096, 14336)
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("out", ["float16", "float32"])
-def test_codebooks_with_more_slices_do_not_spill(listed, out, rows):
+def test_codebooks_with_more_terms_do_not_spill(ptxas_folder, out, rows):
     compiled("nf4", rows, 4096, 14336, out=out)
-    assert gpu_compile.spills(listed) == [0]
+    assert gpu_compile.spills(ptxas_folder) == [0]
 
 
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("format", WEIGHTS)
-def test_packed_weights_reach_the_kernel_without_a_copy(listed, format, rows):
+def test_packed_weights_reach_the_kernel_without_a_copy(ptxas_folder, format, rows):
     """A matmul is the kernel and one fusion, which adds its split-K results."""
     text = compiled(format, rows, 4096, 14336, count=2)
     entry = text[text.index("ENTRY") :]
@@ -69,7 +75,7 @@ def test_packed_weights_reach_the_kernel_without_a_copy(listed, format, rows):
     assert not re.search(r" (transpose|copy|convert)\(", entry)
 
 
-def test_sizes_that_are_no_multiple_of_a_tile_are_padded(listed):
+def test_sizes_that_are_no_multiple_of_a_tile_are_padded(ptxas_folder):
     compiled("int4", 17, 4136, 1000)
     compiled("nvfp4", 3, 2064, 520)
-    assert gpu_compile.spills(listed) == [0, 0]
+    assert gpu_compile.spills(ptxas_folder) == [0, 0]

@@ -18,8 +18,8 @@ from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 
 SIZE = 8192  # M, N and K
 ROW_BLOCK, SQUARE_BLOCK = (1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK)
-STEPS = ("A", "B")
-OURS, FP8, TORCH, STEP = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
+STEP_LAYERS = ("A", "B")
+OURS, FP8, TORCH, STEP_IMPLEMENTATION = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
 STEP_TARGET = 1.45  # speedup over bfloat16
 SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA, no multiples of the tile
 
@@ -104,7 +104,7 @@ def _scaled_mm(square: bool):
 def step_implementations(case: dense.Case) -> Iterator[Implementation]:
     data = dense.data_of(case)
     yield jax_implementation(dense.BASE, dense.step_of(dense.plain_layer), *data)
-    yield jax_implementation(STEP, dense.step_of(dense.scaledot_layer("fp8_block")), *data, ours=True)
+    yield jax_implementation(STEP_IMPLEMENTATION, dense.step_of(dense.scaledot_layer("fp8_block")), *data, ours=True)
 
 
 def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
@@ -115,10 +115,10 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             rows.append(_matmul_row(name, matmul, rounds, skipped))
             print(f"wrote {report.write('block', rows, checks=checks)}", flush=True)
     for case in dense.CASES:
-        if case.name in STEPS and (not cases or case.name in cases):
+        if case.name in STEP_LAYERS and (not cases or case.name in cases):
             print(f"{case.name}: {case.batch} x {case.sequence}, {case.inputs} -> {case.outputs}")
             timed, not_run = measure(step_implementations(case), rounds, skipped)
-            rows.append(dense.row_of("block", case, timed, not_run, {STEP: STEP_TARGET}))
+            rows.append(dense.row_of("block", case, timed, not_run, {STEP_IMPLEMENTATION: STEP_TARGET}))
             print(f"wrote {report.write('block', rows, checks=checks)}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """The dense step: forward and backward pass of one linear layer, as in TransformerEngine's Dense tutorial.
 
-loss = vdot(x w, dy), with gradients of x and of the float32 kernel w. Ratios are speedups over bfloat16 in JAX;
+loss = vdot(x w, dy), with gradients of x and of the float32 weight w. Ratios are speedups over bfloat16 in JAX;
 implementations that use Flax's nn.Dense are compared with nn.Dense in bfloat16.
 """
 

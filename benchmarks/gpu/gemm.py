@@ -1,8 +1,9 @@
 """FP8 matmuls with per-tensor scales, compared with torch and XLA, and the error of each accumulation mode.
 
 Errors compare float32 results with float64 matmuls of the dequantised operands, so they show only accumulation; 64 rows
-are checked. Accumulation is "fast", all of K in the tensor cores, or "promoted": partial accumulators are added in
-float32 (every 128 elements of K in scaledot, `use_fast_accum=False` in torch).
+are checked. With fast accumulation, the tensor cores accumulate all of K ("fast" in names of implementations, which are
+keys of the results; `use_fast_accum=True` in torch). "promoted": partial accumulators are added in float32, every 128
+elements of K in scaledot (`use_fast_accum=False` in torch).
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
 
 SIZES = {"8192": (8192, 8192, 8192), "16384": (8192, 8192, 16384)}  # M, N, K
-BASELINE = "torch._scaled_mm, fast"
+BASELINE = "torch._scaled_mm, fast"  # fast accumulation
 TARGET = 0.99  # of the baseline's TFLOP/s
+# `precision` for fast accumulation, and for accumulators that are promoted to float32.
 MODES = {"fast (default)": None, "promoted": "highest"}
 # The largest permitted relative error of float32 results for K = 8192.
 MAX_ERROR = {"fast (default)": 2.5e-3, "promoted": 1.3e-4}

@@ -178,6 +178,17 @@ def policy_of(row: str) -> str | None:
     return None if policy is None else policy[program != BASE]
 
 
+def model_name(row: str) -> str:
+    """The displayed name of a row's model, with the checkpoint policy of its decoder blocks."""
+    name, policy = row.split("/")[0], policy_of(row)
+    return name if policy is None else f"{CASES[name].blocks} blocks, scanned, `{policy}`"
+
+
+def displayed_row(row: str) -> str:
+    """The displayed name of a row: `model_name`, and the program."""
+    return f"{model_name(row)}/{row.split('/')[1]}"
+
+
 def activation_bytes(result: dict[str, Any]) -> float:
     """Peak memory less float32 parameters, two moments and gradients; the state is parameters and moments."""
     return result["peak_bytes"] - result["state_bytes"] * 4 / 3

@@ -14,7 +14,7 @@ TITLES = (
     "program",
     "ms per step",
     "speedup over bfloat16",
-    "first step, s",
+    "first step incl. compilation, s",
     "beyond bfloat16, s",
     "peak GB",
     "activations, GB",
@@ -30,19 +30,17 @@ README_ROWS = (
     "8 blocks, scanned, dots saved/fp8_current",
     "8 blocks, scanned, nothing saved/fp8_current",
 )
-README_TITLES = "model", "program", "ms per step", "speedup over bfloat16", "first step, s"
+README_TITLES = "model", "program", "ms per step", "speedup over bfloat16", "first step incl. compilation, s"
+README_BASELINES = (
+    "Speedups are over bfloat16 of the same model: torch's own for torch; under `checkpoint_dots` for "
+    "`save_quantized_residuals_and_gemms`. *Head too*: the LM head in fp8 as well."
+)
 HEADLINE = "16 blocks/fp8_current"
 COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}
 
 
 def measured_rows(known: dict[str, Any]) -> list[str]:
     return [row for row in model.rows() if row in known]
-
-
-def model_name(row: str) -> str:
-    """The displayed name of a row's model, with the checkpoint policy of its decoder blocks."""
-    name, policy = row.split("/")[0], model.policy_of(row)
-    return name if policy is None else f"{model.CASES[name].blocks} blocks, scanned, `{policy}`"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -57,7 +55,14 @@ def table(results: dict[str, Any]) -> str:
         memory = f"{result['peak_bytes'] / 1e9:.1f}", f"{model.activation_bytes(result) / 1e9:.1f}"
         first = model.first_step(result), _number(extra, 1)
         rows.append(
-            (model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", _number(ratio, 2), *first, *memory)
+            (
+                model.model_name(row),
+                row.split("/")[1],
+                f"{1e3 * result['seconds']:.1f}",
+                _number(ratio, 2),
+                *first,
+                *memory,
+            )
         )
     return markdown(TITLES, rows)
 
@@ -90,14 +95,15 @@ def readme(results: dict[str, Any], path: str) -> str:
     for row in (row for row in README_ROWS if row in known):
         result, ratio = known[row], _number(model_targets.speedup(known, row), 2)
         total = f"{sum(result['first'].values()):.0f}"
-        rows.append((model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", ratio, total))
+        rows.append((model.model_name(row), row.split("/")[1], f"{1e3 * result['seconds']:.1f}", ratio, total))
     ratio, blocks = model_targets.speedup(known, HEADLINE), HEADLINE.split("/")[0]
     text = f"A Llama-like decoder, trained on one H200 ([results]({path}))."
     if ratio is not None:
         headline = f"**A Llama-like decoder of {blocks} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
-        scope = "forward pass, backward pass and AdamW; everything but the dense layers of the blocks is bfloat16"
-        text = f"{headline} on one H200: {scope} ([results]({path}))."
-    return f"{textwrap.fill(text, 120)}\n\n{markdown(README_TITLES, rows)}"
+        scope = "forward pass, backward pass and AdamW, with the dense layers of the blocks in fp8"
+        others = "All other computation is bfloat16; parameters and optimizer state are float32."
+        text = f"{headline} on one H200: {scope} ([results]({path})). {others}"
+    return f"{textwrap.fill(f'{text} {README_BASELINES}', 120)}\n\n{markdown(README_TITLES, rows)}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -125,7 +131,7 @@ def figure_of(results: dict[str, Any]) -> Figure:
             axis.tick_params(axis="y", labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("speedup of a step over bfloat16")
-    axes[-1, 1].set_xlabel("first step, s")
+    axes[-1, 1].set_xlabel("first step incl. compilation, s")
     shown = {phase for row in known.values() for phase in row["first"]}
     labels = {"all": "total only (torch)"}
     handles = [Patch(color=COLOURS[phase], label=labels.get(phase, phase)) for phase in COLOURS if phase in shown]

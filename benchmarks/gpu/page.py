@@ -43,7 +43,8 @@ is relative to the first step of the bfloat16 row, and *activations* are peak me
 and two moments. NNX models start from linen's parameters.{same_losses} torch models have other random
 parameters; their baseline is torch's own bfloat16, and their first step is a total. *Second process* runs the same
 program again with JAX's persistent compilation cache. Scanned models are named by the `jax.checkpoint` policy of their
-decoder blocks; the baseline of scaledot's own policies is bfloat16 under `checkpoint_dots`.
+decoder blocks; the baseline of scaledot's own policies is bfloat16 under `checkpoint_dots`. *Head too*: the LM head in
+fp8 as well.
 
 ![Speedups over bfloat16, and first steps](../images/whole-models.png)
 
@@ -63,8 +64,8 @@ for layers in Flax over Flax's own bfloat16 layer. *First step* is tracing, comp
 
 {dense}
 
-On Hopper, MXFP8 and NVFP4 operands are dequantised exactly to bfloat16, so their matmuls run at bfloat16's rate; the
-difference to bfloat16 is the time of casts, and in a small layer of kernel launches.
+On Hopper, MXFP8 and NVFP4 operands are dequantised exactly to bfloat16, so their matmuls run at about bfloat16's rate;
+the difference to bfloat16 is the time of casts, and in a small layer of kernel launches.
 
 ## FP8 matmul with per-tensor scales
 
@@ -100,9 +101,10 @@ weights exceed L2 and come from HBM. *GB/s* counts codes and scales.
 
 ## Casts
 
-One kernel reads a matrix and writes the operands of both of its matmuls. Bytes read and written are counted once; *of
-copy* is the bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with scales;
-*dequantised* results are bfloat16 values of the codes. In delayed scaling, the quantisation multiplier is an input.
+One kernel (plus an amax pass for current scaling and NVFP4) reads a matrix and writes the operands of both of its
+matmuls. Bytes read and written are counted once; *of copy* is the bandwidth relative to a device-to-device copy in the
+same run. *Codes* are stored with scales; *dequantised* results are bfloat16 values of the codes. In delayed scaling,
+the quantisation multiplier is an input.
 
 {cast}
 
@@ -118,7 +120,7 @@ DISPLAYED = {
     "scaledot fast (default)": "scaledot, fast accumulation (default)",
     "scaledot promoted": "scaledot, promoted",
     "torch._scaled_mm, fast": "torch._scaled_mm, use_fast_accum=True",
-    "torch._scaled_mm, precise": "torch._scaled_mm, use_fast_accum=False",
+    "torch._scaled_mm, promoted": "torch._scaled_mm, use_fast_accum=False",
     "gradient of kernels": "wgrad",
     "mxfp8, both orientations": "mxfp8, 1×32 and 32×1",
     "nvfp4, both orientations": "nvfp4, 1×16 and 16×1",
@@ -133,8 +135,11 @@ DISPLAYED = {
     "given factor": "delayed scaling",
     "rows in groups": "row groups",
     "in squares": "in square blocks",
+    "nvfp4 x: values, rotated codes": "nvfp4 x: row-wise dequantised; column-wise Hadamard-rotated codes",
+    "nvfp4 g: stochastic, values, rotated values": (
+        "nvfp4 g: stochastic; row-wise dequantised; column-wise Hadamard-rotated and dequantised"
+    ),
     "nvfp4 w: lines": "nvfp4 w: 1×16",
-    "rotated values": "rotated and dequantised",
     "values": "dequantised",
     "one scale each": "one scale per group",
     "one scale": "per tensor",

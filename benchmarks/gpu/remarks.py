@@ -18,10 +18,10 @@ history; its casts and matmuls are those of current scaling.
 """
 _PROMOTED = """
 Partial accumulators of every 128 elements along K are scaled and promoted to float32 in registers while other
-warpgroups issue MMAs. Two warpgroups with tiles of 64 x 256 have too few registers for that, and two with 64 x 128
-promote at the same time and leave the tensor cores idle; measured here are three with 64 x 128. Tried and rejected:
-ping-pong scheduling of two warpgroups, clusters. The remaining cost over fast accumulation is promotion and loading
-scales.
+warpgroups issue MMAs. Two warpgroups with tiles of 64 x 256 without `n_splits` have too few registers for that, and two
+with 64 x 128 promote at the same time and leave the tensor cores idle; measured here are three with 64 x 128. Tried and
+rejected: ping-pong scheduling of two warpgroups, clusters. The remaining cost over fast accumulation is promotion and
+loading scales.
 """
 _ROW_BLOCKS = """
 The wgrad matmul has 1x128 blocks on both operands: a scale for each row and each column of every 128 elements along K,
@@ -35,12 +35,12 @@ Tried and rejected: accumulators that start from the bit pattern of 1.5 x 2^23 a
 and one more addition.
 """
 _FEW_BYTES = """
-A layer has so few bytes that the kernel's launch and its last tiles are a notable part of the time, and a reduction of
-split-K partial results follows. With 14336 columns, some SMs have no work (56 column tiles x split-K 2 = 112 CTAs on
-132 SMs). Adopted: a producer warpgroup that issues few large TMA loads. Tried and rejected: no producer, so that each
-consumer warpgroup issues its own TMA loads; K slices of 128 instead of 64 elements per warpgroup; and split-K reduction
-through DSMEM within a cluster: not all clusters are resident at the same time, and DSMEM reads take longer than the
-separate reduction.
+A layer has few bytes, so launch latency and the tail are a notable part of the time, and a reduction of split-K partial
+results follows. With 14336 columns, some SMs have no work (56 column tiles x split-K 2 = 112 CTAs on 132 SMs). Adopted:
+a producer warpgroup that issues few large TMA loads. Tried and rejected: no producer, so that each consumer warpgroup
+issues its own TMA loads; sliced-K with 128 instead of 64 elements per warpgroup; and split-K reduction through DSMEM
+within a cluster: not all clusters are resident at the same time, and DSMEM reads take longer than the separate
+reduction.
 """
 _ENTRIES: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # text, suite, cases, implementations
     (_POWER_A, "dense", ("A",), ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense")),

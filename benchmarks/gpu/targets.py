@@ -15,7 +15,7 @@ from benchmarks.table import verdict
 
 SUITES: dict[str, Any] = {"block": block, "grouped": grouped, "decode": decode}
 CASES: dict[str, tuple[str, ...]] = {
-    "block": (*block.STEPS, *(name for name, matmul in block.MATMULS.items() if matmul.target is not None)),
+    "block": (*block.STEP_LAYERS, *(name for name, matmul in block.MATMULS.items() if matmul.target is not None)),
     "grouped": tuple(grouped.TARGETS),
     "decode": tuple(name for name, (*_, batch) in decode.CASES.items() if batch in decode.TARGETS),
 }

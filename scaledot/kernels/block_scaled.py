@@ -3,7 +3,7 @@
 XLA compiles `jax.nn.scaled_matmul` to one cuDNN call if both operands are MXFP8 (8-bit floats with an E8M0 scale for 32
 elements) or NVFP4 (E2M1 with an E4M3 scale for 16) in blocks along the contracting dim. Operands are passed as codes
 (B, M, K) and (B, N, K) with scales (B, M, K / block) and (B, N, K / block). On other devices XLA emulates the call;
-there `xla_upcast` is chosen.
+other kernels are chosen there.
 """
 
 import math
@@ -34,7 +34,7 @@ def layout_reason(problem: Problem) -> str | None:
             return f"{name} is {operand}; both operands must be quantised"
         expected = _BLOCK_SIZES.get((operand.format.element, operand.format.scale))
         if expected is None:
-            return f"{name} is {operand.format.name}; tensor cores take MXFP8 and NVFP4"
+            return f"{name} is {operand.format.name}; XLA's block-scaled call takes MXFP8 and NVFP4"
         reason = _operand_reason(problem, name, operand, expected)
         if reason:
             return reason
@@ -42,7 +42,7 @@ def layout_reason(problem: Problem) -> str | None:
     if len({scale for _, scale in dtypes}) > 1:
         return f"{problem.lhs.format} and {problem.rhs.format} have different scale dtypes"
     if {element for element, _ in dtypes} == {"float8_e5m2"}:
-        return "one operand must be float8_e4m3fn"
+        return "XLA's block-scaled call takes at most one float8_e5m2 operand"
     return None
 
 

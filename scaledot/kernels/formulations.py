@@ -5,8 +5,8 @@ dim is applied to the partial result of each tile of that dim or, if code times 
 the codes before the contraction. Otherwise operands are dequantised to float32. A Formulation is one such choice. The
 functions here return one, or a sentence that says why their choice is not possible.
 
-For example, x (m, 512) with 1×128 blocks times w (512, n) with 128×128 blocks, both E4M3, is bfloat16 matmuls of codes,
-one for each of 4 tiles along k; their float32 results are scaled and added up.
+For example, x (m, 512) with 1×128 blocks times w (512, n) with 128×128 blocks, both E4M3, is bfloat16 matmuls
+(FP8 on CUDA) of codes, one for each of 4 tiles along k; their float32 results are scaled and added up.
 """
 
 import dataclasses
@@ -20,6 +20,9 @@ from scaledot.kernels.spec import Operand, Problem, is_default_precision
 
 # With fewer elements along K per tile, per-tile results cost more than one float32 matmul of dequantised operands.
 MIN_TILE = 128
+# Integer contractions of at most this many products run in bfloat16 on CUDA. Up to 1024 would be exact in float32: the
+# product of two 8-bit integers is at most 2^14, and float32 has 24 significant bits.
+MAX_EXACT_FLOAT32_PRODUCTS = 127
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 FLOAT32 = np.dtype(np.float32)
@@ -32,12 +35,12 @@ INT32 = np.dtype(np.int32)
 class Formulation:
     """How a contraction is computed.
 
-    carrier: the dtype of the operands of the contraction; None for that of the codes. accumulator: its result dtype.
+    operand_dtype: of the contraction; None for the dtype of the codes. accumulator: the dtype of its result.
     folded: whether block scales are folded into the codes of lhs and of rhs. tiles: (label, elements) of tiled dims.
     float8_on_cuda: whether CUDA multiplies float8 codes, on tensor cores that accumulate with fewer bits than float32.
     """
 
-    carrier: np.dtype | None
+    operand_dtype: np.dtype | None
     accumulator: np.dtype
     folded: tuple[bool, bool] = (False, False)
     tiles: tuple[tuple[str, int], ...] = ()
@@ -45,10 +48,10 @@ class Formulation:
 
     @property
     def is_integer(self) -> bool:
-        return self.carrier == INT8
+        return self.operand_dtype == INT8
 
 
-def carrier_of(problem: Problem) -> np.dtype:
+def operand_dtype_of(problem: Problem) -> np.dtype:
     """Returns the narrowest dtype in which plain operands and unscaled codes are exact."""
     plain = [o.dtype for o in problem.operands if o.format is None]
     if FLOAT64 in (*plain, problem.out_dtype):
@@ -60,8 +63,8 @@ def carrier_of(problem: Problem) -> np.dtype:
     return BFLOAT16 if all(_is_exact_in_bfloat16(d) for d in plain) else FLOAT32
 
 
-def accumulator_of(carrier: np.dtype) -> np.dtype:
-    return FLOAT64 if carrier == FLOAT64 else FLOAT32
+def accumulator_of(operand_dtype: np.dtype) -> np.dtype:
+    return FLOAT64 if operand_dtype == FLOAT64 else FLOAT32
 
 
 def _is_exact_in_bfloat16(dtype: np.dtype) -> bool:
@@ -84,11 +87,11 @@ def codes_formulation(problem: Problem) -> Formulation | str:
     reason = _scale_reason(problem, (False, False))
     if reason:
         return reason
-    carrier = carrier_of(problem)
+    operand_dtype = operand_dtype_of(problem)
     tiles = tiles_of(problem, (False, False))
-    native = carrier == BFLOAT16 and _is_float8_dot(problem) and is_default_precision(problem.precision)
-    reason = _tiling_reason(problem, tiles, carrier)
-    return reason or Formulation(carrier, accumulator_of(carrier), tiles=tiles, float8_on_cuda=native)
+    native = operand_dtype == BFLOAT16 and _is_float8_dot(problem) and is_default_precision(problem.precision)
+    reason = _tiling_reason(problem, tiles, operand_dtype)
+    return reason or Formulation(operand_dtype, accumulator_of(operand_dtype), tiles=tiles, float8_on_cuda=native)
 
 
 def _is_float8_dot(problem: Problem) -> bool:
@@ -115,9 +118,9 @@ def is_float_on_cuda(problem: Problem, formulation: Formulation) -> bool:
     """Whether CUDA contracts integer codes in bfloat16 with float32 accumulation, which is exact for these problems.
 
     cuDNN's integer convolutions support few shapes, and XLA's int8 matmuls with a short K are unreliable (see
-    `xla_contractions`). Fewer than 128 products of 8-bit integers accumulate exactly in float32.
+    `xla_contractions`). Few products of 8-bit integers accumulate exactly in float32 (`MAX_EXACT_FLOAT32_PRODUCTS`).
     """
-    is_short = tile_products(problem, formulation.tiles) < MIN_TILE
+    is_short = tile_products(problem, formulation.tiles) <= MAX_EXACT_FLOAT32_PRODUCTS
     return formulation.is_integer and (problem.op == "conv" or is_short)
 
 
@@ -134,21 +137,21 @@ def _overflow_reason(problem: Problem, tiles: tuple[tuple[str, int], ...]) -> st
 
 def upcast_formulation(problem: Problem) -> Formulation | str:
     """Folds block scales that vary along contracting dims into the codes, exactly, in bfloat16."""
-    carrier = carrier_of(problem)
-    if carrier != BFLOAT16:
-        return f"operands need {carrier}; folding scales into {carrier} is what xla_dequantize does"
+    operand_dtype = operand_dtype_of(problem)
+    if operand_dtype != BFLOAT16:
+        return f"operands need {operand_dtype}; folding scales into {operand_dtype} is what xla_dequantize does"
     folded = _needs_fold(problem, problem.lhs), _needs_fold(problem, problem.rhs)
     if not any(folded):
         return "no block scale that varies along a contracting dim can be folded into bfloat16 exactly"
     tiles = tiles_of(problem, folded)
-    reason = _scale_reason(problem, folded) or _tiling_reason(problem, tiles, carrier)
-    return reason or Formulation(carrier, FLOAT32, folded, tiles)
+    reason = _scale_reason(problem, folded) or _tiling_reason(problem, tiles, operand_dtype)
+    return reason or Formulation(operand_dtype, FLOAT32, folded, tiles)
 
 
 def dequantize_formulation(problem: Problem) -> Formulation:
     """Dequantises both operands to float32 (or float64) first."""
-    carrier = max(carrier_of(problem), FLOAT32, key=lambda d: d.itemsize)
-    return Formulation(carrier, carrier, (True, True))
+    operand_dtype = max(operand_dtype_of(problem), FLOAT32, key=lambda d: d.itemsize)
+    return Formulation(operand_dtype, operand_dtype, (True, True))
 
 
 def tiles_of(problem: Problem, folded: tuple[bool, ...]) -> tuple[tuple[str, int], ...]:
@@ -187,11 +190,11 @@ def _scale_reason(problem: Problem, folded: tuple[bool, ...]) -> str | None:
     return None
 
 
-def _tiling_reason(problem: Problem, tiles: tuple[tuple[str, int], ...], carrier: np.dtype) -> str | None:
+def _tiling_reason(problem: Problem, tiles: tuple[tuple[str, int], ...], operand_dtype: np.dtype) -> str | None:
     if not tiles:
         return None
-    if carrier not in (INT8, BFLOAT16):
-        return f"{carrier} matmuls of tiles are slower than one matmul of dequantised operands"
+    if operand_dtype not in (INT8, BFLOAT16):
+        return f"{operand_dtype} matmuls of tiles are slower than one matmul of dequantised operands"
     sharded = [c for c, _ in tiles if c in problem.lhs.sharded_labels + problem.rhs.sharded_labels]
     if sharded:
         return f"{sharded[0]!r} is sharded over explicit mesh axes and cannot be split into tiles"

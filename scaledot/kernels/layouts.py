@@ -24,7 +24,7 @@ from scaledot.numerics.scale import scale_values
 
 # The format of an operand that a cast kernel has already dequantised: bfloat16 values times one float32 scale. MXFP8
 # and NVFP4 codes times their block scales are exact in bfloat16.
-VALUES = Format("values", element="bfloat16")
+DEQUANTIZED = Format("dequantized", element="bfloat16")
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +77,7 @@ class PerGroup:
 
 def bfloat16_operand(data: jax.Array, scale: jax.Array, dtype, rotation: Hadamard | None = None) -> ScaledArray:
     """Returns a matrix of bfloat16 values times one scale as a ScaledArray."""
-    return ScaledArray(data, scale.reshape(1, 1), format=VALUES, block=(0, 0), dtype=dtype, rotation=rotation)
+    return ScaledArray(data, scale.reshape(1, 1), format=DEQUANTIZED, block=(0, 0), dtype=dtype, rotation=rotation)
 
 
 def bfloat16_values(q: ScaledArray) -> jax.Array:

@@ -238,10 +238,10 @@ def _plain_reason(problem: Problem) -> str | None:
 
 def _description(problem: Problem, formulation: Formulation) -> str:
     """Returns a sentence on how a formulation computes a problem."""
-    carrier = formulation.carrier
-    if formulation.folded == (True, True) and carrier != formulations.BFLOAT16:
-        return f"dequantises to {carrier}, then one {carrier} matmul"
-    clauses = [f"{carrier} matmul, {formulation.accumulator} accumulation"]
+    operand_dtype = formulation.operand_dtype
+    if formulation.folded == (True, True) and operand_dtype != formulations.BFLOAT16:
+        return f"dequantises to {operand_dtype}, then one {operand_dtype} matmul"
+    clauses = [f"{operand_dtype} matmul, {formulation.accumulator} accumulation"]
     if formulation.float8_on_cuda:
         clauses = ["float8 matmul on CUDA, bfloat16 elsewhere, float32 accumulation"]
     elif formulations.is_float_on_cuda(problem, formulation):

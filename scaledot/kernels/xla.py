@@ -65,9 +65,9 @@ def run_dequantized(problem: Problem, formulation: Formulation, lhs: Array, rhs:
     for operand, x in zip(problem.operands, (lhs, rhs), strict=True):
         if isinstance(x, ScaledArray):
             unrotate = operand.rotated_label in problem.contraction.out
-            values.append(operands.dequantized_values(x, formulation.carrier, unrotate))
+            values.append(operands.dequantized_values(x, formulation.operand_dtype, unrotate))
         else:
-            values.append(x.astype(formulation.carrier))
+            values.append(x.astype(formulation.operand_dtype))
     ops = ops_for(problem, group_sizes)
     return ops.mask_ungrouped(ops.contract(*values, formulation.accumulator)).astype(problem.out_dtype)
 
@@ -99,7 +99,7 @@ def run_codes(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array
     """Contracts unscaled codes; CUDA may contract 8-bit floats without an upcast."""
     if not formulation.float8_on_cuda:
         return run_formulation(problem, formulation, lhs, rhs, group_sizes)
-    native = dataclasses.replace(formulation, carrier=None)
+    native = dataclasses.replace(formulation, operand_dtype=None)
     return lax.platform_dependent(
         lhs,
         rhs,
@@ -109,16 +109,16 @@ def run_codes(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array
 
 
 def _decode_operand(operand: Operand, x: Array, formulation: Formulation, folded: bool) -> DecodedOperand:
-    carrier, tiles = formulation.carrier, dict(formulation.tiles)
+    operand_dtype, tiles = formulation.operand_dtype, dict(formulation.tiles)
     if not isinstance(x, ScaledArray):
-        return DecodedOperand(x if carrier is None else x.astype(carrier), [])
+        return DecodedOperand(x if operand_dtype is None else x.astype(operand_dtype), [])
     scales = operands.tensor_scales(x, operand.labels)
     if folded:
-        return DecodedOperand(operands.block_scaled_values(x, carrier), scales)
+        return DecodedOperand(operands.block_scaled_values(x, operand_dtype), scales)
     scales = operands.block_scales(x, operand.labels, tiles) + scales
     if formulation.is_integer:
         return DecodedOperand(operands.widen_int4(x).data, scales, operands.zero_points(x, operand.labels, tiles))
-    return DecodedOperand(x.data if carrier is None else operands.unscaled_values(x, carrier), scales)
+    return DecodedOperand(x.data if operand_dtype is None else operands.unscaled_values(x, operand_dtype), scales)
 
 
 def _contract(

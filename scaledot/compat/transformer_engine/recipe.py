@@ -242,7 +242,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: str = "none"
 
     FIXED: ClassVar[dict[str, str]] = {
-        "row_scaled_activation": "activations have one tensor-wide second-level scale",
+        "row_scaled_activation": "activations have one tensor scale",
         "nvfp4_4over6": "pass scaledot.recipes.NVFP4_FOUR_OVER_SIX as the recipe",
     }
 

@@ -24,7 +24,7 @@ from scaledot.kernels.hopper import dot, grouped, support, tile_configs
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.swizzle_atom import K_STEP
 from scaledot.kernels.hopper.tile_configs import GemmKey
-from scaledot.kernels.layouts import VALUES
+from scaledot.kernels.layouts import DEQUANTIZED
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.numerics import blocks
 from scaledot.numerics.grouped import padded_capacity
@@ -53,8 +53,8 @@ class LayerMatmuls(NamedTuple):
 
 KINDS = {  # the matmuls of the recipes, and the square matmuls of the benchmarks
     "dense": (
-        LayerMatmuls("float8", "fast_accum", "fast_accum", (A, B, SMALL)),
-        LayerMatmuls("bfloat16", "fast_accum", "fast_accum", (A, B, SMALL)),
+        LayerMatmuls("float8", "unpromoted", "unpromoted", (A, B, SMALL)),
+        LayerMatmuls("bfloat16", "unpromoted", "unpromoted", (A, B, SMALL)),
     ),
     "precise": (LayerMatmuls("float8", "promoted", "promoted", (SQUARE,)),),
     "blocks": (
@@ -62,9 +62,9 @@ KINDS = {  # the matmuls of the recipes, and the square matmuls of the benchmark
         LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (B,)),
         LayerMatmuls("int8", "blocks_128x128", "blocks_1x128", (SQUARE,)),
     ),
-    "integers": (LayerMatmuls("int8", "fast_accum", "fast_accum", (B,)),),
+    "integers": (LayerMatmuls("int8", "unpromoted", "unpromoted", (B,)),),
     "groups": (
-        LayerMatmuls("float8", "fast_accum", "fast_accum", (EXPERTS,), is_grouped=True),
+        LayerMatmuls("float8", "unpromoted", "unpromoted", (EXPERTS,), is_grouped=True),
         LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (EXPERTS,), is_grouped=True),
     ),
 }
@@ -168,10 +168,11 @@ def _promoted_changes(gemm: GemmKey) -> list[dict[str, Any]]:
         {"grid_tile_width": 16},  # another order of output tiles, for L2
         {"consumer_warpgroups": 2, "stages": 5},  # CTA tiles of 128 rows: a stage is smaller, so that five fit SMEM
     ]
-    if not gemm.row_groups:  # a deeper pipeline; with groups of rows, the second staging buffer takes its SMEM
+    if not gemm.row_groups:  # a deeper pipeline; with groups of rows, the edge staging buffer takes its SMEM
         changes.append({"stages": 5, "epilogue_columns": 16})
     if gemm.accumulation == "blocks_1x128" and not gemm.row_groups and not gemm.k_groups:
-        # Tiles of 64 × 256, in halves. They need the most registers, and this accumulation needs the fewest for scales.
+        # Tiles of 64 × 256, in halves, need the most registers. With 1×128 blocks, column scales are read from SMEM, so
+        # it needs fewer registers than 128×128.
         changes.append({"consumer_warpgroups": 2, "wg_n": 256, "n_splits": 2})
     return changes
 
@@ -194,10 +195,10 @@ def _blocks(gemm: GemmKey) -> tuple[blocks.Block, blocks.Block]:
 
 def _random_array(seed: int, element: str, sizes: tuple[int, ...], block: blocks.Block) -> ScaledArray:
     """Codes over the whole range of their format, because the GPU's power depends on the data, and scales near 1."""
-    format = {"float8": FORMATS["fp8_e4m3"], "int8": FORMATS["int8"], "bfloat16": VALUES}[element]
+    format = {"float8": FORMATS["fp8_e4m3"], "int8": FORMATS["int8"], "bfloat16": DEQUANTIZED}[element]
     data_key, scale_key = jax.random.split(jax.random.key(seed))
     data = jax.random.normal(data_key, sizes, jnp.bfloat16)
-    if format is not VALUES:
+    if format is not DEQUANTIZED:
         data = jnp.clip(data * (format.max / 4), -format.max, format.max)
     scale = jax.random.uniform(scale_key, blocks.grid(sizes, block), minval=0.5, maxval=1.5)
     dtype = np.dtype(jnp.bfloat16)

@@ -28,8 +28,8 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorMultiplier,
 )
 from scaledot.kernels.hopper.cast_arithmetic import (
-    amax_codec,
     flush_subnormals,
+    ordered_bits_conversions,
     rotated,
     scaled_or_nan,
     to_float8,
@@ -43,7 +43,8 @@ from scaledot.numerics.rounding import uniform_at
 from scaledot.numerics.scale import scales_or_nan
 
 WGMMA = plgpu.Layout.WGMMA
-ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)  # of (128,): that of a row or a column
+# Layout of (128,), one element per thread: the scale of a row or a column.
+ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)
 COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
     plgpu.Tiling(((1, SCALE_BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
@@ -54,7 +55,7 @@ def run(params: CastParameters, x_gmem, *refs) -> None:
     """Runs one CTA."""
     cta = _cta(params, refs)
     cta.load_tile(x_gmem)
-    multiplier = cta.tensor_multiplier()
+    multiplier = cta.load_multipliers()
     plgpu.barrier_wait(cta.loaded)
     if params.has_1d_blocks:
         cta.scale_1d_blocks()
@@ -69,11 +70,11 @@ def _cta(params: CastParameters, other_refs: tuple[Any, ...]) -> "Cta":
     refs: Any = iter(other_refs)
     scaling = None if params.is_blockwise else next(refs)
     seeds = next(refs) if params.stochastic else None
-    row_tiles = next(refs) if params.has_row_tiles else None
+    source_rows = next(refs) if params.has_source_rows else None
     outputs = Outputs(*(next(refs) if is_written else None for is_written in params.written))
     x_smem, rowwise_smem, columnwise_smem, multipliers_smem, rotated_smem, loaded = refs
     row, column = params.grid[0] - 1 - lax.axis_index("row"), lax.axis_index("column")
-    tile = Tile(x_smem, None if row_tiles is None else row_tiles[row, 1])
+    tile = Tile(x_smem, None if source_rows is None else source_rows[row, 1])
     return Cta(
         params,
         row,
@@ -81,7 +82,7 @@ def _cta(params: CastParameters, other_refs: tuple[Any, ...]) -> "Cta":
         tile,
         scaling,
         seeds,
-        row_tiles,
+        source_rows,
         outputs,
         rowwise_smem,
         columnwise_smem,
@@ -94,7 +95,7 @@ def _cta(params: CastParameters, other_refs: tuple[Any, ...]) -> "Cta":
 class Cta(NamedTuple):
     """A CTA and its refs: the tile at (row, column) of the grid.
 
-    scaling, seeds, row_tiles, outputs: refs in GMEM. rotated_smem: rotated tiles by output, ROWWISE or COLUMNWISE.
+    scaling, seeds, source_rows, outputs: refs in GMEM. rotated_smem: rotated tiles by output, ROWWISE or COLUMNWISE.
     multipliers_smem: (2, 128), of the rows of the tile, even ones first, and of its columns; it holds amaxes until
     multipliers are computed from them. loaded: the barrier of the TMA copies.
     """
@@ -105,7 +106,7 @@ class Cta(NamedTuple):
     tile: "Tile"
     scaling: Any
     seeds: Any
-    row_tiles: Any
+    source_rows: Any
     outputs: Outputs
     rowwise_smem: Any
     columnwise_smem: Any
@@ -127,13 +128,13 @@ class Cta(NamedTuple):
         params, width = self.params, CHUNK // self.params.copies
         for chunk, parity, copy in itertools.product(range(params.chunks), range(2), range(params.copies)):
             columns = pl.ds((self.column * params.chunks + chunk) * CHUNK + copy * width, width)
-            source = x_gmem.at[*_source_rows(self.row_tiles, self.row, parity), columns]
+            source = x_gmem.at[*_source_index(self.source_rows, self.row, parity), columns]
             plgpu.copy_gmem_to_smem(source, self.tile.smem.at[chunk, parity, copy], self.loaded)
 
-    def tensor_multiplier(self) -> Any:
-        """Returns the multiplier of the whole matrix, or None if there are more; loads row multipliers to SMEM.
+    def load_multipliers(self) -> Any:
+        """Returns the multiplier of the whole matrix, None with row or block scales; loads row multipliers to SMEM.
 
-        The first CTA writes the scale of the whole matrix.
+        The first CTA writes the scale of the whole matrix to GMEM.
         """
         is_first = (self.row == 0) & (self.column == 0)
         if self.params.scaling is TensorMultiplier:
@@ -164,9 +165,9 @@ class Cta(NamedTuple):
 
     def scale_square_block(self) -> jax.Array:
         """Computes the scale of the tile, a 128×128 block, writes it to GMEM and returns the multiplier."""
-        encode, decode = amax_codec(self.params.saturates)
-        ranks = [encode(values) for chunk in self.tile.chunks for values in self.tile.values(chunk)]
-        block_amax = decode(matrix_max(functools.reduce(jnp.maximum, ranks)))
+        to_ordered_bits, from_ordered_bits = ordered_bits_conversions(finite=self.params.saturates)
+        ordered_bits = [to_ordered_bits(values) for chunk in self.tile.chunks for values in self.tile.values(chunk)]
+        block_amax = from_ordered_bits(matrix_max(functools.reduce(jnp.maximum, ordered_bits)))
         scales = scales_or_nan(block_amax, self.params.format, _FLOAT32)
         self.outputs.rowwise_scale[self.row, self.column] = scales.scale
         return scales.multipliers[0]
@@ -239,11 +240,11 @@ class Cta(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _source_rows(row_tiles_gmem, row, parity: int) -> tuple[Any, Any]:
-    """Returns where the even or odd rows of a tile are in x (M / 2, 2, K): the row pairs, and the row of each pair."""
-    if row_tiles_gmem is None:
+def _source_index(source_rows_gmem, row, parity: int) -> tuple[Any, Any]:
+    """Returns the row pairs of a tile in x (rows / 2, 2, columns), and the row of each pair with this parity."""
+    if source_rows_gmem is None:
         return pl.ds(row * ROW_PAIRS, ROW_PAIRS), parity
-    first = row_tiles_gmem[row, 0] + parity
+    first = source_rows_gmem[row, 0] + parity
     return pl.ds(lax.div(first, 2), ROW_PAIRS), lax.rem(first, 2)
 
 
@@ -286,32 +287,33 @@ def _multiplier_from_amax(partial_amaxes_gmem, format: Format, scale_gmem, is_fi
     return scales.multipliers[0]
 
 
-def _block_amaxes(tile: Tile, amaxes_smem, outputs: list[int], finite: bool) -> None:
+def _block_amaxes(tile: Tile, amaxes_smem, outputs: list[int], saturates: bool) -> None:
     """Writes the amaxes of rows, even ones first, and of columns to amaxes_smem[ROWWISE] and [COLUMNWISE].
 
-    outputs: which of the two to compute. finite: of finite elements only; otherwise infinite if one is not finite.
+    outputs: which of the two to compute. saturates: amaxes of finite elements; otherwise infinite if one is not finite.
     """
-    encode, decode = amax_codec(finite)
-    row_ranks: list[Any] = [None, None]
+    to_ordered_bits, from_ordered_bits = ordered_bits_conversions(finite=saturates)
+    row_ordered_bits: list[Any] = [None, None]
     for chunk in tile.chunks if outputs else ():
-        ranks = [encode(values) for values in tile.values(chunk)]
+        ordered_bits = [to_ordered_bits(values) for values in tile.values(chunk)]
         if COLUMNWISE in outputs:
             columns = pl.ds(chunk * CHUNK, CHUNK)
-            amaxes_smem[COLUMNWISE, columns] = decode(jnp.max(jnp.maximum(*ranks), axis=0))
+            amaxes_smem[COLUMNWISE, columns] = from_ordered_bits(jnp.max(jnp.maximum(*ordered_bits), axis=0))
         if ROWWISE in outputs:
-            chunk_ranks = [jnp.max(rank, axis=1) for rank in ranks]
-            pairs = zip(row_ranks, chunk_ranks, strict=True)
-            row_ranks = chunk_ranks if chunk == 0 else [jnp.maximum(*pair) for pair in pairs]
+            chunk_ordered_bits = [jnp.max(bits, axis=1) for bits in ordered_bits]
+            pairs = zip(row_ordered_bits, chunk_ordered_bits, strict=True)
+            row_ordered_bits = chunk_ordered_bits if chunk == 0 else [jnp.maximum(*pair) for pair in pairs]
     for parity in range(2 if ROWWISE in outputs else 0):
-        amaxes_smem[ROWWISE, pl.ds(parity * ROW_PAIRS, ROW_PAIRS)] = decode(row_ranks[parity])
+        amaxes_smem[ROWWISE, pl.ds(parity * ROW_PAIRS, ROW_PAIRS)] = from_ordered_bits(row_ordered_bits[parity])
 
 
-def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, finite: bool) -> None:
+def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, saturates: bool) -> None:
     """Writes the rotated tile to SMEM, with blocks down its columns, and the amax of each block to amaxes_smem[output].
 
-    Rotated values below 2^-126 are kept, where the reference flushes them to zero.
+    Inputs and intermediate values of the rotation below 2^-126 are not flushed to zero, where the reference flushes
+    them. `Cta._codes` flushes rotated values, as the reference does.
     """
-    encode, decode = amax_codec(finite)
+    to_ordered_bits, from_ordered_bits = ordered_bits_conversions(finite=saturates)
     for chunk in tile.chunks:
         for parity, value in enumerate(tile.values(chunk)):
             _rotated_chunk(rotated_smem, chunk, parity, output)[...] = value.astype(jnp.bfloat16)
@@ -325,10 +327,10 @@ def _rotate(tile: Tile, rotated_smem, amaxes_smem, output: int, rotation: Any, f
         values = rotated([each[j : j + 1] for j in range(rows) for each in loaded], rotation)
         for half, ref in enumerate(refs):
             ref[...] = jnp.concatenate(values[half :: len(refs)]).astype(jnp.bfloat16)
-        return functools.reduce(jnp.maximum, map(encode, values), largest)
+        return functools.reduce(jnp.maximum, map(to_ordered_bits, values), largest)
 
     zeros = plgpu.layout_cast(jnp.zeros((1, SCALE_BLOCK), jnp.uint32), COLUMN_PER_THREAD)
-    amaxes_smem[pl.ds(output, 1)] = decode(lax.fori_loop(0, SCALE_BLOCK // size, rotate_rows, zeros))
+    amaxes_smem[pl.ds(output, 1)] = from_ordered_bits(lax.fori_loop(0, SCALE_BLOCK // size, rotate_rows, zeros))
 
 
 def _rotated_chunk(rotated_smem, chunk: int, parity: int, output: int) -> Any:

@@ -1,9 +1,9 @@
 """Casts a matrix to 8-bit codes with float32 scales, row-wise and column-wise, in one pass over memory.
 
 Row-wise codes have blocks along rows. Column-wise codes have blocks down columns and are stored transposed, because
-8-bit WGMMA takes operands with the contracting dim last: the codes of x (M, K) for a matmul that contracts K are
-(M, K), and those for a matmul that contracts M are (K, M). There is one scale for the matrix, for each row, for each
-1×128 block of either output, or for each 128×128 block.
+8-bit WGMMA takes operands with the contracting dim last: the codes of x (rows, columns) are (rows, columns) for a
+matmul that contracts columns, and (columns, rows) for one that contracts rows. There is one scale for the matrix, for
+each row, for each 1×128 block of either output, or for each 128×128 block.
 
 Grid and CTA: one CTA of one warpgroup (128 threads) for each tile of 128 rows and 64 columns; with block scaling, 128
 rows and 128 columns. A CTA loads its tile by TMA, computes multipliers, quantises chunks of 64 columns in registers,
@@ -13,7 +13,7 @@ first codes are in L2 for the matmul.
 
 Transpose: Hopper transposes 16-bit elements between registers and SMEM, but not bytes. So even and odd rows of a tile
 are loaded separately, and the codes of rows 2i and 2i + 1 in one column are packed into a 16-bit word. The transposed
-matrix of words, (K, M / 2), is the transposed matrix of codes, (K, M).
+matrix of words, (columns, rows / 2), is the transposed matrix of codes, (columns, rows).
 
 Scales: with one scale from the amax, the kernel `amax` reads the matrix first, a second pass over memory. Scales of
 blocks are computed from amaxes of the tile in SMEM, which holds whole blocks of both outputs.
@@ -56,7 +56,7 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorAmax,
     TensorMultiplier,
 )
-from scaledot.kernels.hopper.cast_arithmetic import amax_codec
+from scaledot.kernels.hopper.cast_arithmetic import ordered_bits_conversions
 from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.memory_layouts import LANES, THREADS, load, row_vector_layout
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
@@ -70,11 +70,11 @@ _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.La
 
 
 def amax(x: jax.Array, finite: bool) -> jax.Array:
-    """Returns the partial amaxes of x (M, K), one for each CTA, float32 (1024,); M and K are multiples of 128.
+    """Returns the partial amaxes of x (rows, columns), multiples of 128: one for each CTA, float32 (1024,).
 
     finite: the amax of finite elements; otherwise it is infinite if the elements of a CTA include NaN or an infinity.
     """
-    encode, decode = amax_codec(finite)
+    to_ordered_bits, from_ordered_bits = ordered_bits_conversions(finite)
     vector = 16 // x.dtype.itemsize
     layout = row_vector_layout(LANES, vector)
     load_shape = THREADS * vector // LANES, LANES
@@ -86,11 +86,13 @@ def amax(x: jax.Array, finite: bool) -> jax.Array:
         def accumulate(step, largest):
             first = (cta + step * AMAX_CTAS) * LOADS_IN_FLIGHT
             loaded = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(LOADS_IN_FLIGHT)]
-            return functools.reduce(jnp.maximum, [encode(values.astype(jnp.float32)) for values in loaded], largest)
+            return functools.reduce(
+                jnp.maximum, [to_ordered_bits(values.astype(jnp.float32)) for values in loaded], largest
+            )
 
         zeros = plgpu.layout_cast(jnp.zeros(load_shape, jnp.uint32), layout)
         largest = lax.fori_loop(0, lax.div(steps - cta + AMAX_CTAS - 1, AMAX_CTAS), accumulate, zeros)
-        out_gmem[cta] = decode(matrix_max(largest))
+        out_gmem[cta] = from_ordered_bits(matrix_max(largest))
 
     run = plgpu.kernel(
         kernel,
@@ -111,18 +113,18 @@ def cast(
     seeds: jax.Array | None = None,
     row_length: int = 0,
     rotations: Rotations = (None, None),
-    row_tiles: jax.Array | None = None,
+    source_rows: jax.Array | None = None,
     saturates: bool = False,
 ) -> Outputs:
-    """Casts x (M, K) to 8-bit codes. M and K are multiples of 128; with row tiles, M is a multiple of 2.
+    """Casts x (rows, columns), multiples of 128, to 8-bit codes; with `source_rows`, rows are a multiple of 2.
 
     seeds: two words of a random key for the row-wise and for the column-wise output, uint32 (2, 2); None rounds to
-    nearest. row_length: the row length from which stochastic rounding computes the index of an element.
+    nearest. row_length: columns of the unpadded (global) array, for the flat index of an element.
     rotations: Hadamard rotations along the blocks of the row-wise and of the column-wise output, before the cast.
-    row_tiles: for each 128 rows of the outputs, the first row of x and the number of rows, int32 (tiles, 2); the
+    source_rows: for each 128 rows of the outputs, the first row of x and the number of rows, int32 (tiles, 2); the
     remaining rows are zeros. None casts the rows of x in order. saturates: see the module docstring.
     """
-    rows = x.shape[0] if row_tiles is None else row_tiles.shape[0] * SCALE_BLOCK
+    rows = x.shape[0] if source_rows is None else source_rows.shape[0] * SCALE_BLOCK
     params = CastParameters(
         (rows, x.shape[1]),
         x.dtype,
@@ -131,7 +133,7 @@ def cast(
         isinstance(scaling, BlockAmax) and scaling.square,
         requested,
         seeds is not None,
-        row_tiles is not None,
+        source_rows is not None,
         row_length,
         rotations,
         saturates,
@@ -151,7 +153,7 @@ def cast(
         scratch_types=params.scratch,
         compiler_params=_PARAMETERS,
     )
-    optional = (*params.scaling_arrays(scaling), seeds, row_tiles)
+    optional = (*params.scaling_arrays(scaling), seeds, source_rows)
     inputs = (each for each in optional if each is not None)
     outputs = iter(call_exported(params, run, x.reshape(-1, 2, x.shape[1]), *inputs))
     return params.to_outputs(*(next(outputs) if is_written else None for is_written in params.written))

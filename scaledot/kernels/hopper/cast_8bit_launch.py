@@ -21,7 +21,9 @@ from scaledot.numerics.hadamard import Hadamard
 ROWWISE, COLUMNWISE = 0, 1  # indices of the two outputs
 ROW_PAIRS = SCALE_BLOCK // 2  # pairs of an even and an odd row in a CTA tile
 CHUNK = 64  # columns of the CTA tile that are in registers at a time
-ROW_PITCH = SCALE_BLOCK + 8  # elements between rows of a rotated tile in SMEM, so that a column has no bank conflicts
+# Elements between rows of a rotated tile in SMEM: 272 bytes, so that the eight 16-byte rows of an 8×8 matrix (of
+# `stmatrix`, or of a warp in the WGMMA layout) are in different banks.
+ROW_PITCH = SCALE_BLOCK + 8
 Rotations = tuple[Hadamard | None, Hadamard | None]
 
 
@@ -38,7 +40,7 @@ class TensorAmax(NamedTuple):
 
 
 class RowMultipliers(NamedTuple):
-    """One quantisation multiplier for each row of the outputs, float32 (M,)."""
+    """One quantisation multiplier for each row of the row-wise output, float32 (rows,)."""
 
     multipliers: jax.Array
 
@@ -64,10 +66,11 @@ class OutputFlags(NamedTuple):
 class Outputs(NamedTuple):
     """The outputs of a launch, as arrays or as GMEM refs; None for those that are not written.
 
-    rowwise: codes (M, K). columnwise: codes (K, M). amax: one of each CTA tile, (M / 128, tiles along K).
-    column_sums: sums over the 128 rows of each CTA tile, (M / 128, K).
-    rowwise_scale: (1,) with one scale, (M / 128, K / 128) for 128×128 blocks, (M, K / 128) for 1×128 blocks.
-    columnwise_scale: (K, M / 128) for 1×128 blocks of the transposed matrix.
+    rowwise: codes (rows, columns). columnwise: codes (columns, rows).
+    amax: one of each CTA tile, (rows / 128, tiles along a row).
+    column_sums: sums over the 128 rows of each CTA tile, (rows / 128, columns).
+    rowwise_scale: (1,) with one scale, (rows / 128, columns / 128) for 128×128 blocks, (rows, columns / 128) for 1×128
+    blocks. columnwise_scale: (columns, rows / 128) for 1×128 blocks of the transposed matrix.
     """
 
     rowwise: Any
@@ -82,9 +85,11 @@ class Outputs(NamedTuple):
 class CastParameters:
     """The static parameters of a launch.
 
-    shape: (M, K) of the outputs. scaling: one of the classes in `Scaling`. square_blocks: whether blocks are 128×128.
-    has_row_tiles: whether the rows of each CTA tile are listed in a table. row_length: the row length from which
-    stochastic rounding computes the index of an element. saturates: see `cast_8bit_kernel`.
+    shape: (rows, columns) of the row-wise output. scaling: one of the classes in `Scaling`.
+    square_blocks: whether blocks are 128×128.
+    has_source_rows: whether a table gives the first row and the row count of each CTA tile.
+    row_length: columns of the unpadded (global) array, for the flat index of an element (stochastic rounding).
+    saturates: see `cast_8bit_kernel`.
     """
 
     shape: tuple[int, int]
@@ -94,7 +99,7 @@ class CastParameters:
     square_blocks: bool
     requested: OutputFlags
     stochastic: bool
-    has_row_tiles: bool
+    has_source_rows: bool
     row_length: int
     rotations: Rotations
     saturates: bool
@@ -123,8 +128,8 @@ class CastParameters:
 
     @property
     def copies(self) -> int:
-        """TMA copies for the even (or odd) rows of a chunk: with row tiles, rows in SMEM have at most 128 bytes."""
-        return CHUNK * self.input_dtype.itemsize // ATOM_BYTES if self.has_row_tiles else 1
+        """TMA copies for the even (or odd) rows of a chunk: with source rows, rows in SMEM have at most 128 bytes."""
+        return CHUNK * self.input_dtype.itemsize // ATOM_BYTES if self.has_source_rows else 1
 
     @property
     def shares_codes(self) -> bool:
@@ -141,16 +146,16 @@ class CastParameters:
     @property
     def output_types(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The types of the fields of `Outputs` as the kernel writes them; `to_outputs` reshapes them."""
-        (m, k), (tile_rows, tile_columns) = self.shape, self.grid
+        (rows, columns), (tile_rows, tile_columns) = self.shape, self.grid
         if self.scaling in (TensorMultiplier, TensorAmax):
             scale = (1,)
         else:
             scale = (tile_columns, tile_rows, SCALE_BLOCK) if self.has_1d_blocks else (tile_rows, tile_columns)
         return (
-            jax.ShapeDtypeStruct((m // 2, 2, k), self.format.code_dtype),
-            jax.ShapeDtypeStruct((k, m // 2), jnp.uint16),
+            jax.ShapeDtypeStruct((rows // 2, 2, columns), self.format.code_dtype),
+            jax.ShapeDtypeStruct((columns, rows // 2), jnp.uint16),
             jax.ShapeDtypeStruct((tile_rows, tile_columns), jnp.float32),
-            jax.ShapeDtypeStruct((tile_rows, k), jnp.float32),
+            jax.ShapeDtypeStruct((tile_rows, columns), jnp.float32),
             jax.ShapeDtypeStruct(scale, jnp.float32),
             jax.ShapeDtypeStruct((tile_rows, tile_columns, SCALE_BLOCK), jnp.float32),
         )
@@ -163,7 +168,7 @@ class CastParameters:
         rows and of 128 columns; rotated tiles.
         """
         chunks, copies, dtype = self.chunks, self.copies, self.format.code_dtype
-        transforms = swizzle_transforms(CHUNK // copies, self.input_dtype)[1 if self.has_row_tiles else 0 :]
+        transforms = swizzle_transforms(CHUNK // copies, self.input_dtype)[1 if self.has_source_rows else 0 :]
         has_multipliers = self.has_1d_blocks or self.scaling is RowMultipliers
         rowwise = plgpu.SMEM((chunks, 2, ROW_PAIRS, CHUNK), dtype, transforms=swizzle_transforms(CHUNK, dtype))
         columnwise = plgpu.SMEM(
@@ -190,15 +195,17 @@ class CastParameters:
 
     def to_outputs(self, rowwise, columnwise, amax, column_sums, scale, columnwise_scale) -> Outputs:
         """Reshapes arrays of `output_types` to the shapes in `Outputs`."""
-        (m, k), (tile_rows, tile_columns) = self.shape, self.grid
+        (rows, columns), (tile_rows, tile_columns) = self.shape, self.grid
         if self.has_1d_blocks and scale is not None:  # even rows come first in each tile
-            scale = scale.reshape(tile_columns, tile_rows, 2, ROW_PAIRS).transpose(1, 3, 2, 0).reshape(m, tile_columns)
+            scale = (
+                scale.reshape(tile_columns, tile_rows, 2, ROW_PAIRS).transpose(1, 3, 2, 0).reshape(rows, tile_columns)
+            )
         code_dtype = self.format.code_dtype
         return Outputs(
-            None if rowwise is None else rowwise.reshape(m, k),
-            None if columnwise is None else lax.bitcast_convert_type(columnwise, code_dtype).reshape(k, m),
+            None if rowwise is None else rowwise.reshape(rows, columns),
+            None if columnwise is None else lax.bitcast_convert_type(columnwise, code_dtype).reshape(columns, rows),
             amax,
             column_sums,
             scale,
-            None if columnwise_scale is None else columnwise_scale.reshape(tile_rows, k).T,
+            None if columnwise_scale is None else columnwise_scale.reshape(tile_rows, columns).T,
         )

@@ -35,11 +35,12 @@ def scaled_or_nan(x: jax.Array, multiplier: jax.Array) -> jax.Array:
     return x * jnp.where(jnp.abs(x) < MIN_NORMAL_F32, zero, multiplier) + x * zero
 
 
-def amax_codec(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
-    """Returns (encode, decode), which convert float32 to uint32 codes that are ordered as magnitudes, and back.
+def ordered_bits_conversions(finite: bool) -> tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]:
+    """Returns (to_ordered_bits, from_ordered_bits): float32 to uint32 bits that are ordered as magnitudes, and back.
 
-    An amax is reduced as an integer maximum of such codes. finite: NaN and infinities are ordered below all other
-    values; otherwise above them, and they decode to infinity.
+    An amax is reduced as an integer maximum of such bits. finite: NaN and infinities are ordered below all other values
+    (`bits.magnitude_rank`), as in casts that saturate them; otherwise above them, and they are converted back to
+    infinity (`bits.magnitude_bits`).
     """
     return (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
 
@@ -49,6 +50,7 @@ def to_float8(x: jax.Array, dtype, reference_nan: bool = False) -> jax.Array:
 
     On the GPU, PTX's cvt.satfinite saturates. The interpreter's conversion overflows to NaN, so x is clipped first.
     reference_nan: NaN becomes the code of `numerics.encode`. E5M2 has several NaNs, and the GPU's cvt returns another.
+    Casts pass `saturates`: if NaN propagates instead, any NaN code will do.
     """
     limit = float(jnp.finfo(dtype).max)
     codes = (jnp.clip(x, -limit, limit) if support.is_interpreted() else x).astype(dtype)

@@ -88,14 +88,14 @@ def describe(problem: CastProblem) -> str:
     ndim = len(problem.shape)
     words = {"along": "in blocks along rows", "down": "in blocks down columns", "square": "in square blocks"}
     outputs = [
-        f"{'bfloat16 values' if _is_values(output) else 'codes'} {words[block_kind(output, ndim)]}"
+        f"{'bfloat16 values' if _is_dequantized(output) else 'codes'} {words[block_kind(output, ndim)]}"
         for output in problem.outputs
     ]
     passes = "two passes" if problem.outputs[0].spec.format.two_level else "one pass"
     return f"{' and '.join(outputs)}, {passes} on Hopper"
 
 
-def _is_values(output: CastOutput) -> bool:
+def _is_dequantized(output: CastOutput) -> bool:
     """Whether an output is bfloat16 values instead of codes."""
     return output.contracted is not None and not output.is_residual
 
@@ -107,10 +107,10 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
     assert shape is not None
     format, x = outputs[0].spec.format, x.reshape(shape)
     padded = pad_to_multiples(x, block_size(format), cast_microscaled_kernel.COLUMN_MULTIPLE)
-    levels, tensor_scales = _tensor_scales(padded, outputs)
+    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs)
     specs = tuple(_output_spec(output, block_kind(output, ndim)) for output in outputs)
     seeds = cast_support.seeds(outputs, arguments)
-    results = cast_microscaled_kernel.cast(padded, specs, levels, seeds, problem.row_length or shape[1])
+    results = cast_microscaled_kernel.cast(padded, specs, tensor_multipliers, seeds, problem.row_length or shape[1])
     arrays = (
         _stored(output, matrix_block(output, ndim), result, tensor_scale, x)
         for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)
@@ -128,11 +128,11 @@ def _output_spec(output: CastOutput, kind: str) -> Any:
     from scaledot.kernels.hopper import cast_microscaled_kernel
 
     spec, packing = output.spec, ""
-    if spec.format.bits == 4 and not _is_values(output):
+    if spec.format.bits == 4 and not _is_dequantized(output):
         packing = "columns" if output.contracted is None else "rows"
     saturates = spec.nonfinite == "saturate"
     return cast_microscaled_kernel.OutputSpec(
-        spec.format, kind, _is_values(output), output.is_stochastic, spec.rotation, packing, saturates
+        spec.format, kind, _is_dequantized(output), output.is_stochastic, spec.rotation, packing, saturates
     )
 
 
@@ -158,14 +158,16 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
         return [[pairs[i][0], divide(ONE, pairs[i][0])] for i in indices], *(pairs[i][1] for i in indices)
 
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
-    levels, *tensor_scales = scalars.compute(("levels", format, dtype, indices), compute, types, amaxes)
-    return levels, [vary_as(scale, amaxes) for scale in tensor_scales]
+    tensor_multipliers, *tensor_scales = scalars.compute(
+        ("tensor multipliers", format, dtype, indices), compute, types, amaxes
+    )
+    return tensor_multipliers, [vary_as(scale, amaxes) for scale in tensor_scales]
 
 
 def _stored(output: CastOutput, block: tuple[int, int], result, tensor_scale: jax.Array | None, x: jax.Array) -> Any:
     """Returns an output with the shape of x from padded codes or values and the bytes of scales."""
     spec, (m, k), format, data = output.spec, x.shape, output.spec.format, vary_as(result.data, x)
-    if _is_values(output):
+    if _is_dequantized(output):
         scale = jnp.ones((), jnp.float32) if tensor_scale is None else tensor_scale
         return bfloat16_operand(data[:m, :k], scale, spec.dtype, spec.rotation)
     packs_rows = format.bits == 4 and output.contracted is not None

@@ -148,7 +148,7 @@ def _operand_reason(name: str, operand: Operand, contracted: str) -> str | None:
     if not _is_bfloat16(operand.format) and not folds_exactly(operand.format, operand.has_zero_point):
         return f"a code of {name} ({operand.format.name}) times its scale is not exact in bfloat16"
     if any(c in contracted for c in operand.tensor_scale_varies_along):
-        return f"the second-level scale of {name} varies along K; it must be constant there"
+        return f"the tensor scale of {name} varies along K; it must be constant there"
     return None
 
 

@@ -44,7 +44,7 @@ def _element(problem: Problem) -> str:
 def _row_groups_reason(problem: Problem) -> str | None:
     contraction = problem.contraction
     if not problem.group_scales_to_rows or len(contraction.lhs) != 2 or contraction.lhs_free != problem.ragged_label:
-        return "lhs with groups of rows must be a matrix, and `group_sizes` must have one size for each group"
+        return "the ragged dim must be the only free dim of lhs, and `group_sizes` 1-d"
     if len(contraction.rhs) != 3:
         return f"rhs must be one matrix for each group, with three dims in all, not {problem.rhs}"
     return None
@@ -127,7 +127,7 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     gemm = tile_configs.GemmKey(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
     config = tile_configs.config_for(gemm)
     n_multiple = config.cluster_n // (SCALE_BLOCK if square_blocks else 1)
-    # Tiles that a group fills in part are stored in row pieces of 128 bytes, so N is padded to 64 16-bit columns.
+    # Tiles at a group boundary are stored as 128-byte row segments, so N is padded to 64 16-bit columns.
     b_padding = (0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % K_STEP)
     result = matmul(
         pad_to_multiples(a, matmul_operands.M_MULTIPLE, K_STEP),

@@ -5,7 +5,7 @@ CTA. The producer warpgroup waits until a stage is empty, then fills it by TMA; 
 full, multiply, and release it. Steps are counted across all output tiles of a CTA, so that the producer loads the first
 steps of a tile while the last steps of the tile before are multiplied.
 
-A `MainLoop` accumulates one output tile, either over all of K in one WGMMA accumulator (`fast_accum`) or with the
+A `MainLoop` accumulates one output tile, either over all of K in one WGMMA accumulator (`unpromoted`) or with the
 partial accumulator of every step promoted to float32 registers (`promoted`).
 """
 
@@ -148,21 +148,21 @@ class MainLoop:
 
     def run(self, promote: bool, store: Callable[[int, jax.Array], None]) -> None:
         """Calls store(first column, accumulators) for each of the `n_splits` parts of the warpgroup's tile."""
-        (self._promoted if promote else self._fast_accum)(store)
+        (self._promoted if promote else self._unpromoted)(store)
 
-    def _fast_accum(self, store: Callable[[int, jax.Array], None]) -> None:
+    def _unpromoted(self, store: Callable[[int, jax.Array], None]) -> None:
         """Accumulates all of K in the WGMMA accumulator."""
         assert self.b_block_scales is None, "scales that change along K need promoted accumulators"
         pipeline, tile = self.pipeline, self.tile
 
         @functools.partial(pl.run_scoped, accumulator=self._accumulator(self.config.wg_n))
         def _(accumulator):
-            pl.loop(0, tile.k_steps)(functools.partial(self._fast_accum_step, accumulator))
+            pl.loop(0, tile.k_steps)(functools.partial(self._unpromoted_step, accumulator))
             plgpu.wgmma_wait(0)
             pl.when(tile.k_steps > 0)(lambda: pipeline.release(tile.pipeline_step + tile.k_steps - 1))
             store(0, accumulator[...].astype(jnp.float32))
 
-    def _fast_accum_step(self, accumulator, k_step) -> None:
+    def _unpromoted_step(self, accumulator, k_step) -> None:
         pipeline_step = self.tile.pipeline_step + k_step
         self.pipeline.wait(pipeline_step)
         plgpu.wgmma(accumulator, *self._operands(pipeline_step, self.warpgroup.column, self.config.wg_n))

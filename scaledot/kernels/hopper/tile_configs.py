@@ -22,7 +22,7 @@ class GemmKey:
 
     element: "float8", "int8" or "bfloat16".
     out_itemsize: bytes of an element of the result.
-    accumulation: "fast_accum", over all of K in the tensor cores' accumulators; "promoted" to float32 registers every
+    accumulation: "unpromoted", over all of K in the tensor cores' accumulators; "promoted" to float32 registers every
     128 elements of K; or promoted with block scales, if b has one for each of its "blocks_1x128" or "blocks_128x128".
     row_groups, k_groups: the number of groups of rows or of K, 0 for a matmul without.
     """
@@ -32,20 +32,20 @@ class GemmKey:
     k: int
     element: str
     out_itemsize: int
-    accumulation: str = "fast_accum"
+    accumulation: str = "unpromoted"
     row_groups: int = 0
     k_groups: int = 0
 
     @property
     def promotes(self) -> bool:
-        return self.accumulation != "fast_accum"
+        return self.accumulation != "unpromoted"
 
 
 def accumulation_mode(promote: bool, has_k_block_scales: bool, square_blocks: bool) -> str:
     """Returns `GemmKey.accumulation`; see `matmul.matmul` for the arguments."""
     if has_k_block_scales:
         return "blocks_128x128" if square_blocks else "blocks_1x128"
-    return "promoted" if promote else "fast_accum"
+    return "promoted" if promote else "unpromoted"
 
 
 _overrides: dict[GemmKey, Any] = {}

@@ -57,7 +57,7 @@ def _weights_reason(w: Operand, contracted: str) -> str | None:
     if w.has_zero_point:
         return "rhs has zero points"
     if contracted in w.tensor_scale_varies_along:
-        return f"the second-level scale of rhs varies along K ({contracted!r}); it must be constant there"
+        return f"the tensor scale of rhs varies along K ({contracted!r}); it must be constant there"
     if w.format.element == FP4:
         return _fp4_reason(w, contracted)
     if not (w.format.is_integer or w.format.codebook) or w.format.scale == "float8_e8m0fnu":

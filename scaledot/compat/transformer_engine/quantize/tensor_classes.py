@@ -115,7 +115,7 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     data: codes; with data_layout "T" they are stored transposed: the dims after the split come first.
     scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block.
     amax: float32 of shape (1,), or None if scales do not depend on it.
-    tensor_scale: the second-level scale of NVFP4; if None, amax / 2688.
+    tensor_scale: the tensor scale of NVFP4; if None, amax / 2688.
     flatten_axis: the split of the dims of `data`, as stored, that flattens it to a matrix; without leading dims
       added by vmap, scan or stacking.
     rank: the number of dims, without the same leading dims.
@@ -313,7 +313,7 @@ class ScaledTensor2x(AbstractBaseTensor, ScaledTensor):
 
 
 def tensor_scale_of(amax: Any) -> jax.Array:
-    """Returns NVFP4's second-level scale, amax / (6 * 448): the largest FP4 code times the largest E4M3 block scale."""
+    """Returns NVFP4's tensor scale, amax / (6 * 448): the largest FP4 code times the largest E4M3 block scale."""
     amax = jnp.asarray(amax, jnp.float32)
     return jnp.where(amax == 0, ONE, jnp.maximum(divide(amax, np.float32(6 * 448)), SMALLEST_SCALE))
 
