@@ -2,8 +2,8 @@
 
 A CPU suite is a module with SIZE and `run(size, repeats)`, which returns the record for `results/`. A GPU suite has
 `run(cases, rounds, skipped)` and writes its cases to the device's file; `targets` runs the cases of other suites that
-have targets. A suite is imported only if it is selected, so that its dependencies are needed on its machine only. A
-missed target is reported and does not fail; a wrong result raises before anything is timed.
+have a speed goal. A suite is imported only if it is selected, so that its dependencies are needed on its machine only.
+A missed target is reported and does not fail; a wrong result raises before anything is timed.
 """
 
 import argparse
@@ -46,7 +46,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=_count, default=REPEATS, help="timed rounds (default %(default)s)")
     parser.add_argument("--cases", nargs="*", default=[], help="cases of a GPU suite (default: all)")
     parser.add_argument(
-        "--skip", nargs="*", default=[], help="implementations that a GPU suite skips, or of one case: B/qwix"
+        "--skip",
+        nargs="*",
+        default=[],
+        help="implementations to skip: NAME in all cases, or CASE/NAME in one, such as B/qwix",
     )
     parser.add_argument(
         "--tiny", action="store_true", help="suite model: dry run with tiny models on any machine; writes no results"

@@ -56,8 +56,8 @@ scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp
   and the same tokens per device, and the formulas use the true size. A test compiles both.
 * **Time.** FLOPs over the rate of each kind of matmul; bytes of casts and of Adam over the memory bandwidth; bytes sent
   over NVLink's bandwidth if a replica group is within an NVLink domain, otherwise over the network's; and a latency per
-  collective. *No overlap* is the sum. *Full overlap* is the maximum of compute, NVLink and network. The time of a
-  real step is between the two.
+  collective. *No overlap* is the sum. *Full overlap* is the maximum of compute, NVLink and network. Of the
+  modelled parts, at these rates, a step takes between the two.
 * **Memory.** float32 weights, gradients and two moments, sharded over fsdp and tp; the residuals that `train` saves
   (codes under a recipe); one block's gathered weights. If a step does not fit, `scaledot plan` proposes the nearest
   mesh of as many devices that does, or the smallest number of devices.

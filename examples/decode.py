@@ -3,7 +3,7 @@
     python -m examples.decode
     python -m examples.decode --untrained --width 4096 --hidden 14336 --layers 8 --batch 1      # for a GPU
 
-A decoder-only transformer generates text with a KV cache, in one jitted loop. A step multiplies a few rows by every
+A decoder-only transformer generates tokens with a KV cache, in one jitted loop. A step multiplies a few rows by every
 weight, so on a GPU it is bound by the bandwidth of reading weights, and fewer bits are faster. A CPU has to unpack them
 first: there, compare accuracy, not speed.
 

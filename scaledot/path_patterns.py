@@ -135,4 +135,4 @@ class FormatsByPath(PathPatterns):
         return self.layers[path].setting and format
 
 
-NO_RULE = "no rule gives it one"
+NO_RULE = "its rule is None, or no rule matches"

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-IS_FOR_TYPES = contextvars.ContextVar("IS_FOR_TYPES", default=False)
+TRACES_TYPES_ONLY = contextvars.ContextVar("TRACES_TYPES_ONLY", default=False)
 
 
 @contextlib.contextmanager
 def for_types() -> Iterator[None]:
     """Context in which functions are traced only for the shapes and dtypes of results: kernels are not lowered."""
-    token = IS_FOR_TYPES.set(True)
+    token = TRACES_TYPES_ONLY.set(True)
     try:
         yield
     finally:
-        IS_FOR_TYPES.reset(token)
+        TRACES_TYPES_ONLY.reset(token)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,7 +69,7 @@ REFERENCE = {
     "mxfp8": "xla_upcast",
     "nvfp4": "xla_upcast",
 }
-# Relative errors. Accumulation in another order changes the rounding to bfloat16 by at most 2^-8 of the result; FP8
+# Relative errors. Accumulation in another order may flip the rounding to bfloat16, an ulp of at most 2^-7; FP8
 # matmuls add the error of the tensor cores' reduced-precision accumulator, a few thousandths.
 MAX_ERROR = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
 

@@ -144,5 +144,5 @@ def rotations(tokens: int, size: int, device: Any) -> tuple[Any, Any]:
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
     import torch  # pyright: ignore[reportMissingImports]
 
-    even, odd = x.chunk(2, dim=-1)
-    return torch.cat([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

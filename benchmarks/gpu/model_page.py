@@ -17,7 +17,7 @@ TITLES = (
     "first step incl. compilation, s",
     "beyond bfloat16, s",
     "peak GB",
-    "activations, GB",
+    "peak less parameters, gradients and moments, GB",
 )
 README_ROWS = (
     "4 blocks/bfloat16",
@@ -32,8 +32,8 @@ README_ROWS = (
 )
 README_TITLES = "model", "program", "ms per step", "speedup over bfloat16", "first step incl. compilation, s"
 README_BASELINES = (
-    "Speedups are over bfloat16 of the same model: torch's own for torch; under `checkpoint_dots` for "
-    "`save_quantized_residuals_and_gemms`. *Head too*: the LM head in fp8 as well."
+    "Speedups are over the same model in bfloat16, in the same framework and under the same `jax.checkpoint` policy "
+    "(`save_quantized_residuals_and_gemms`: under `checkpoint_dots`). *Head too*: the LM head in fp8 as well."
 )
 HEADLINE = "16 blocks/fp8_current"
 COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}

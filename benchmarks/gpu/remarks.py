@@ -13,15 +13,15 @@ wgrad and single CTAs for dgrad. Tried and rejected: smaller tiles in the last w
 warpgroups. The remaining time is casts, near the bandwidth of a copy, and the amax pass.
 """
 _HISTORY = """
-A step of this size is bound by kernel launches. Delayed scaling adds five small XLA kernels per tensor for the amax
-history; its casts and matmuls are those of current scaling.
+A step of this size is bound by kernel launches. Delayed scaling adds small launches per tensor for the amax history
+and its multiplier; its casts and matmuls are those of current scaling.
 """
 _PROMOTED = """
 Partial accumulators of every 128 elements along K are scaled and promoted to float32 in registers while other
-warpgroups issue MMAs. Two warpgroups with tiles of 64 x 256 without `n_splits` have too few registers for that, and two
-with 64 x 128 promote at the same time and leave the tensor cores idle; measured here are three with 64 x 128. Tried and
-rejected: ping-pong scheduling of two warpgroups, clusters. The remaining cost over fast accumulation is promotion and
-loading scales.
+warpgroups issue MMAs. Two warpgroups with tiles of 64 x 256 have too few registers for that unless a tile is computed
+in parts along N, and two with 64 x 128 promote at the same time and leave the tensor cores idle; measured here are
+three with 64 x 128. Tried and rejected: ping-pong scheduling of two warpgroups, clusters. The remaining cost over fast
+accumulation is promotion and loading scales.
 """
 _ROW_BLOCKS = """
 The wgrad matmul has 1x128 blocks on both operands: a scale for each row and each column of every 128 elements along K,

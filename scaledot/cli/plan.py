@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", required=True, help="a name such as llama3-70b, or a .json file with its sizes")
     parser.add_argument("--devices", type=count, help="number of devices; without --mesh, a mesh is chosen")
-    parser.add_argument(
-        "--mesh", help="axes and their sizes, such as dp=4,fsdp=8,tp=8; devices along the last axis are neighbours"
-    )
+    parser.add_argument("--mesh", help="axes and their sizes, such as dp=4,fsdp=8,tp=8; the last axis varies fastest")
     parser.add_argument("--device", default="h200", help=f"device type: {', '.join(RATES)} (default %(default)s)")
     parser.add_argument(
         "--recipes",
@@ -45,7 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RECIPE",
         help=f"recipes to compare with bf16, all of which must fit (default: {' '.join(RECIPES)})",
     )
-    parser.add_argument("--batch", type=count, default=1, help="sequences per index along dp and fsdp (default 1)")
+    parser.add_argument(
+        "--batch",
+        type=count,
+        default=1,
+        help="sequences per data-parallel replica, of which there are dp x fsdp (default 1)",
+    )
     parser.add_argument("--sequence", type=count, help="tokens of a sequence (default: the model's)")
     parser.add_argument("--sequence-parallel", action="store_true", help="split tokens over tp between the matmuls")
     parser.add_argument(
@@ -89,7 +92,7 @@ def _plan(options: argparse.Namespace, recipes: "list[Recipe]") -> "Plan":
     # `choose_mesh` looks at sizes of the model only: shards may not be whole blocks of a recipe.
     if options.mesh is None and any(map(setup.unsupported_reason, recipes)):
         setup = next(iter(fit.nearest_fitting(setup, recipes, rates)), setup)
-        mesh_reason = f"the mesh nearest to {mesh}, whose shards are not whole blocks of every recipe"
+        mesh_reason = f"the nearest mesh that fits; {mesh} would cut blocks of a recipe"
     return make_plan(setup, rates, recipes, mesh_reason)
 
 

@@ -35,9 +35,9 @@ from scaledot.parallel.types import Partitioning, vary_as
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """A row of a table.
+    """An entry of a table.
 
-    problem_reason: returns why the kernel cannot run_problem a problem on any device, or None if it can.
+    problem_reason: returns why the kernel cannot solve a problem on any device, or None if it can.
     describe: returns a sentence on how it solves a problem that it supports.
     run: (problem, lhs, rhs, group_sizes) -> result; for casts (problem, x, CastArguments) -> CastResult.
     environment_reason: returns why the kernel cannot run in a program that XLA partitions in this way, or inside a
@@ -290,7 +290,7 @@ _BLOCK_SCALED = Kernel(
 
 
 def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
-    """Returns the row of a CUDA kernel from its module, which has `problem_reason`, `describe` and `run`.
+    """Returns the entry of a CUDA kernel. matmul: a module or DotKernel with `problem_reason`, `describe` and `run`.
 
     On a machine with a GPU, the program also has XLA's kernel, for arrays that are placed on a CPU.
     """

@@ -2,7 +2,8 @@
 
 Kernels differ only in their Formulation (see `formulations`): the dtype of the contraction, the scales that are folded
 into operands, and the tiles of contracting dims. Matmuls accumulate in float32 (int32 for integer codes), scales are
-applied in float32, and the result is rounded once, to the output dtype.
+applied in float32, and the result is rounded once, to the output dtype. FP8 matmuls on CUDA accumulate in the reduced
+precision of the tensor cores unless `precision="highest"`.
 """
 
 import dataclasses

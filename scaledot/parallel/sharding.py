@@ -173,7 +173,7 @@ class Dropped(NamedTuple):
 
 
 def _leaf_specs(x, spec: PartitionSpec, mesh, on_indivisible: str) -> tuple[Any, list[Dropped]]:
-    """The specs of an array's leaves, as an array or ScaledArray of specs, and the axes replicated against `spec`."""
+    """A PartitionSpec, or a ScaledArray of them; and the axes that are replicated although `spec` shards them."""
     if on_indivisible not in ON_INDIVISIBLE:
         raise ValueError(f"`on_indivisible` must be one of {', '.join(ON_INDIVISIBLE)}, not {on_indivisible!r}")
     entries = _entries(spec, x.shape)

@@ -133,7 +133,7 @@ def cast_weights(
     if not codes and select is None:
         raise ValueError(f"`params` has no leaf named {KERNEL!r}; name leaves in `select`, from {_some(leaves)}")
     for patterns in by_layer:
-        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # layers without a kernel
+        patterns.looked_up |= {path.rpartition("/")[0] for path, _ in leaves}  # a pattern of norms only is no error
     for patterns in (*by_layer, selected):
         patterns.check_all_matched()
     return CastWeights({path: weight_codes for path, weight_codes in codes.items() if weight_codes is not None})

@@ -27,7 +27,7 @@ from jax import export
 from jax.custom_batching import custom_vmap
 
 from scaledot.kernels.hopper import support
-from scaledot.programs import IS_FOR_TYPES
+from scaledot.programs import TRACES_TYPES_ONLY
 
 _ALLOWED_CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _EXPORTED: dict[Hashable, export.Exported] = {}
@@ -42,7 +42,7 @@ def call_exported(key: Hashable, kernel: Callable[..., Any], *arrays: jax.Array)
     repr that is the same in every process; None to lower the kernel at every call. Under vmap, the kernel is batched,
     traced and lowered again.
     """
-    if key is None or support.is_interpreted() or IS_FOR_TYPES.get():
+    if key is None or support.is_interpreted() or TRACES_TYPES_ONLY.get():
         return kernel(*arrays)
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
     call = custom_vmap(_exported((key, types), kernel).call)
