@@ -3,6 +3,7 @@
 Steps are lowered for a Hopper GPU on a machine without one. Nothing is compiled or run.
 """
 
+import gc
 import re
 import time
 
@@ -19,6 +20,7 @@ from scaledot.recipes import RECIPES
 pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 
 WITH_KERNELS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "int8_block", "fp8_qat")
+ATTEMPTS = 6
 MAX_SECONDS = 0.06  # CPU time per additional layer
 FEW, MANY = 4, 16
 TOKENS, WIDTH = 8192, 4096
@@ -61,23 +63,30 @@ def test_initialising_a_model_lowers_no_kernel(monkeypatch, standard_promotion):
 
 def seconds(recipe: str, layers: int) -> tuple[float, str]:
     jax.clear_caches()
-    start = time.process_time()
-    text = lowered(recipe, layers)
-    return time.process_time() - start, text
+    gc.collect()
+    gc.disable()  # collections would also visit what earlier tests of this process left
+    try:
+        start = time.process_time()
+        text = lowered(recipe, layers)
+        return time.process_time() - start, text
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("recipe", WITH_KERNELS)
 def test_an_additional_layer_adds_little_time_and_no_kernel(monkeypatch, recipe):
     with lowered_for_hopper(monkeypatch):
         lowered(recipe, 2)  # work that is done once per process
-        measured = [seconds(recipe, FEW), seconds(recipe, MANY)]
-        if _seconds_per_layer(*measured) > MAX_SECONDS:  # CPU time grows when other processes share the caches
-            measured = [seconds(recipe, FEW), seconds(recipe, MANY)]
-    (_, first), (_, second) = measured
+        few, many = [], []
+        while len(few) < ATTEMPTS and (not few or _seconds_per_layer(few, many) > MAX_SECONDS):
+            few.append(seconds(recipe, FEW))
+            many.append(seconds(recipe, MANY))
+    (_, first), (_, second) = few[0], many[0]
     assert kernel_count(first), "no kernel was used"
     assert kernel_count(second) == kernel_count(first)
-    assert _seconds_per_layer(*measured) <= MAX_SECONDS
+    assert _seconds_per_layer(few, many) <= MAX_SECONDS
 
 
-def _seconds_per_layer(few: tuple[float, str], many: tuple[float, str]) -> float:
-    return (many[0] - few[0]) / (MANY - FEW)
+def _seconds_per_layer(few: list[tuple[float, str]], many: list[tuple[float, str]]) -> float:
+    """CPU seconds of an additional layer, from the fastest attempts: other load on the machine only adds time."""
+    return (min(many)[0] - min(few)[0]) / (MANY - FEW)
