@@ -316,12 +316,17 @@ def _scale_as_stored(spec: CastSpec, x: jax.Array, scale) -> jax.Array:
         if stored.itemsize == 1 or not jnp.issubdtype(scale.dtype, jnp.floating):
             raise TypeError(f"`scale` is {scale.dtype}; {spec.format.name} stores {stored}")
         scale = scale.astype(stored)
+    return _one_per_block("scale", scale, spec, x)
+
+
+def _one_per_block(name: str, value: jax.Array, spec: CastSpec, x: jax.Array) -> jax.Array:
+    """`value` with one entry per block of x; one element is broadcast to all blocks."""
     grid = blocks.grid(x.shape, spec.block)
-    if scale.size == 1:
-        scale = jnp.broadcast_to(scale.reshape((1,) * x.ndim), grid)
-    if scale.shape != grid:
-        raise ValueError(f"`scale` has shape {scale.shape}; blocks of {spec.block} cut {x.shape} into {grid}")
-    return scale
+    if value.size == 1:
+        value = jnp.broadcast_to(value.reshape((1,) * x.ndim), grid)
+    if value.shape != grid:
+        raise ValueError(f"`{name}` has shape {value.shape}; blocks of {spec.block} cut {x.shape} into {grid}")
+    return value
 
 
 def checked_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.Array | None:
@@ -332,14 +337,10 @@ def checked_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.A
         raise ValueError("`multiplier` determines the scale; drop `scale` and `calibration`")
     if spec.format.scale != "float32" or spec.format.codebook is not None:
         raise ValueError(f"`multiplier` is for formats with float32 scales; {spec.format.name} has {spec.format.scale}")
-    multiplier, grid = _array("multiplier", multiplier), blocks.grid(x.shape, spec.block)
+    multiplier = _array("multiplier", multiplier)
     if multiplier.dtype != np.float32:
         raise TypeError(f"`multiplier` must be float32, not {multiplier.dtype}")
-    if multiplier.size == 1:
-        multiplier = jnp.broadcast_to(multiplier.reshape((1,) * x.ndim), grid)
-    if multiplier.shape != grid:
-        raise ValueError(f"`multiplier` has shape {multiplier.shape}; blocks of {spec.block} cut {x.shape} into {grid}")
-    return multiplier
+    return _one_per_block("multiplier", multiplier, spec, x)
 
 
 def checked_zero(spec: CastSpec, x: jax.Array, scale, zero) -> jax.Array | None:
