@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaledot.numerics import bits
+from scaledot.numerics import bits, rounding
 
 pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
 
@@ -84,3 +84,11 @@ def test_floor_by_log2_follows_float32_log2():
     x = np.stack(below)
     expected = np.exp2(np.floor(np.log2(x.astype(np.float64)).astype(np.float32)).astype(np.float64))
     np.testing.assert_array_equal(bits.floor_power_of_two_by_log2(jnp.asarray(x)), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_stored_float32_converts_every_16_bit_float(dtype, jit):
+    x = np.arange(1 << 16, dtype=np.uint16).view(jnp.dtype(dtype))
+    convert = jax.jit(rounding.stored_float32) if jit else rounding.stored_float32
+    np.testing.assert_array_equal(convert(jnp.asarray(x)), x.astype(np.float32))

@@ -175,8 +175,8 @@ def test_casts_with_column_sums_do_not_spill(ptxas_folder):
     assert gpu_compile.spills(ptxas_folder) == [0]
 
 
-def test_an_fp8_training_step_is_nine_kernels(ptxas_folder, monkeypatch):
-    """The amax and cast of three tensors, and three matmuls: no transpose, copy or fusion of XLA."""
+def test_an_fp8_training_step_is_six_kernels_and_reductions(ptxas_folder, monkeypatch):
+    """Casts of three tensors and three matmuls; XLA reduces amaxes, and does not transpose, copy or convert."""
     monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -187,5 +187,20 @@ def test_an_fp8_training_step_is_nine_kernels(ptxas_folder, monkeypatch):
     sizes = shapes(((4, 1024, 1024), BF16), ((1024, 2048), jnp.float32), ((4, 1024, 2048), BF16))
     text = gpu_compile.compiled_for("H200", step, *sizes)
     entry = text[text.index("ENTRY") :]
-    assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 9
-    assert not re.search(r" (fusion|transpose|copy|convert)\(", entry)
+    assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 6
+    fusions = re.findall(r"= (.*) fusion\(", entry)
+    assert set(re.findall(r"(\w+)\[", " ".join(fusions))) == {"u32"}, fusions
+    assert not re.search(r" (transpose|copy|convert)\(", entry)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8"])
+def test_xla_casts_are_of_rounded_values(format, dtype):
+    """XLA:GPU removes a rounding to 16 bits and a conversion back to float32, unless it is of another form."""
+
+    def rounded_and_cast(x):
+        return sd.quantize(jnp.sin(x).astype(dtype), format, kernel="xla_cast")
+
+    text = gpu_compile.compiled_for("H200", rounded_and_cast, *shapes(((256, 512), jnp.float32)))
+    rounding = r"= bf16\[.* convert\(" if dtype == "bfloat16" else r"reduce-precision\(.*mantissa_bits=10"
+    assert re.search(rounding, text)

@@ -15,7 +15,15 @@ from tables import params_of
 import scaledot as sd
 from scaledot import train
 from scaledot.cli import main
-from scaledot.kernels.hopper import autotune, cast_8bit, cast_microscaled, support, tile_configs
+from scaledot.kernels.hopper import (
+    autotune,
+    cast_8bit,
+    cast_arithmetic,
+    cast_microscaled,
+    cast_support,
+    support,
+    tile_configs,
+)
 from scaledot.kernels.spec import CastOutput, CastProblem
 from scaledot.kernels.table import CASTS
 from scaledot.parallel import types
@@ -203,11 +211,8 @@ def test_casts_are_bit_identical_to_the_reference(hopper, case):
 
 @needs_mosaic
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_cast_8bit"), ("mxfp8", "hopper_cast_microscaled")])
-def test_quantize_uses_kernels_for_3d_arrays_under_vmap_and_grad(hopper, monkeypatch, format, kernel):
+def test_quantize_uses_kernels_for_3d_arrays_under_vmap_and_grad(hopper, format, kernel):
     """Leading dims are merged into rows; the gradient of codes is zero, as without a kernel."""
-    from scaledot.kernels.hopper import cast_8bit_kernel
-
-    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
     assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
     require_equal(sd.quantize(x, format), quantize(x, format))
@@ -223,13 +228,28 @@ def require_equal(found: sd.ScaledArray, expected: sd.ScaledArray) -> None:
 
 
 @needs_mosaic
-def test_the_scale_of_an_int8_tensor_is_nan_if_an_element_is_not_finite(hopper, monkeypatch):
+def test_the_scale_of_an_int8_tensor_is_nan_if_an_element_is_not_finite(hopper):
     """8-bit floats have NaN codes instead; the data of `cast.check` has NaN and an infinity."""
     from benchmarks.gpu import cast
-    from scaledot.kernels.hopper import cast_8bit_kernel
 
-    monkeypatch.setattr(cast_8bit_kernel, "AMAX_CTAS", 2)
     cast.check(cast.Case("int8, one scale", jnp.bfloat16, (cast.MatrixCast(sd.FORMATS["int8"], (0, 0), 1),)), (20, 40))
+
+
+@pytest.mark.parametrize("rows", [5, 128, 300])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_partial_amaxes_have_the_amax_of_the_tensor(finite, dtype, rows):
+    x = np.asarray(normal(0, (rows, 40), dtype))
+    special = x.copy()
+    special[3, 7], special[0, 0], special[4, 1] = np.nan, -np.inf, 11.0
+    subnormal = np.full((rows, 40), 1e-39, dtype)
+    _, from_ordered_bits = cast_arithmetic.ordered_bits_conversions(finite)
+    amaxes = [
+        from_ordered_bits(jnp.max(cast_support.partial_amaxes(jnp.asarray(each), finite)))
+        for each in (x, special, subnormal)
+    ]
+    largest = np.max(np.abs(x.astype(np.float32)))
+    assert [float(amax) for amax in amaxes] == [largest, 11.0 if finite else np.inf, 0.0]
 
 
 SCALED = [  # format, blocks of x and w, kernel

@@ -28,8 +28,8 @@ from scaledot.kernels.hopper import grouped as hopper_grouped
 from scaledot.kernels.hopper import weight_only as hopper_weight_only
 from scaledot.kernels.operands import LabeledScale, align_to, apply_scales
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, accumulation_dtype
-from scaledot.numerics.bits import flush
 from scaledot.numerics.calibrate import block_amax
+from scaledot.numerics.rounding import flushed_float32
 from scaledot.parallel.types import Partitioning, vary_as
 
 
@@ -397,8 +397,8 @@ def _reference_cast(problem: CastProblem, x: jax.Array, arguments: CastArguments
     """Casts by XLA, with the amax and column sums that the CUDA kernels also return."""
     assert problem.groups is None or not (problem.amax or problem.column_sums)
     result = xla_casts.run(problem, x, arguments)
-    amax = block_amax(flush(x.astype(jnp.float32)), (0,) * x.ndim).reshape(()) if problem.amax else None
-    sums = jnp.sum(x.astype(jnp.float32), axis=tuple(range(x.ndim - 1))) if problem.column_sums else None
+    amax = block_amax(flushed_float32(x), (0,) * x.ndim).reshape(()) if problem.amax else None
+    sums = jnp.sum(flushed_float32(x), axis=tuple(range(x.ndim - 1))) if problem.column_sums else None
     return result._replace(amax=amax, column_sums=sums)
 
 

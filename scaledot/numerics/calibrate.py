@@ -15,6 +15,7 @@ NaN and infinities are ignored.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ def _block_max(bits: jax.Array, block: blocks.Block) -> jax.Array:
     Reduces in two stages: XLA:CPU fuses a reduction over up to 32 elements with its producer, and writes the input of a
     longer one to memory first. The second stage compares floats, so that XLA does not merge the stages.
     """
-    in_blocks, within_axes = blocks.split(bits | _zero_at_run_time(), block)
+    in_blocks, within_axes = blocks.split(bits | zero_at_run_time(jnp.int32), block)
     last = in_blocks.ndim - 1
     if last in within_axes and in_blocks.shape[last]:
         step = max(d for d in range(1, 33) if in_blocks.shape[last] % d == 0)
@@ -136,13 +137,13 @@ def _block_max(bits: jax.Array, block: blocks.Block) -> jax.Array:
     return largest.reshape(blocks.grid(bits.shape, block))
 
 
-def _zero_at_run_time() -> jax.Array:
-    """An int32 0 that XLA cannot constant-fold.
+def zero_at_run_time(dtype: Any) -> jax.Array:
+    """A 0 that XLA cannot constant-fold.
 
     It keeps XLA from reducing a constant array in its interpreter at compile time: the gradient of `y.sum()` is such an
     array, and its amax took 17 s for 2048 x 2048 elements. The barrier is on a scalar and so does not split a fusion.
     """
-    return lax.optimization_barrier(jnp.zeros((), jnp.int32))
+    return lax.optimization_barrier(jnp.zeros((), dtype))
 
 
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:

@@ -19,7 +19,7 @@ from scaledot.numerics.bits import computed_once, divide, flush
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
-from scaledot.numerics.rounding import round_to, uniform_of
+from scaledot.numerics.rounding import flushed_float32, round_to, uniform_of
 from scaledot.numerics.scale import (
     Scales,
     scale_values,
@@ -95,7 +95,7 @@ def quantize_leaves(
 
 def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
     """Converts x to float32, flushes subnormals, rotates, and replaces infinities by NaN for "nan_codes"."""
-    x = flush(x.astype(jnp.float32))
+    x = flushed_float32(x)
     x = x if spec.rotation is None else rotate(x, spec.rotation)
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scaledot.numerics.bits import float_of, flush
+
 _STRIDE = np.uint32(0x9E3779B1)  # multiplies the flat index, before the first round of the hash
 
 
@@ -91,6 +93,23 @@ def round_to(x: jax.Array, dtype) -> jax.Array:
     step = 2.0 ** (info.minexp - info.nmant)
     steps = lax.round(x * np.float32(1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     return jnp.where(jnp.abs(x) < np.float32(2.0**info.minexp), steps * np.float32(step), rounded)
+
+
+def stored_float32(x: jax.Array) -> jax.Array:
+    """Converts x to float32, without excess precision.
+
+    If x was rounded from float32 in the same program, XLA:GPU removes that rounding together with the conversion back,
+    and codes would be those of the unrounded values. It cannot do so to bit arithmetic or to reduce_precision.
+    """
+    if x.dtype == jnp.bfloat16:
+        return float_of(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16)
+    values = x.astype(jnp.float32)
+    return round_to(values, x.dtype) if x.dtype == jnp.float16 else values
+
+
+def flushed_float32(x: jax.Array) -> jax.Array:
+    """`stored_float32` with subnormals flushed to zeros of the same sign."""
+    return flush(stored_float32(x))
 
 
 class Positions(NamedTuple):

@@ -18,9 +18,9 @@ from scaledot.deprecated import accepts_renamed_arguments
 from scaledot.formats import Format, find_format
 from scaledot.kernels.spec import CastArguments, CastOutput, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec, QuantizedLeaves, dequantize_values
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import flushed_float32
 from scaledot.ops.cast_spec import (
     Axis,
     as_axis,
@@ -302,7 +302,7 @@ def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> j
 
 @functools.partial(jax.jit, static_argnums=0)
 def _amax(block: blocks.Block, x: jax.Array) -> jax.Array:
-    return calibrate.block_amax(flush(x.astype(jnp.float32)), block)
+    return calibrate.block_amax(flushed_float32(x), block)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import CastSpec
+from scaledot.numerics.rounding import flushed_float32
 from scaledot.numerics.scale import scale_values
 from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite
 from scaledot.ops.casts import run_casts
@@ -105,7 +105,7 @@ class ResolvedCast:
         if not self.cast.clips:
             return None
         parsed, block = calibrate.parse(self.cast.calibration), self.tile
-        x = flush(x.astype(jnp.float32))
+        x = flushed_float32(x)
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)
             return ~((x < blocks.repeat_scale(low, x.shape, block)) | (x > blocks.repeat_scale(high, x.shape, block)))

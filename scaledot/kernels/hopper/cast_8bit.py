@@ -18,14 +18,15 @@ import jax.numpy as jnp
 from scaledot.array import ScaledArray
 from scaledot.formats import FLOAT_RULES, FORMATS
 from scaledot.kernels.hopper import cast_support
+from scaledot.kernels.hopper.cast_arithmetic import ordered_bits_conversions
 from scaledot.kernels.hopper.cast_support import matrix_block, with_leading_dims
 from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, SCALE_BLOCK
 from scaledot.kernels.layouts import PerGroup, Transposed
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks, calibrate
-from scaledot.numerics.bits import flush
 from scaledot.numerics.grouped import aligned_group_sizes, aligned_row_tiles, group_of, padded_capacity, row_tiles
+from scaledot.numerics.rounding import flushed_float32
 from scaledot.numerics.scale import Scales, scales_or_nan
 from scaledot.parallel.types import vary_as
 
@@ -129,15 +130,12 @@ def _run_matrix(problem: CastProblem, x: jax.Array, arguments: CastArguments) ->
 
     outputs, (m, k) = problem.outputs, x.shape
     spec, kind = outputs[0].spec, block_kind(outputs[0], len(problem.shape))
-    saturates, padded, partial_amaxes = (
-        spec.nonfinite == "saturate",
-        pad_to_multiples(x, SCALE_BLOCK, SCALE_BLOCK),
-        None,
-    )
+    saturates, partial_amaxes = spec.nonfinite == "saturate", None
+    finite = cast_support.is_amax_finite(spec.format, saturates)
     if arguments.multiplier is not None:
         scaling = cast_8bit_kernel.TensorMultiplier(arguments.multiplier.reshape(1))
     elif kind == "tensor":
-        local = cast_8bit_kernel.amax(padded, finite=saturates or spec.format.is_float)
+        local = cast_support.partial_amaxes(x, finite)
         partial_amaxes = cast_support.amax_over_devices(local, x, spec.amax_axes)
         scaling = cast_8bit_kernel.TensorAmax(partial_amaxes)
     else:
@@ -152,10 +150,14 @@ def _run_matrix(problem: CastProblem, x: jax.Array, arguments: CastArguments) ->
     seeds = cast_support.seeds([by_contracted.get(dim, outputs[0]) for dim in (1, 0)], arguments)
     rowwise, columnwise = (by_contracted[dim].spec.rotation if dim in by_contracted else None for dim in (1, 0))
     row_length = problem.row_length or k
+    padded = pad_to_multiples(x, SCALE_BLOCK, SCALE_BLOCK)
     result = cast_8bit_kernel.cast(
         padded, spec.format, scaling, requested, seeds, row_length, (rowwise, columnwise), saturates=saturates
     )
-    amaxes = result.amax if partial_amaxes is None else partial_amaxes
+    amax = None
+    if problem.amax:
+        _, from_ordered_bits = ordered_bits_conversions(finite)
+        amax = jnp.max(result.amax) if partial_amaxes is None else from_ordered_bits(jnp.max(partial_amaxes))
 
     def array(output: CastOutput) -> ScaledArray | Transposed:
         codes = (result.rowwise, (m, k)) if _contracted(output) else (result.columnwise, (k, m))
@@ -169,7 +171,7 @@ def _run_matrix(problem: CastProblem, x: jax.Array, arguments: CastArguments) ->
 
     return CastResult(
         tuple(map(array, outputs)),
-        vary_as(jnp.max(amaxes), x) if problem.amax else None,
+        None if amax is None else vary_as(amax, x),
         vary_as(jnp.sum(result.column_sums, axis=0)[:k], x) if problem.column_sums else None,
     )
 
@@ -228,9 +230,9 @@ def _cast_groups(
 def _group_scales(x: jax.Array, sizes: jax.Array, output: CastOutput) -> Scales:
     """Returns the scale of each group, (groups + 1,); the last one is for rows in no group, which are cast as zeros."""
     spec, count = output.spec, sizes.shape[0]
-    is_finite = spec.nonfinite == "saturate" or spec.format.is_float  # codes of floats can be NaN
+    is_finite = cast_support.is_amax_finite(spec.format, spec.nonfinite == "saturate")
     block_amax = calibrate.block_amax if is_finite else calibrate.block_amax_or_inf
-    row_amaxes = block_amax(flush(x.astype(jnp.float32)), (1, 0))[:, 0]
+    row_amaxes = block_amax(flushed_float32(x), (1, 0))[:, 0]
     group = group_of(sizes, x.shape[0])
     group_amaxes = jax.ops.segment_max(row_amaxes, group, count + 1, indices_are_sorted=True)
     return scales_or_nan(jnp.maximum(group_amaxes, 0).at[count].set(0), spec.format, spec.input_dtype)

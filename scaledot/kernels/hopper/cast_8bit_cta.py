@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
+from scaledot.kernels.hopper import cast_support
 from scaledot.kernels.hopper.cast_8bit_launch import (
     CHUNK,
     COLUMNWISE,
@@ -142,7 +143,12 @@ class Cta(NamedTuple):
             pl.when(is_first)(lambda: scale_gmem.__setitem__(0, divide(ONE, multiplier)))
             return multiplier
         if self.params.scaling is TensorAmax:
-            return _multiplier_from_amax(self.scaling, self.params.format, self.outputs.rowwise_scale, is_first)
+            finite = cast_support.is_amax_finite(self.params.format, self.params.saturates)
+            _, from_ordered_bits = ordered_bits_conversions(finite)
+            amax = from_ordered_bits(jnp.max(load(self.scaling, ELEMENT_PER_THREAD)))
+            scales = scales_or_nan(amax, self.params.format, _FLOAT32)
+            pl.when(is_first)(lambda: self.outputs.rowwise_scale.__setitem__(0, scales.scale))
+            return scales.multipliers[0]
         if self.params.scaling is RowMultipliers:
             self.multipliers_smem[0] = load(self.scaling.at[self.row], ELEMENT_PER_THREAD)
         return None
@@ -277,14 +283,6 @@ class Tile(NamedTuple):
 def matrix_max(x: jax.Array) -> jax.Array:
     """Returns the largest element of a matrix in registers."""
     return jnp.max(jnp.max(x, axis=1), axis=0)
-
-
-def _multiplier_from_amax(partial_amaxes_gmem, format: Format, scale_gmem, is_first) -> jax.Array:
-    """Computes the scale of the whole matrix from partial amaxes; the first CTA writes it."""
-    layout = plgpu.Layout.WG_STRIDED(partial_amaxes_gmem.shape, vec_size=1)
-    scales = scales_or_nan(jnp.max(load(partial_amaxes_gmem, layout)), format, _FLOAT32)
-    pl.when(is_first)(lambda: scale_gmem.__setitem__(0, scales.scale))
-    return scales.multipliers[0]
 
 
 def _block_amaxes(tile: Tile, amaxes_smem, outputs: list[int], saturates: bool) -> None:

@@ -8,15 +8,16 @@ each row, for each 1×128 block of either output, or for each 128×128 block.
 Grid and CTA: one CTA of one warpgroup (128 threads) for each tile of 128 rows and 64 columns; with block scaling, 128
 rows and 128 columns. A CTA loads its tile by TMA, computes multipliers, quantises chunks of 64 columns in registers,
 writes the codes to SMEM and stores them by TMA. There is no pipeline in a CTA: several CTAs on an SM overlap loads,
-arithmetic and stores. CTAs start with the last rows: these may still be in L2 after `amax`, and when the cast ends the
-first codes are in L2 for the matmul.
+arithmetic and stores. CTAs start with the last rows: these may still be in L2 after the amax, and when the cast ends
+the first codes are in L2 for the matmul.
 
 Transpose: Hopper transposes 16-bit elements between registers and SMEM, but not bytes. So even and odd rows of a tile
 are loaded separately, and the codes of rows 2i and 2i + 1 in one column are packed into a 16-bit word. The transposed
 matrix of words, (columns, rows / 2), is the transposed matrix of codes, (columns, rows).
 
-Scales: with one scale from the amax, the kernel `amax` reads the matrix first, a second pass over memory. Scales of
-blocks are computed from amaxes of the tile in SMEM, which holds whole blocks of both outputs.
+Scales: with one scale from the amax, XLA computes partial amaxes first (`cast_support.partial_amaxes`), and every CTA
+reduces these and computes the scale. Scales of blocks are computed from amaxes of the tile in SMEM, which holds whole
+blocks of both outputs.
 
 Rotations (Hadamard transforms of up to 16 elements along blocks) use a second tile in SMEM, which is transposed for the
 row-wise output: blocks then run down its columns for either output, and a thread rotates one column.
@@ -34,17 +35,11 @@ SMEM for x and 16 KiB for the codes of each output. Outputs are row-wise codes (
 column-wise codes (1024, 512) with scales (1024, 4). The kernel reads 1 MiB and writes 1 MiB of codes.
 """
 
-import functools
-import math
-
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper import cast_8bit_cta
-from scaledot.kernels.hopper.cast_8bit_cta import matrix_max
 from scaledot.kernels.hopper.cast_8bit_launch import (
     BlockAmax,
     CastParameters,
@@ -56,53 +51,13 @@ from scaledot.kernels.hopper.cast_8bit_launch import (
     TensorAmax,
     TensorMultiplier,
 )
-from scaledot.kernels.hopper.cast_arithmetic import ordered_bits_conversions
 from scaledot.kernels.hopper.launch import call_exported
-from scaledot.kernels.hopper.memory_layouts import LANES, THREADS, load, row_vector_layout
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.support import kernel_name
 
-__all__ = ["BlockAmax", "OutputFlags", "Outputs", "RowMultipliers", "TensorAmax", "TensorMultiplier", "amax", "cast"]
+__all__ = ["BlockAmax", "OutputFlags", "Outputs", "RowMultipliers", "TensorAmax", "TensorMultiplier", "cast"]
 
-AMAX_CTAS = 1024
-LOADS_IN_FLIGHT = 8  # loads of 16 bytes that a thread of the amax kernel issues before it uses the first
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-
-
-def amax(x: jax.Array, finite: bool) -> jax.Array:
-    """Returns the partial amaxes of x (rows, columns), multiples of 128: one for each CTA, float32 (1024,).
-
-    finite: the amax of finite elements; otherwise it is infinite if the elements of a CTA include NaN or an infinity.
-    """
-    to_ordered_bits, from_ordered_bits = ordered_bits_conversions(finite)
-    vector = 16 // x.dtype.itemsize
-    layout = row_vector_layout(LANES, vector)
-    load_shape = THREADS * vector // LANES, LANES
-    steps = x.size // (LOADS_IN_FLIGHT * math.prod(load_shape))
-
-    def kernel(x_gmem, out_gmem):
-        cta = lax.axis_index("cta")
-
-        def accumulate(step, largest):
-            first = (cta + step * AMAX_CTAS) * LOADS_IN_FLIGHT
-            loaded = [load(x_gmem.at[first + i], layout, optimized=False) for i in range(LOADS_IN_FLIGHT)]
-            return functools.reduce(
-                jnp.maximum, [to_ordered_bits(values.astype(jnp.float32)) for values in loaded], largest
-            )
-
-        zeros = plgpu.layout_cast(jnp.zeros(load_shape, jnp.uint32), layout)
-        largest = lax.fori_loop(0, lax.div(steps - cta + AMAX_CTAS - 1, AMAX_CTAS), accumulate, zeros)
-        out_gmem[cta] = from_ordered_bits(matrix_max(largest))
-
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((AMAX_CTAS,), jnp.float32),
-        grid=(AMAX_CTAS,),
-        grid_names=("cta",),
-        kernel_name=kernel_name("amax"),
-        compiler_params=_PARAMETERS,
-    )
-    return call_exported(("amax", finite), run, x.reshape(-1, *load_shape))
 
 
 def cast(

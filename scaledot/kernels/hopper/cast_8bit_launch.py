@@ -34,9 +34,12 @@ class TensorMultiplier(NamedTuple):
 
 
 class TensorAmax(NamedTuple):
-    """Current scaling: one scale, computed from the partial amaxes that `amax` returns; NaN if one is infinite."""
+    """Current scaling: one scale, computed from partial amaxes; NaN if one of them is infinite.
 
-    partial_amaxes: jax.Array
+    ordered_bits: of the partial amaxes, as `cast_support.partial_amaxes` returns them, uint32 (128,).
+    """
+
+    ordered_bits: jax.Array
 
 
 class RowMultipliers(NamedTuple):

@@ -23,7 +23,7 @@ from scaledot.kernels.layouts import RowPairs, bfloat16_operand
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import ONE, divide
+from scaledot.numerics.bits import ONE, amax_of_rank, divide
 from scaledot.numerics.scale import tensor_level
 from scaledot.parallel.types import vary_as
 
@@ -149,7 +149,11 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
     if not format.two_level:
         return None, [None] * len(outputs)
     rotations = list(dict.fromkeys(output.spec.rotation for output in outputs))
-    amaxes = cast_microscaled_kernel.amaxes(x, tuple(rotations), block_size(format))
+    if rotations == [None]:
+        largest = jnp.max(cast_support.partial_amaxes(x, finite=True), keepdims=True)
+        amaxes = amax_of_rank(largest)
+    else:
+        amaxes = cast_microscaled_kernel.amaxes(x, tuple(rotations), block_size(format))
     amaxes = cast_support.amax_over_devices(amaxes, x, outputs[0].spec.amax_axes)
     indices = tuple(rotations.index(output.spec.rotation) for output in outputs)
 

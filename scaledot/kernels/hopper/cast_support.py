@@ -11,14 +11,16 @@ from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
+from scaledot.kernels.hopper.cast_arithmetic import ordered_bits_conversions
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
-from scaledot.numerics.calibrate import Calibration
-from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key
+from scaledot.numerics.calibrate import Calibration, zero_at_run_time
+from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key, stored_float32
 from scaledot.parallel.types import vary_as
 
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
+PARTIAL_AMAXES = 128  # one for each thread of a CTA
 MAX_ROWS = 16 * 65535  # a CUDA grid has at most 65535 CTAs along rows, and a CTA at least 16 rows
 
 
@@ -86,6 +88,25 @@ def _fields(format: Format) -> dict[str, Any]:
     own = {field.name: getattr(format, field.name) for field in dataclasses.fields(format)}
     quirks = {f"quirks.{field.name}": getattr(format.quirks, field.name) for field in dataclasses.fields(format.quirks)}
     return {name: own[name] for name in own if name not in ("name", "block", "quirks")} | quirks
+
+
+def is_amax_finite(format: Format, saturates: bool) -> bool:
+    """Whether a tensor's amax is that of its finite elements: NaN and infinities saturate, or have NaN codes.
+
+    Otherwise the amax is infinite, and the scale NaN, if an element is not finite.
+    """
+    return saturates or format.is_float
+
+
+def partial_amaxes(x: jax.Array, finite: bool) -> jax.Array:
+    """Returns the ordered bits of amaxes of groups of rows of x (M, K), uint32 (128,); see `ordered_bits_conversions`.
+
+    They are computed by XLA, which fuses the row-wise reduction with the operations that produce x where it can.
+    """
+    to_ordered_bits, _ = ordered_bits_conversions(finite)
+    row_amaxes = jnp.max(to_ordered_bits(stored_float32(x)) | zero_at_run_time(jnp.uint32), axis=1)
+    padded = jnp.pad(row_amaxes, (0, -len(row_amaxes) % PARTIAL_AMAXES))
+    return jnp.max(padded.reshape(PARTIAL_AMAXES, -1), axis=1)
 
 
 def amax_over_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -6,6 +6,10 @@ every module gets a copy of the exported one. If JAX's persistent compilation ca
 exported kernels are stored there as well: the executables that JAX stores save a later process the compilation of a
 program, but not tracing and lowering.
 
+Mosaic compiles a kernel when a program that contains it is compiled, and keeps it for other programs of the process.
+An exported kernel is therefore compiled at once, in a background thread, while Python traces and lowers the rest of the
+program.
+
 Two cases are not covered. Under vmap the kernel itself is batched, traced and lowered again; and grouped matmuls, whose
 parameters hold a traced array, are lowered at every call.
 """
@@ -20,6 +24,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -32,6 +37,7 @@ from scaledot.programs import TRACES_TYPES_ONLY
 _ALLOWED_CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _EXPORTED: dict[Hashable, export.Exported] = {}
 _FOLDER = "scaledot_kernels"  # in the directory of JAX's cache
+_COMPILERS = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scaledot_compiler")
 _DIGEST_BYTES = hashlib.sha256().digest_size  # of the digest at the beginning of a file
 
 
@@ -111,7 +117,11 @@ def _versions() -> str:
 
 
 def _export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
-    """Exports a kernel in a new thread, in which no trace, mesh or setting of the caller's context is active."""
+    """Exports a kernel in a new thread, in which no trace, mesh or setting of the caller's context is active.
+
+    On a GPU, starts to compile it in the background. An error of the compiler is not lost: it is raised again when the
+    program that contains the kernel is compiled.
+    """
     results: list[export.Exported] = []
     errors: list[BaseException] = []
 
@@ -127,4 +137,7 @@ def _export(cache_key: CacheKey, kernel: Callable[..., Any]) -> export.Exported:
     thread.join()
     if errors:
         raise errors[0]
-    return results[0]
+    (exported,) = results
+    if jax.devices()[0].platform == "gpu":
+        _COMPILERS.submit(lambda: jax.jit(exported.call).lower(*cache_key[1]).compile())
+    return exported
