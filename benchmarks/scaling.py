@@ -24,7 +24,7 @@ CASES = (
     "--model llama3-405b --mesh dp=160,fsdp=8,tp=8 --sequence-parallel --device gb200",
 )
 PAGE = record.RESULTS.parent.parent / "docs" / "notes" / "scaling.md"
-QUOTED = "scaling-jax0.12.0.1.json"
+RESULTS_FILE = "scaling-jax0.12.0.1.json"
 SHOWN = 2  # the plan whose bytes are listed per mesh axis
 
 TEXT = """# Scaling to many devices
@@ -131,7 +131,7 @@ def text(results: dict[str, Any]) -> str:
     return TEXT.format(
         jax=environment["jax"],
         date=environment["date"][:10],
-        results=QUOTED,
+        results=RESULTS_FILE,
         plans="\n\n".join(map(_plan, cases)),
         shown=_title(cases[SHOWN]),
         bytes=_bytes(shown),
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only regenerate the page from the results file")
     if not parser.parse_args().page:
         print(f"wrote {record.write('scaling', plans())}")
-    PAGE.write_text(text(json.loads((record.RESULTS / QUOTED).read_text())))
+    PAGE.write_text(text(json.loads((record.RESULTS / RESULTS_FILE).read_text())))
     print(f"wrote {PAGE.relative_to(record.RESULTS.parent.parent)}")
 
 

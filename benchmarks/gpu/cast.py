@@ -71,8 +71,8 @@ class Case:
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """One CastProblem per kernel launch."""
         outputs = tuple(cast.output(self.dtype, i) for i, cast in enumerate(self.casts))
-        given = frozenset({"multiplier"}) if self.multiplier else frozenset()
-        return (CastProblem(x.shape, outputs, given, amax=self.multiplier),)
+        passed = frozenset({"multiplier"}) if self.multiplier else frozenset()
+        return (CastProblem(x.shape, outputs, passed, amax=self.multiplier),)
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
         multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
