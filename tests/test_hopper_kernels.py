@@ -365,7 +365,7 @@ def test_a_kernel_that_cannot_run_here_returns_a_reason():
     reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
     with pytest.raises(NotImplementedError, match=reason):
         sd.matmul(q, q, kernel="hopper_fp8")
-    assert re.search(f"hopper_fp8 +no: {reason}", sd.explain(sd.matmul, q, q))
+    assert re.search(f"hopper_fp8 +unsupported: {reason}", sd.explain(sd.matmul, q, q))
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def refusal(f, *operands, **options) -> str:
 def test_unsupported_operands_have_reasons(hopper, why, rows, weights):
     x, (format, options) = normal(0, (rows[0], 256), rows[1]), weights
     line = refusal(sd.matmul, x, quantize(normal(1, (256, 64)), format, axis=0, **options))
-    assert "  no: " in line
+    assert "  unsupported: " in line
     assert why in line
 
 
