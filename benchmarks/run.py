@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
         "--skip",
         nargs="*",
         default=[],
-        help="implementations to skip: NAME in all cases, or CASE/NAME in one, such as B/qwix",
+        help="implementations to skip: NAME in all cases; in the suite dense also CASE/NAME, such as "
+        "'4096 -> 14336/qwix fp8'",
     )
     parser.add_argument(
         "--tiny", action="store_true", help="suite model: dry run with tiny models on any machine; writes no results"

@@ -24,7 +24,7 @@ CASES = (
     "--model llama3-405b --mesh dp=160,fsdp=8,tp=8 --sequence-parallel --device gb200",
 )
 PAGE = record.RESULTS.parent.parent / "docs" / "notes" / "scaling.md"
-QUOTED = "scaling-jax0.12.0.1.json"
+RESULTS_FILE = "scaling-jax0.12.0.1.json"
 SHOWN = 2  # the plan whose bytes are listed per mesh axis
 
 TEXT = """# Scaling to many devices
@@ -41,7 +41,7 @@ scaledot plan --model llama3-405b --devices 10240 --sequence-parallel
 scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp4 --json plan.json
 ```
 
-## How
+## Method
 
 * **Programs.** The four linear layers of a decoder block, forward and backward as in a step of many blocks, under
   `train.einsum` on explicit mesh axes: weights are sharded over fsdp and tp (column-parallel, then row-parallel),
@@ -56,16 +56,16 @@ scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp
   and the same tokens per device, and the formulas use the true size. A test compiles both.
 * **Time.** FLOPs over the rate of each kind of matmul; bytes of casts and of Adam over the memory bandwidth; bytes sent
   over NVLink's bandwidth if a replica group is within an NVLink domain, otherwise over the network's; and a latency per
-  collective. *No overlap* is the sum. *Full overlap* is the maximum of compute, NVLink and network. Of the
-  modelled parts, at these rates, a step takes between the two.
+  collective. *No overlap* is the sum. *Full overlap* is the maximum of compute, NVLink and network. At
+  these rates, the modelled parts of a step take between the two.
 * **Memory.** float32 weights, gradients and two moments, sharded over fsdp and tp; the residuals that `train` saves
   (codes under a recipe); one block's gathered weights. If a step does not fit, `scaledot plan` proposes the nearest
   mesh of as many devices that does, or the smallest number of devices.
 
 ## Plans
 
-*Gathered* are operands, which recipes shrink; *sent* includes gradients and partial results, which stay float32. Times
-are milliseconds per step, *speedup* is over bfloat16.
+*GB gathered* counts operands, whose bytes depend on the recipe; *GB sent* also counts gradients and partial results,
+which are float32 under all recipes. Times are milliseconds per step, *speedup* is over bfloat16.
 
 {plans}
 
@@ -75,7 +75,7 @@ are milliseconds per step, *speedup* is over bfloat16.
 
 {bytes}
 
-## What limits, and what codes gain
+## What limits a step, and what low precision gains
 
 * In the plan above, gathered bytes shrink to {eight} of bfloat16's with 8-bit codes and to {four} with nvfp4; those of
   weights alone to {fp8_weights} (fp8_block) and {nvfp4_weights} (nvfp4), including scales. Recipes with 1D blocks along
@@ -83,10 +83,10 @@ are milliseconds per step, *speedup* is over bfloat16.
 * Reductions do not shrink: {sums} of the bytes that a device sends under bfloat16 are float32 partial results, over the
   network those of weight gradients. They bound the gain of smaller codes. Reductions in 16 bits or in codes are not
   offered: gradients would be rounded once per device.
-* If fsdp groups extend beyond an NVLink domain, the network is the bottleneck, and codes gain what they save there. One
-  sequence per tp group is too little work to hide two all-gathers of weights and one reduce-scatter of gradients. More
-  tokens (`--batch`) would hide more, within memory; pipeline parallelism, which is not modelled, would transfer fewer
-  weights; a larger NVLink domain leaves the network only the all-reduce along dp.
+* If fsdp groups extend beyond an NVLink domain, the network is the bottleneck, and low precision gains what it saves
+  there. One sequence per tp group is too little work to hide two all-gathers of weights and one reduce-scatter of
+  gradients. More tokens (`--batch`) would hide more, within memory; pipeline parallelism, which is not modelled, would
+  transfer fewer weights; a larger NVLink domain leaves the network only the all-reduce along dp.
 * Per-tensor scales need a small all-reduce of amax for each cast (`fp8_current`, and `nvfp4`'s second level): at the
   assumed latencies {latency} ms of the plan above. Block-scaled recipes need none, and `amax_scope="local"` omits those
   that are not needed.
@@ -131,7 +131,7 @@ def text(results: dict[str, Any]) -> str:
     return TEXT.format(
         jax=environment["jax"],
         date=environment["date"][:10],
-        results=QUOTED,
+        results=RESULTS_FILE,
         plans="\n\n".join(map(_plan, cases)),
         shown=_title(cases[SHOWN]),
         bytes=_bytes(shown),
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="only regenerate the page from the results file")
     if not parser.parse_args().page:
         print(f"wrote {record.write('scaling', plans())}")
-    PAGE.write_text(text(json.loads((record.RESULTS / QUOTED).read_text())))
+    PAGE.write_text(text(json.loads((record.RESULTS / RESULTS_FILE).read_text())))
     print(f"wrote {PAGE.relative_to(record.RESULTS.parent.parent)}")
 
 

@@ -288,7 +288,7 @@ def selected_kernel(weights: Weights, batch: int) -> str:
     """The explain lines of the MLP's first matmul and of the kernel that it selects."""
     x = jax.ShapeDtypeStruct((batch, weights.embedding.shape[1]), weights.embedding.dtype)
     problem, *kernels = sd.explain(sd.matmul, x, weights.layers[0].gate_up).splitlines()
-    return "\n".join([problem, *(kernel for kernel in kernels if "  TAKEN: " in kernel)])
+    return "\n".join([problem, *(kernel for kernel in kernels if "  selected: " in kernel)])
 
 
 def main(arguments: list[str] | None = None) -> None:

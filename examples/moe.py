@@ -64,7 +64,7 @@ def init_model(key: jax.Array, width: int, hidden: int, experts: int) -> Model:
 
 
 def grouped_matmul(recipe: str, precision: str | None = None) -> Matmul:
-    """Returns a function of (rows, kernels, group sizes), with bfloat16 results."""
+    """Returns a function of (rows, weights, group sizes), with bfloat16 results."""
     if recipe == "bfloat16":
         return functools.partial(_grouped_in_bfloat16, precision=precision)
     return functools.partial(train.ragged_dot, recipe=recipe, precision=precision, preferred_element_type=jnp.bfloat16)
@@ -75,7 +75,7 @@ def _grouped_in_bfloat16(rows, kernels, sizes, *, precision=None, kernel=None) -
 
 
 def dense_matmul(recipe: str, precision: str | None = None) -> Matmul:
-    """Returns a function of (rows, kernel), with bfloat16 results."""
+    """Returns a function of (rows, weight), with bfloat16 results."""
     if recipe == "bfloat16":
         return lambda rows, kernel: sd.matmul(rows, kernel.astype(jnp.bfloat16), precision=precision)
     return functools.partial(train.dense, recipe=recipe, precision=precision)
@@ -262,7 +262,7 @@ def print_kernels(layer: Experts, recipe: str, tokens: int) -> None:
     rows, sizes = ((tokens * TOP_K, width), jnp.bfloat16), ((experts,), jnp.int32)
     shapes = (jax.ShapeDtypeStruct(*kind) for kind in (rows, (layer.up.shape, layer.up.dtype), sizes))
     lines = sd.explain(grouped_matmul(recipe), *shapes).splitlines()
-    selected = [line for line in lines if not line.startswith(" ") or "TAKEN" in line]
+    selected = [line for line in lines if not line.startswith(" ") or "selected" in line]
     print("\nThe kernels of the first grouped matmul, of its casts and of its gradients:\n", *selected, sep="\n")
 
 

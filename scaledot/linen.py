@@ -437,7 +437,7 @@ def explain(model: InterceptedModel, *args, **kwargs) -> str:
     >>> model = nn.Sequential([nn.Conv(8, (3,)), nn.ConvTranspose(8, (3,)), nn.Dense(8)])
     >>> print(explain(with_recipe(model, {"layers_1": None, "*": "mxfp8"}), jnp.ones((2, 16, 32))))
     layers_0  Conv           mxfp8
-    layers_1  ConvTranspose  none: its rule is None, or no rule matches
+    layers_1  ConvTranspose  none: its rule is None
     layers_2  Dense          mxfp8
 
     For a model of `with_quantized_params`, arguments are those of `model.apply`, and the table has the format and block

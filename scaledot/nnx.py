@@ -312,7 +312,7 @@ def explain(model: nnx.Module, *args, **kwargs) -> str:
     >>> print(explain(model, jax.numpy.ones((2, 32))))
     layers/0  Linear  mxfp8
     layers/1  Linear  int8   blocks (0, 1)  4096 -> 1152 bytes  xla_codes
-    layers/2  Linear  none: its dot_general is plain
+    layers/2  Linear  none: neither a recipe nor quantised weights
     """
     quantized = quantized_layers(model, args, kwargs)
     return table({path: quantized.get(path) or _layer(layer) for path, layer in multiplying(model)})
@@ -336,8 +336,8 @@ def _layer(layer: nnx.Module) -> Layer:
     matmul = getattr(layer, hook.attribute)
     if isinstance(matmul, Quantized):
         return Layer(type_name, matmul.recipe)
-    reason = f"it has a {hook.attribute} of its own" if hook.holds_other(layer) else f"its {hook.attribute} is plain"
-    return Layer(type_name, None, reason)
+    replaced = f"it has a {hook.attribute} of its own"
+    return Layer(type_name, None, replaced if hook.holds_other(layer) else "neither a recipe nor quantised weights")
 
 
 def apply_gradients(model: nnx.Module, optimizer: nnx.Optimizer, grads: nnx.State) -> None:

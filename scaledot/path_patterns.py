@@ -36,6 +36,11 @@ class PathPatterns:
         self.looked_up.add(path)
         return next((value for pattern, value in self.by_path.items() if fnmatch.fnmatchcase(path, pattern)), None)
 
+    def missing_reason(self, path: str) -> str:
+        """Why `value_for(path)` is None: the first pattern that matches is mapped to None, or no pattern matches."""
+        is_matched = any(fnmatch.fnmatchcase(path, pattern) for pattern in self.by_path)
+        return "its rule is None" if is_matched else "no rule matches"
+
     def check_all_matched(self) -> None:
         """Raises ValueError for a pattern that none of the paths looked up so far matches."""
         for pattern in self.by_path:
@@ -48,7 +53,7 @@ class PathPatterns:
 
 
 class Layer(NamedTuple):
-    """A layer of a model: the name of its type, its recipe or the format of its kernel, and the `reason` if none."""
+    """A layer of a model: the name of its type, its recipe or the format of its weight, and the `reason` if none."""
 
     type: str
     setting: Recipe | Format | None
@@ -101,7 +106,7 @@ class RecipesByPath(PathPatterns):
         """
         recipe = self.recipe_for(path)
         if recipe is None:
-            layer = Layer(type, None, NO_RULE)
+            layer = Layer(type, None, self.missing_reason(path))
         elif own is not None:
             layer = Layer(type, None, f"it has a {own} of its own")
         elif (reason := obstacle(recipe)) is not None:
@@ -113,9 +118,9 @@ class RecipesByPath(PathPatterns):
 
 
 class FormatsByPath(PathPatterns):
-    """A mapping of patterns to formats of kernels; `layers` records the decision for each layer."""
+    """A mapping of patterns to formats of weights; `layers` records the decision for each layer."""
 
-    matching = "layer with a kernel"
+    matching = "layer with a `kernel` parameter"
 
     def __init__(self, rules: FormatRules):
         super().__init__(rules, "rules")
@@ -125,14 +130,16 @@ class FormatsByPath(PathPatterns):
         self.layers: dict[str, Layer] = {}
 
     def decide(self, path: str, type: str, obstacle: Callable[[Format], str | None]) -> Format | None:
-        """The format of a layer's kernel, recorded in `layers`; None if the kernel stays as it is.
+        """The format of a layer's weight, recorded in `layers`; None if the weight stays as it is.
 
-        obstacle: returns the reason why the kernel cannot be quantised to a format, or None.
+        obstacle: returns the reason why the weight cannot be quantised to a format, or None.
         """
         format = self.value_for(path)
-        reason = NO_RULE if format is None else obstacle(format)
-        self.layers[path] = Layer(type, format if reason is None else None, reason or "", reason not in (None, NO_RULE))
-        return self.layers[path].setting and format
-
-
-NO_RULE = "its rule is None, or no rule matches"
+        if format is None:
+            layer = Layer(type, None, self.missing_reason(path))
+        elif (reason := obstacle(format)) is not None:
+            layer = Layer(type, None, reason, overlooked=True)
+        else:
+            layer = Layer(type, format)
+        self.layers[path] = layer
+        return format if layer.setting is not None else None

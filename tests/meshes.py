@@ -122,7 +122,7 @@ def first_state(recipe: Recipe):
     return init_state(recipe) if recipe.delayed else {}
 
 
-def reordered(magnitude, k: int, dtype=jnp.float32):
+def summation_order_bound(magnitude, k: int, dtype=jnp.float32):
     """The largest difference of two matmuls over K elements that accumulate in float32 in different orders.
 
     magnitude: the matmul of the operands' magnitudes. An accumulation in any order is within k * 2^-24 * magnitude of
@@ -131,16 +131,16 @@ def reordered(magnitude, k: int, dtype=jnp.float32):
     return 2 * magnitude * (2 * k * 2.0**-24 + float(jnp.finfo(dtype).eps))
 
 
-def require_reordered(found, expected, plain, x, w, k: int):
-    """Asserts that y, dx and dw, for a gradient of ones, differ by the order of accumulation only (`reordered`)."""
+def assert_equal_up_to_summation_order(found, expected, plain, x, w, k: int):
+    """Asserts that y, dx and dw, for a gradient of ones, differ by at most `summation_order_bound`."""
     y, pullback = jax.vjp(plain, jnp.abs(x).astype(jnp.float32), jnp.abs(w).astype(jnp.float32))
     for a, b, magnitude in zip(found, expected, (y, *pullback(jnp.ones_like(y))), strict=True):
         difference = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        assert (difference <= reordered(np.asarray(magnitude, np.float64), k, a.dtype)).all()
+        assert (difference <= summation_order_bound(np.asarray(magnitude, np.float64), k, a.dtype)).all()
 
 
 def bound(result: str, arrays: Arrays, dtype) -> np.ndarray:
-    """`reordered` of y, dx, dw or db of a step."""
+    """`summation_order_bound` of y, dx, dw or db of a step."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays)
     x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
     magnitude_and_k = {
@@ -149,7 +149,7 @@ def bound(result: str, arrays: Arrays, dtype) -> np.ndarray:
         "dw": (x.T @ g, len(x)),
         "db": (g.sum(0), len(g)),
     }
-    return reordered(*magnitude_and_k[result], dtype)
+    return summation_order_bound(*magnitude_and_k[result], dtype)
 
 
 @functools.cache

@@ -16,53 +16,53 @@ import scaledot as sd
 
 pytestmark = pytest.mark.optimized  # casts of millions of elements, which are slow in unoptimised programs
 
-F = sd.FORMATS
+FORMATS = sd.FORMATS
 SR = {"rounding": "stochastic", "key": jax.random.key(1)}
 MINMAX = {"calibration": "minmax"}
 ROTATED = {"rotation": sd.Hadamard()}
-FP8_POW2 = replace(F["fp8_e4m3"], pow2=True)
-FOUR_OVER_SIX = replace(F["nvfp4"], search="four_over_six")
+FP8_POW2 = replace(FORMATS["fp8_e4m3"], pow2=True)
+FOUR_OVER_SIX = replace(FORMATS["nvfp4"], search="four_over_six")
 
 TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-t3
-    ("int8 block128", F["int8"], {"block": 128}, 43.80, 41.01, 37.29),
-    ("int8 asym block128", F["int8"], {"block": 128, **MINMAX}, 44.57, 42.26, 40.05),
-    ("mxint8", replace(F["int8"], scale="float8_e8m0fnu", rule="floor", block=(32,)), {}, 41.66, 40.05, 38.08),
-    ("fp8 e4m3", F["fp8_e4m3"], {}, 31.56, 31.54, 31.52),
+    ("int8 block128", FORMATS["int8"], {"block": 128}, 43.80, 41.01, 37.29),
+    ("int8 asym block128", FORMATS["int8"], {"block": 128, **MINMAX}, 44.57, 42.26, 40.05),
+    ("mxint8", replace(FORMATS["int8"], scale="float8_e8m0fnu", rule="floor", block=(32,)), {}, 41.66, 40.05, 38.08),
+    ("fp8 e4m3", FORMATS["fp8_e4m3"], {}, 31.56, 31.54, 31.52),
     ("fp8 e4m3 pow2", FP8_POW2, {}, 31.51, 31.53, 31.50),
-    ("fp8 e4m3 scale 1", F["fp8_e4m3"], {"scale": 1.0}, 31.51, 31.53, 31.50),
-    ("fp8 e4m3 per row", F["fp8_e4m3"], {"block": 0}, 31.56, 31.65, 32.19),
-    ("fp8 e4m3 1x128", F["fp8_e4m3"], {"block": 128}, 31.79, 32.10, 33.00),
+    ("fp8 e4m3 scale 1", FORMATS["fp8_e4m3"], {"scale": 1.0}, 31.51, 31.53, 31.50),
+    ("fp8 e4m3 per row", FORMATS["fp8_e4m3"], {"block": 0}, 31.56, 31.65, 32.19),
+    ("fp8 e4m3 1x128", FORMATS["fp8_e4m3"], {"block": 128}, 31.79, 32.10, 33.00),
     ("fp8 e4m3 1x128 pow2", FP8_POW2, {"block": 128}, 31.51, 31.53, 31.50),
-    ("fp8 e4m3 128x128", F["fp8_e4m3"], {"block": (128, 128)}, 31.54, 31.54, 31.75),
-    ("mxfp8 floor", F["mxfp8"], {"rule": "floor"}, 30.65, 30.05, 29.49),
-    ("mxfp8", F["mxfp8"], {}, 31.51, 31.53, 31.50),
-    ("fp8 e5m2", F["fp8_e5m2"], {}, 25.58, 25.56, 25.55),
-    ("mxfp8 e5m2", F["mxfp8_e5m2"], {}, 25.55, 25.56, 25.55),
-    ("mxfp6 e2m3", F["mxfp6_e2m3"], {}, 30.95, 30.26, 29.18),
-    ("mxfp6 e3m2", F["mxfp6_e3m2"], {}, 25.55, 25.56, 25.54),
-    ("mxfp4 floor", F["mxfp4"], {"rule": "floor"}, 18.79, 17.99, 17.00),
-    ("mxfp4 ceil", F["mxfp4"], {"rule": "ceil"}, 18.76, 17.57, 16.44),
-    ("mxfp4", F["mxfp4"], {}, 19.03, 18.16, 17.15),
-    ("mxfp4 mse", F["mxfp4"], {"calibration": "mse"}, 19.05, 18.25, 17.27),
-    ("mxfp4 ceil stochastic", F["mxfp4"], {"rule": "ceil", **SR}, 15.67, 14.49, 13.27),
-    ("nvfp4", F["nvfp4"], {}, 20.43, 20.66, 20.84),
-    ("nvfp4 one level", replace(F["nvfp4"], two_level=False), {}, 20.43, 20.66, 20.84),
-    ("nvfp4 16x16", F["nvfp4"], {"block": (16, 16)}, 19.07, 17.77, 14.82),
+    ("fp8 e4m3 128x128", FORMATS["fp8_e4m3"], {"block": (128, 128)}, 31.54, 31.54, 31.75),
+    ("mxfp8 floor", FORMATS["mxfp8"], {"rule": "floor"}, 30.65, 30.05, 29.49),
+    ("mxfp8", FORMATS["mxfp8"], {}, 31.51, 31.53, 31.50),
+    ("fp8 e5m2", FORMATS["fp8_e5m2"], {}, 25.58, 25.56, 25.55),
+    ("mxfp8 e5m2", FORMATS["mxfp8_e5m2"], {}, 25.55, 25.56, 25.55),
+    ("mxfp6 e2m3", FORMATS["mxfp6_e2m3"], {}, 30.95, 30.26, 29.18),
+    ("mxfp6 e3m2", FORMATS["mxfp6_e3m2"], {}, 25.55, 25.56, 25.54),
+    ("mxfp4 floor", FORMATS["mxfp4"], {"rule": "floor"}, 18.79, 17.99, 17.00),
+    ("mxfp4 ceil", FORMATS["mxfp4"], {"rule": "ceil"}, 18.76, 17.57, 16.44),
+    ("mxfp4", FORMATS["mxfp4"], {}, 19.03, 18.16, 17.15),
+    ("mxfp4 mse", FORMATS["mxfp4"], {"calibration": "mse"}, 19.05, 18.25, 17.27),
+    ("mxfp4 ceil stochastic", FORMATS["mxfp4"], {"rule": "ceil", **SR}, 15.67, 14.49, 13.27),
+    ("nvfp4", FORMATS["nvfp4"], {}, 20.43, 20.66, 20.84),
+    ("nvfp4 one level", replace(FORMATS["nvfp4"], two_level=False), {}, 20.43, 20.66, 20.84),
+    ("nvfp4 16x16", FORMATS["nvfp4"], {"block": (16, 16)}, 19.07, 17.77, 14.82),
     ("nvfp4 four over six", FOUR_OVER_SIX, {}, 21.21, 21.20, 21.21),
     ("nvfp4 four over six 16x16", FOUR_OVER_SIX, {"block": (16, 16)}, 19.07, 17.77, 14.83),
-    ("nvfp4 stochastic", F["nvfp4"], SR, 17.25, 17.38, 17.44),
-    ("nvfp4 stochastic guard", replace(F["nvfp4"], guard=True), SR, 16.28, 16.05, 15.68),
-    ("nvint4", replace(F["nvfp4"], element="int4"), {}, 21.28, 19.78, 18.83),
-    ("nf4", F["nf4"], {}, 20.72, 19.70, 18.17),
-    ("int4 block32", F["int4"], {"block": 32}, 20.27, 18.35, 16.81),
-    ("int4 block128", F["int4"], {"block": 128}, 18.63, 15.93, 12.97),
-    ("int4 asym block32", F["int4"], {"block": 32, **MINMAX}, 21.86, 20.51, 19.81),
-    ("int4 asym block128", F["int4"], {"block": 128, **MINMAX}, 19.96, 17.71, 15.64),
-    ("int8 per row", F["int8"], {}, 42.12, None, None),
-    ("int4 per row", F["int4"], {}, 16.95, None, None),
-    ("nvfp4 rotated", F["nvfp4"], ROTATED, 20.43, 20.35, 20.12),
-    ("int4 block32 rotated", F["int4"], {"block": 32, **ROTATED}, 20.27, 20.38, 20.76),
-    ("nf4 rotated", F["nf4"], ROTATED, 20.73, 20.70, 20.51),
+    ("nvfp4 stochastic", FORMATS["nvfp4"], SR, 17.25, 17.38, 17.44),
+    ("nvfp4 stochastic guard", replace(FORMATS["nvfp4"], guard=True), SR, 16.28, 16.05, 15.68),
+    ("nvint4", replace(FORMATS["nvfp4"], element="int4"), {}, 21.28, 19.78, 18.83),
+    ("nf4", FORMATS["nf4"], {}, 20.72, 19.70, 18.17),
+    ("int4 block32", FORMATS["int4"], {"block": 32}, 20.27, 18.35, 16.81),
+    ("int4 block128", FORMATS["int4"], {"block": 128}, 18.63, 15.93, 12.97),
+    ("int4 asym block32", FORMATS["int4"], {"block": 32, **MINMAX}, 21.86, 20.51, 19.81),
+    ("int4 asym block128", FORMATS["int4"], {"block": 128, **MINMAX}, 19.96, 17.71, 15.64),
+    ("int8 per row", FORMATS["int8"], {}, 42.12, None, None),
+    ("int4 per row", FORMATS["int4"], {}, 16.95, None, None),
+    ("nvfp4 rotated", FORMATS["nvfp4"], ROTATED, 20.43, 20.35, 20.12),
+    ("int4 block32 rotated", FORMATS["int4"], {"block": 32, **ROTATED}, 20.27, 20.38, 20.76),
+    ("nf4 rotated", FORMATS["nf4"], ROTATED, 20.73, 20.70, 20.51),
 ]
 # Rows whose element type, scale rule, block shape and rounding mode are each covered by another row.
 RELATED = (
@@ -114,7 +114,9 @@ def test_integer_formats_have_uniform_rounding_noise(tensors, name, bits):
     x = tensors[name][0] if name != "student" else np.clip(tensors[name][0], -8, 8)
     step = np.abs(x).max() / (2 ** (bits - 1) - 1)
     expected = 10 * np.log10(np.mean(x.astype(np.float64) ** 2) / (step**2 / 12))
-    assert snr_of(x, F[f"int{bits}"], {"block": (0, 0)}) == pytest.approx(expected, abs=0.25 if bits == 8 else 0.5)
+    assert snr_of(x, FORMATS[f"int{bits}"], {"block": (0, 0)}) == pytest.approx(
+        expected, abs=0.25 if bits == 8 else 0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_integer_formats_have_uniform_rounding_noise(tensors, name, bits):
     ],
 )
 def test_snr_of_nonnegative_data_with_and_without_zero_points(tensors, format, options, expected):
-    assert snr(np.maximum(tensors["normal"], 0), F[format], options) == pytest.approx(expected, abs=0.05)
+    assert snr(np.maximum(tensors["normal"], 0), FORMATS[format], options) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize("sigma", [1e4, 1.0, 1e-3, 1e-8])
@@ -149,12 +151,12 @@ def test_snr_of_nonnegative_data_with_and_without_zero_points(tensors, format, o
 )
 def test_accuracy_does_not_depend_on_magnitude(tensors, format, low, high, sigma):
     tolerance = 0.25 if format == "int8" else 0.05
-    got = snr(tensors["normal"] * np.float32(sigma), F[format], {})
+    got = snr(tensors["normal"] * np.float32(sigma), FORMATS[format], {})
     assert low - tolerance <= got <= high + tolerance
 
 
 def test_nvfp4_of_small_tensors_needs_the_tensor_scale(tensors):
     """Without a tensor scale, an E4M3 block scale of 1e-4 underflows to 0."""
     x = tensors["normal"] * np.float32(1e-3)
-    assert snr(x, replace(F["nvfp4"], two_level=False), {}) < 1
-    assert snr(x, F["nvfp4"], {}) > 20.3
+    assert snr(x, replace(FORMATS["nvfp4"], two_level=False), {}) < 1
+    assert snr(x, FORMATS["nvfp4"], {}) > 20.3

@@ -256,9 +256,9 @@ def test_rematerialised_layers_match_those_that_save_residuals(traced):
 def test_explain_says_that_kernels_run_on_shards(traced):
     _, x, w = fsdp_and_tensor_parallel()
     text = sd.explain(train.dense, x, w, recipe="fp8_current")
-    assert "TAKEN: an opaque cast; each of 8 devices runs it on its shards" in text
+    assert "selected: an opaque cast; each of 8 devices runs it on its shards" in text
     sharded = "each of 8 devices runs it on its shards, and operands are all-gathered as codes"
-    assert f"TAKEN: an opaque matmul; {sharded}" in text
+    assert f"selected: an opaque matmul; {sharded}" in text
 
 
 def test_sizes_that_do_not_divide_have_separate_factors_in_the_sharding_rule():

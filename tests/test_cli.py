@@ -222,14 +222,16 @@ def test_a_training_step_is_explained(recipe, capsys):
     assert (fields["x"], fields["w"], fields["recipe"], fields["formats"]) == ([256, 128], [128, 384], recipe, None)
     for role in ("fwd", "dgrad", "wgrad"):
         assert f"\n{role}: {problems[role]['problem']}\n" in text
-    taken = [row.split()[0] for row in text.splitlines() if " TAKEN: " in row]
-    assert taken == [problem["taken"] for problem in fields["problems"]]
+    selected = [row.split()[0] for row in text.splitlines() if " selected: " in row]
+    assert selected == [problem["selected"] for problem in fields["problems"]]
 
 
 def test_every_kernel_has_a_verdict_and_a_reason(capsys):
     for problem in printed_json(capsys, "explain", "256x128", "128x384", "--recipe", "mxfp8")["problems"]:
-        assert sum(row["verdict"] == "taken" for row in problem["kernels"]) == 1
-        assert all(row["reason"] and row["verdict"] in ("taken", "could", "no") for row in problem["kernels"])
+        assert sum(row["verdict"] == "selected" for row in problem["kernels"]) == 1
+        assert all(
+            row["reason"] and row["verdict"] in ("selected", "supported", "unsupported") for row in problem["kernels"]
+        )
 
 
 def test_nothing_is_allocated_for_an_explanation(capsys):

@@ -200,10 +200,10 @@ def test_a_scale_that_differs_between_devices_raises(format):
         mapped(functools.partial(gathered, axes=()), 4, P("tp"), P(), P("tp"))(x, w)
     found = mapped(functools.partial(gathered, axes=("tp",)), 4, P("tp"), P(), P("tp"))(x, w)
     for one in jnp.split(found, 4):
-        require_reordered_sums(one, sd.quantize(x, format), w)
+        assert_matmul_up_to_summation_order(one, sd.quantize(x, format), w)
 
 
-def require_reordered_sums(found, x, w):
+def assert_matmul_up_to_summation_order(found, x, w):
     """Asserts x @ w up to the order of accumulation: twice the bound of its rounding errors, K 2^-24 (|x| @ |w|)."""
     values = sd.dequantize(x, jnp.float32)
     bound = 2 * w.shape[0] * 2.0**-24 * (np.abs(values) @ np.abs(w))
@@ -217,7 +217,7 @@ def test_scales_of_rows_are_transferred_with_their_rows():
     specs = dataclasses.replace(q, data=P("tp"), scale=P("tp"), tensor_scale=P("tp"))
     found = mapped(collective_matmul.all_gather_matmul, 4, specs, P(), P("tp"))(q, w)
     for one in jnp.split(found, 4):
-        require_reordered_sums(one, q, w)
+        assert_matmul_up_to_summation_order(one, q, w)
 
 
 OVERLAPPED = train.Specs(P(None, "tp"), P("tp", None), P(None, "tp"))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import first_state, reordered
+from meshes import first_state, summation_order_bound
 
 from scaledot import train
 from scaledot.recipes import RECIPES
@@ -79,13 +79,13 @@ def on_one_device(name: str):
 
 @functools.cache
 def bounds() -> list[np.ndarray]:
-    """meshes.reordered of y, dx and dw."""
+    """meshes.summation_order_bound of y, dx and dw."""
     x, w, g = map(np.abs, arrays())
     y, pullback = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
     window = KERNEL[0] * KERNEL[1]
     sizes_of_k = window * KERNEL[2], window * KERNEL[3], RESULT[0] * RESULT[1] * RESULT[2]
     magnitudes = (y, *pullback(jnp.asarray(g)))
-    return [reordered(np.asarray(m), k) for m, k in zip(magnitudes, sizes_of_k, strict=True)]
+    return [summation_order_bound(np.asarray(m), k) for m, k in zip(magnitudes, sizes_of_k, strict=True)]
 
 
 def explicit(specs: train.Specs, recipe):

@@ -115,7 +115,7 @@ def test_the_example_prints_a_row_per_format_and_the_kernels(monkeypatch, capsys
     np.testing.assert_allclose(nvfp4[0], size * nvfp4[1] / 100, atol=0.006)
     np.testing.assert_allclose(nvfp4[2], speed * nvfp4[3], atol=0.006 * speed)
     assert nvfp4[5] > 0
-    assert kernels.count("TAKEN") == 2
+    assert kernels.count("selected") == 2
 
 
 def test_a_width_that_is_no_multiple_of_the_block_is_an_error_with_both_numbers(capsys):

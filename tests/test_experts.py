@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import first_state, reordered
+from meshes import first_state, summation_order_bound
 
 import scaledot as sd
 from scaledot import train
@@ -108,7 +108,7 @@ def on_one_device(name: str):
 
 
 def bound(result: str, dtype) -> np.ndarray:
-    """meshes.reordered of y, dx, dw or db; a changed code would differ by more."""
+    """meshes.summation_order_bound of y, dx, dw or db; a changed code would differ by more."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays())
     group = np.searchsorted(np.cumsum(SIZES), np.arange(ROWS), side="right")
     member = np.eye(GROUPS + 1)[group][:, :GROUPS]  # zeros for rows that belong to no group
@@ -119,7 +119,7 @@ def bound(result: str, dtype) -> np.ndarray:
         "db": lambda: (member.T @ g, max(SIZES)),
     }
     magnitude, k = magnitude_and_k[result]()
-    return reordered(magnitude, k, dtype)
+    return summation_order_bound(magnitude, k, dtype)
 
 
 def require_same(name: str, found, state):

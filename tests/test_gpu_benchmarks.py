@@ -100,12 +100,16 @@ def test_targets_of_models_are_compared_with_measurements():
     def row(seconds, first, peak=1e9):
         return {"seconds": seconds, "first": {"compile": first}, "peak_bytes": peak}
 
-    plain, ours = "8 blocks, scanned, dots saved/bfloat16", "8 blocks, scanned, dots saved/fp8_current"
+    def scanned(policy, program="fp8_current"):
+        return f"8 blocks, scanned, {policy}/{program}"
+
+    plain = scanned("checkpoint_dots", "bfloat16")
     cases = {"4 blocks/bfloat16": row(3, 10), "4 blocks/fp8_current": row(2, 18), plain: row(3, 1)}
     cases |= {"16 blocks/bfloat16": row(3, 20), "16 blocks/fp8_current": row(2.5, 34)}
-    cases |= {ours: row(1, 1, 2e9), "8 blocks, scanned, residuals saved/fp8_current": row(2.5, 1)}
-    cases |= {"8 blocks, scanned, results saved/fp8_current": row(2, 1, 1.0009e9)}  # within MEMORY_TOLERANCE
-    cases |= {"8 blocks, scanned, unbatched results saved/fp8_current": row(1.5, 1, 1.0011e9)}
+    cases |= {scanned("save_quantized_residuals_and_gemms"): row(1, 1, 2e9)}
+    cases |= {scanned("save_quantized_residuals"): row(2.5, 1)}
+    cases |= {scanned("checkpoint_dots_and_quantized_gemms"): row(2, 1, 1.0009e9)}  # within MEMORY_TOLERANCE
+    cases |= {scanned("dots_and_quantized_gemms_with_no_batch_dims"): row(1.5, 1, 1.0011e9)}
     results = {"model": {"cases": [{"case": name, **case} for name, case in cases.items()]}}
     measured = [(t.target, t.measured, t.met) for t in model_targets.targets(results) if t.measured is not None]
     assert measured == [(1.45, 1.5, True), (1.5, 1.2, False), (1.43, 1.5, True), (8, 8, True), (0.3, 0.5, False)]
@@ -127,7 +131,7 @@ def small(row: str, steps: int = 1) -> list[float]:
     "row",
     [
         "4 blocks/fp8_delayed",
-        "8 blocks, scanned, dots saved/fp8_current",
+        "8 blocks, scanned, save_quantized_residuals_and_gemms/fp8_current",
         f"4 blocks/{model.FLAX}",
     ],
 )

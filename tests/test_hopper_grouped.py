@@ -249,9 +249,9 @@ def test_programs_on_a_gpu_machine_also_have_the_xla_kernels(monkeypatch):
 @pytest.mark.parametrize(
     ("x", "w", "reason"),
     [
-        (("mxfp8", None), ("mxfp8", None), "both sides must be 8-bit floats"),
+        (("mxfp8", None), ("mxfp8", None), "both operands must be 8-bit floats"),
         (("fp8_e4m3", (1, 32)), ("fp8_e4m3", (1, 0, 0)), "changes along the contracting dim, but not in blocks of 128"),
-        (("int8", (1, 0)), ("fp8_e4m3", (1, 0, 0)), "both sides must be 8-bit floats"),
+        (("int8", (1, 0)), ("fp8_e4m3", (1, 0, 0)), "both operands must be 8-bit floats"),
     ],
 )
 def test_unsupported_grouped_matmuls_have_reasons(monkeypatch, x, w, reason):

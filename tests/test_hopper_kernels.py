@@ -34,9 +34,9 @@ E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
-def taken(explained: str) -> str:
+def selected_row(explained: str) -> str:
     """Returns the line of the kernel that is chosen."""
-    (row,) = (line.strip() for line in explained.splitlines() if "  TAKEN: " in line)
+    (row,) = (line.strip() for line in explained.splitlines() if "  selected: " in line)
     return row
 
 
@@ -105,7 +105,7 @@ def test_scales_per_row_and_column_and_a_bias_are_applied(hopper, out):
 def test_the_fp8_kernel_is_chosen_for_all_sizes(hopper, precision, shapes, blocks):
     x = quantize(normal(0, shapes[0]), "fp8_e4m3", block=blocks[0])
     w = quantize(normal(1, shapes[1]), "fp8_e5m2", axis=0, block=blocks[1])
-    assert taken(sd.explain(sd.matmul, x, w, precision=precision)).startswith("hopper_fp8")
+    assert selected_row(sd.explain(sd.matmul, x, w, precision=precision)).startswith("hopper_fp8")
     found = sd.matmul(x, w, precision=precision)
     assert found.dtype == jnp.float32
     assert relative(found, exact(x, w)) < 1e-6
@@ -120,7 +120,7 @@ def test_the_fp8_kernel_is_chosen_for_all_sizes(hopper, precision, shapes, block
 def test_blockwise_scales_are_applied_to_partial_accumulators(hopper, format, kernel, x_block, w_block):
     x = quantize(normal(0, (150, 700)), format, axis=(0, 1), block=x_block, pad=True)
     w = quantize(normal(1, (700, 300)), format, axis=(0, 1), block=w_block, pad=True)
-    row = taken(sd.explain(sd.matmul, x, w))
+    row = selected_row(sd.explain(sd.matmul, x, w))
     assert row.startswith(kernel)
     assert "float32 partial accumulators every 128 elements of K" in row
     assert relative(sd.matmul(x, w), exact(x, w)) < 1e-6
@@ -132,7 +132,7 @@ def test_integer_codes_accumulate_exactly(hopper, x_format, w_format):
     """int32 accumulation is exact; the product with each of two scales and the result are rounded."""
     x = quantize(normal(0, (50, 700)), x_format, axis=(0, 1), block=(1, 0))
     w = quantize(normal(1, (700, 70)), w_format, axis=(0, 1), block=(0, 1))
-    assert taken(sd.explain(sd.matmul, x, w)).startswith("hopper_int8")
+    assert selected_row(sd.explain(sd.matmul, x, w)).startswith("hopper_int8")
     left, right, by_row, by_column = (np.asarray(leaf, np.float64) for leaf in (x.data, w.data, x.scale, w.scale))
     np.testing.assert_allclose(sd.matmul(x, w), left @ right * by_row * by_column, rtol=3 * 2.0**-24)
 
@@ -214,7 +214,7 @@ def test_casts_are_bit_identical_to_the_reference(hopper, case):
 def test_quantize_uses_kernels_for_3d_arrays_under_vmap_and_grad(hopper, format, kernel):
     """Leading dims are merged into rows; the gradient of codes is zero, as without a kernel."""
     x = normal(0, (2, 64, 64), jnp.bfloat16).at[1, 2, 3].set(jnp.inf).at[0, 5, 6].set(jnp.nan)
-    assert taken(sd.explain(sd.quantize, x, format)).startswith(kernel)
+    assert selected_row(sd.explain(sd.quantize, x, format)).startswith(kernel)
     require_equal(sd.quantize(x, format), quantize(x, format))
     deep = normal(1, (2, 128, 64), jnp.bfloat16)
     require_equal(jax.vmap(lambda x: sd.quantize(x, format))(deep), jax.vmap(lambda x: quantize(x, format))(deep))
@@ -385,13 +385,13 @@ def test_a_kernel_that_cannot_run_here_returns_a_reason():
     reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
     with pytest.raises(NotImplementedError, match=reason):
         sd.matmul(q, q, kernel="hopper_fp8")
-    assert re.search(f"hopper_fp8 +no: {reason}", sd.explain(sd.matmul, q, q))
+    assert re.search(f"hopper_fp8 +unsupported: {reason}", sd.explain(sd.matmul, q, q))
 
 
 @pytest.mark.parametrize(
     ("x", "w", "options", "reason"),
     [
-        (("int8", None), ("fp8_e4m3", None), {}, "both sides must be 8-bit floats"),
+        (("int8", None), ("fp8_e4m3", None), {}, "both operands must be 8-bit floats"),
         (("fp8_e4m3", (16,)), ("fp8_e4m3", None), {}, "the scale of lhs changes along the contracting dim"),
         (("fp8_e4m3", None), ("fp8_e4m3", None), {"preferred_element_type": jnp.float64}, "not float64"),
     ],
@@ -614,7 +614,7 @@ def test_kernels_run_on_one_of_several_devices_if_nothing_is_partitioned(monkeyp
 
         def f(x, w):
             q = [quantize(a, "fp8_e4m3") for a in (x, w)]
-            found.add(taken(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
+            found.add(selected_row(sd.explain(sd.matmul, *q)).split(":")[0].split()[0])
             output = output_of(sd.FORMATS["fp8_e4m3"], (0, 0), 1, None, x.dtype)
             problems = (CastProblem(a.shape, (output,), partitioning=types.partitioning_of(a)) for a in (x, w))
             found.update("cast" for problem in problems if CASTS[0].unsupported_reason(problem) is None)

@@ -13,7 +13,7 @@ from data import normal
 from flax import linen as nn
 from flax import serialization
 from flax.training.train_state import TrainState
-from training import SHORT
+from training import SHORT_HISTORY
 
 import scaledot as sd
 from scaledot import state as scaling
@@ -71,7 +71,7 @@ def states_in(tree):
 @pytest.mark.parametrize("case", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat, mutable"])
 def test_a_layer_called_twice_records_the_larger_amax(case):
     wrap = nn.remat if "remat" in case else (lambda layer: layer)
-    model, x = Twice(SHORT, wrap), normal(0, (8, 16))
+    model, x = Twice(SHORT_HISTORY, wrap), normal(0, (8, 16))
     variables = model.init(jax.random.key(1), x)
     mutable = [OWG] if "mutable" in case else False
 
@@ -81,11 +81,11 @@ def test_a_layer_called_twice_records_the_larger_amax(case):
 
     grads = jax.jit(jax.grad(loss))(variables)
     [kernel] = jax.tree.leaves(variables["params"])
-    state = sd.init_state(SHORT)
+    state = sd.init_state(SHORT_HISTORY)
 
     def by_hand(state):
-        h, state = train.dense(x, kernel, recipe=SHORT, state=state)
-        y, state = train.dense(4 * h, kernel, recipe=SHORT, state=state)
+        h, state = train.dense(x, kernel, recipe=SHORT_HISTORY, state=state)
+        y, state = train.dense(4 * h, kernel, recipe=SHORT_HISTORY, state=state)
         return jnp.sum(y**2)
 
     expected = jax.jit(jax.grad(by_hand))(state)
@@ -98,7 +98,7 @@ def test_layers_in_a_scan_have_their_own_states():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            return nn.Dense(16, dot_general_cls=sd.linen.make_dot_general_cls(SHORT))(x), None
+            return nn.Dense(16, dot_general_cls=sd.linen.make_dot_general_cls(SHORT_HISTORY))(x), None
 
     stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0, OWG: 0}, split_rngs={"params": True}, length=3)
     model, x = stack(), normal(0, (8, 16))
@@ -121,7 +121,7 @@ class Model(nn.Module):
         return nn.Dense(4, name="head")(x.reshape(*x.shape[:2], 16))
 
 
-RULES = {"attention/*": "mxfp8", "head": None, "*": SHORT}
+RULES = {"attention/*": "mxfp8", "head": None, "*": SHORT_HISTORY}
 
 
 def test_a_model_takes_recipes_by_path_and_keeps_its_parameters():
@@ -169,7 +169,7 @@ def test_an_einsum_layer_computes_what_flax_does():
 
 
 def test_grouped_dense_has_its_own_state():
-    layer = sd.linen.make_grouped_dense_cls(SHORT)()
+    layer = sd.linen.make_grouped_dense_cls(SHORT_HISTORY)()
     x, kernel, sizes = normal(0, (12, 32)), normal(1, (2, 32, 8)), jnp.array([5, 7])
     variables = layer.init(jax.random.key(0), x, kernel, sizes)
     assert set(variables[OWG]) == NAMES
@@ -177,7 +177,7 @@ def test_grouped_dense_has_its_own_state():
     assert grads[OWG]["x_amax_history"][-1] == jnp.max(jnp.abs(x))
 
 
-SMALL = sd.linen.with_recipe(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), SHORT)
+SMALL = sd.linen.with_recipe(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(4)]), SHORT_HISTORY)
 ADAM = optax.adam(1e-2)  # one for all states, so that they share a compiled step
 
 
@@ -259,7 +259,7 @@ def test_a_run_resumed_from_a_checkpoint_is_bit_identical(library, tmp_path):
     ],
 )
 def test_bad_input_is_explained(call, error, words):
-    model, x = sd.linen.with_recipe(Model(), SHORT), normal(0, (2, 5, 32))
+    model, x = sd.linen.with_recipe(Model(), SHORT_HISTORY), normal(0, (2, 5, 32))
     variables = jax.jit(model.init)(jax.random.key(1), x)
     with pytest.raises(error, match=words):
         call(model, variables, x)
@@ -279,7 +279,7 @@ def test_every_recipe_has_a_dot_general_class():
 
 
 def test_parameters_differentiated_without_their_scaling_state_are_refused():
-    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT), normal(0, (2, 32))
+    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT_HISTORY), normal(0, (2, 32))
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
 
     def loss(params, state):
@@ -293,7 +293,7 @@ def test_parameters_differentiated_without_their_scaling_state_are_refused():
 
 def test_initialising_does_not_warn_of_an_empty_history_and_applying_does():
     scaling._warn_once.cache_clear()
-    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT), normal(0, (2, 32))
+    model, x = sd.linen.with_recipe(nn.Dense(4), SHORT_HISTORY), normal(0, (2, 32))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         variables = model.init(jax.random.key(0), x)
@@ -345,7 +345,7 @@ def test_a_convolution_is_train_conv_general_dilated():
 
     y, expected = both(x, kernel)
     np.testing.assert_array_equal(y, expected)
-    variables = jax.eval_shape(sd.linen.with_recipe(layer, SHORT).init, jax.random.key(0), x)
+    variables = jax.eval_shape(sd.linen.with_recipe(layer, SHORT_HISTORY).init, jax.random.key(0), x)
     assert set(variables[OWG]["ConvGeneralDilated_0"]) == NAMES
 
 

@@ -74,10 +74,10 @@ def test_the_example_learns_and_prints_its_results(capsys):
     assert steps == (1, *range(4, 41, 4))
     assert excess[-1] < excess[0] - 0.5
     assert [line.split("  ")[0] for line in comparison[3:]] == ["y", "dx", "d router", "d up", "d down"]
-    problems, taken = kernels[2::2], kernels[3::2]
+    problems, selected = kernels[2::2], kernels[3::2]
     assert [problem.split()[0] for problem in problems].count("ragged_dot") == 3
     assert {problem.split()[0] for problem in problems} == {"cast", "ragged_dot"}
-    assert all("TAKEN" in line for line in taken)
+    assert all("selected" in line for line in selected)
 
 
 def test_too_few_experts_are_an_error_with_both_numbers(capsys):

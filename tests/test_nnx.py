@@ -9,7 +9,7 @@ import optax
 import pytest
 from data import normal
 from flax import linen, nnx
-from training import SHORT
+from training import SHORT_HISTORY
 
 import scaledot as sd
 from scaledot.nnx import ScalingState
@@ -42,7 +42,7 @@ def gradients(model, x):
 @pytest.mark.parametrize("recipe", [pytest.param("fp8_block", marks=pytest.mark.exhaustive), "short"])
 def test_linen_and_nnx_give_the_same_results(recipe):
     """Over three steps, state included."""
-    recipe = SHORT if recipe == "short" else recipe
+    recipe = SHORT_HISTORY if recipe == "short" else recipe
     model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), recipe)
     params = {n: {"kernel": getattr(model, n).kernel[...], "bias": getattr(model, n).bias[...]} for n in ("up", "down")}
     other = sd.linen.with_recipe(LinenMlp(), recipe)
@@ -68,7 +68,7 @@ def test_linen_and_nnx_give_the_same_results(recipe):
         np.testing.assert_allclose(
             getattr(model, name).kernel[...], variables["params"][name]["kernel"], rtol=1e-5, atol=1e-7
         )
-        if recipe is SHORT:
+        if recipe is SHORT_HISTORY:
             linen_state = variables["_overwrite_with_gradient"][name]["DotGeneral_0"]
             for leaf in linen_state:
                 nnx_leaf = getattr(getattr(model, name).dot_general, leaf)[...]
@@ -77,7 +77,7 @@ def test_linen_and_nnx_give_the_same_results(recipe):
 
 @pytest.mark.parametrize("wrap", [pytest.param("plain", marks=pytest.mark.exhaustive), "remat"])
 def test_a_layer_called_twice_records_the_larger_amax(wrap):
-    layer = sd.nnx.Linear(16, 16, recipe=SHORT, use_bias=False, rngs=nnx.Rngs(0))
+    layer = sd.nnx.Linear(16, 16, recipe=SHORT_HISTORY, use_bias=False, rngs=nnx.Rngs(0))
     x = normal(0, (8, 16))
 
     def call(layer, x):
@@ -101,7 +101,7 @@ def test_stacked_layers_have_their_own_states():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
     def make(rngs):
-        return sd.nnx.Linear(16, 16, recipe=SHORT, rngs=rngs)
+        return sd.nnx.Linear(16, 16, recipe=SHORT_HISTORY, rngs=rngs)
 
     stack, x = make(nnx.Rngs(0)), normal(0, (8, 16))
 
@@ -135,12 +135,12 @@ def test_a_model_is_converted_in_place_by_path():
     run = nnx.jit(lambda model, x: model(x))
     exact = run(Everything(nnx.Rngs(0)), x)
     model = Everything(nnx.Rngs(0))
-    converted = sd.nnx.with_recipe(model, {"attention/q*": "nvfp4", "head": None, "*": SHORT}, rngs=nnx.Rngs(1))
+    converted = sd.nnx.with_recipe(model, {"attention/q*": "nvfp4", "head": None, "*": SHORT_HISTORY}, rngs=nnx.Rngs(1))
     assert converted is model
     assert model.own.dot_general is jax.lax.dot
     assert model.head.dot_general is jax.lax.dot_general
     assert model.attention.query.dot_general.recipe.name == "nvfp4"
-    assert model.split.einsum_op.recipe is SHORT
+    assert model.split.einsum_op.recipe is SHORT_HISTORY
     y = run(model, x)
     # One matmul with 16 % error (nvfp4) and five with 3.8 % (e4m3) have 18 % if errors are independent.
     assert 0 < np.linalg.norm(y - exact) / np.linalg.norm(exact) < 0.3
@@ -163,7 +163,7 @@ def test_an_optimizer_has_no_scaling_state_and_a_resumed_run_is_bit_identical(tm
     x, adam = normal(0, (8, 16)), optax.adam(1e-2)
 
     def make(seed):
-        model = sd.nnx.with_recipe(Mlp(nnx.Rngs(seed)), SHORT)
+        model = sd.nnx.with_recipe(Mlp(nnx.Rngs(seed)), SHORT_HISTORY)
         return model, nnx.Optimizer(model, adam, wrt=nnx.Param)
 
     @nnx.jit
@@ -200,14 +200,14 @@ def test_bad_input_is_explained():
     model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), "nvfp4")
     with pytest.raises(ValueError, match="in Flax a stream `sr_rng`"):
         gradients(model, normal(0, (8, 16)))
-    model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), SHORT)
+    model = sd.nnx.with_recipe(Mlp(nnx.Rngs(0)), SHORT_HISTORY)
     model.up.dot_general.x_amax_history = ScalingState(jnp.zeros(7))
     with pytest.raises(ValueError, match=r"at 'x/history' it has float32\[7\] and should have float32\[4\]"):
         model(normal(0, (8, 16)))
 
 
 def test_parameters_differentiated_without_their_scaling_state_are_refused():
-    model, x = sd.nnx.with_recipe(nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))), SHORT), jnp.ones((8, 16))
+    model, x = sd.nnx.with_recipe(nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))), SHORT_HISTORY), jnp.ones((8, 16))
     with pytest.raises(ValueError, match=r"Flax NNX: nnx.grad\(loss, argnums=nnx.DiffState\(0, scaledot.nnx.TRAINED"):
         nnx.eval_shape(nnx.grad(lambda model: jnp.mean(model(x) ** 2)), model)
 
@@ -228,13 +228,15 @@ def test_convolutions_have_recipes_and_layers_that_do_not_support_them_are_named
         sd.nnx.with_recipe(model, "mxfp8")
     rows = [line.split(maxsplit=2) for line in sd.nnx.explain(model).splitlines()]
     assert sorted(rows) == [
-        ["depthwise", "Conv", "none: its conv_general_dilated is plain"],
+        ["depthwise", "Conv", "none: neither a recipe nor quantised weights"],
         ["first", "Conv", "mxfp8"],
         ["last", "ConvTranspose", "none: Flax has no hook for its contraction"],
     ]
     assert nnx.eval_shape(lambda model, x: model(x), model, x).shape == (2, 8, 4)
-    own = nnx.eval_shape(lambda: sd.nnx.Conv(3, 32, (3,), recipe=SHORT, on_indivisible="gather", rngs=nnx.Rngs(0)))
-    assert own.conv_general_dilated.recipe is SHORT
+    own = nnx.eval_shape(
+        lambda: sd.nnx.Conv(3, 32, (3,), recipe=SHORT_HISTORY, on_indivisible="gather", rngs=nnx.Rngs(0))
+    )
+    assert own.conv_general_dilated.recipe is SHORT_HISTORY
 
 
 def test_stochastic_recipes_draw_from_the_default_stream_too():

@@ -15,7 +15,7 @@ from data import normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tables import EACH_RECIPE
-from training import KEY, SHORT, conv_general_dilated, dense, einsum, ragged_dot, vjp_of
+from training import KEY, SHORT_HISTORY, conv_general_dilated, dense, einsum, ragged_dot, vjp_of
 
 import scaledot as sd
 from scaledot.formats import FORMATS, Format
@@ -116,7 +116,7 @@ def test_training_casts_of_nonfinite_elements_give_nan_blocks(name):
             assert q.tensor_scale == expected.tensor_scale
 
 
-@pytest.mark.parametrize("recipe", ["int8", SHORT], ids=["int8", "fp8_delayed"])
+@pytest.mark.parametrize("recipe", ["int8", SHORT_HISTORY], ids=["int8", "fp8_delayed"])
 def test_nonfinite_elements_propagate_within_their_group(recipe):
     """Not to other groups, one of which is empty; and non-finite rows of no group are ignored."""
     sizes = jnp.array([10, 0, 16])

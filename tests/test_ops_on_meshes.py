@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import reordered
+from meshes import summation_order_bound
 
 import scaledot as sd
 from scaledot import sharding
@@ -49,10 +49,10 @@ def run_on(mesh, function, arrays, specs):
 
 
 def require_close(found, expected, function, arrays, k: int):
-    """Asserts that results differ by the order of accumulation over K elements only (meshes.reordered)."""
+    """Asserts that results differ by the order of accumulation over K elements only (meshes.summation_order_bound)."""
     magnitudes = (jnp.abs(sd.dequantize(a) if isinstance(a, sd.ScaledArray) else a) for a in arrays)
     magnitude = np.asarray(function(*magnitudes))
-    assert (np.abs(np.asarray(found) - np.asarray(expected)) <= reordered(magnitude, k)).all()
+    assert (np.abs(np.asarray(found) - np.asarray(expected)) <= summation_order_bound(magnitude, k)).all()
 
 
 def require_sharding(found, mesh, spec):

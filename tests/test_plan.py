@@ -486,4 +486,4 @@ def test_the_text_names_the_mesh_that_was_compiled(monkeypatch):
 
 
 def test_the_page_is_generated_from_the_results_file():
-    assert scaling.PAGE.read_text() == scaling.text(json.loads((record.RESULTS / scaling.QUOTED).read_text()))
+    assert scaling.PAGE.read_text() == scaling.text(json.loads((record.RESULTS / scaling.RESULTS_FILE).read_text()))

@@ -300,7 +300,7 @@ BAD_RULES = [
     (
         {"layers_O": "int4"},
         ValueError,
-        "'layers_O' of `rules` matches no layer with a kernel; near paths: layers_",
+        "'layers_O' of `rules` matches no layer with a `kernel` parameter; near paths: layers_",
     ),
 ]
 

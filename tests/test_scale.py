@@ -26,7 +26,7 @@ def _scales(amax, format, tensor_amax=None):
 
 
 def ceil_by_definition(amax, format):
-    """From the bits of the float32 product amax * (1 / F), which numpy does not flush when it is subnormal."""
+    """From the bits of the float32 product amax * (1 / format max), which numpy does not flush when it is subnormal."""
     with np.errstate(under="ignore"):
         product = amax * np.float32(1 / format.max)
     pattern = product.view(np.uint32)

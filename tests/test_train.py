@@ -538,7 +538,7 @@ def test_a_forward_pass_alone_needs_no_key():
 
 def test_explain_shows_the_kernels_of_the_forward_matmul():
     text = sd.explain(train.dense, normal(0, (8, 256)), normal(1, (256, 32)), recipe="fp8_current")
-    assert "TAKEN: float8 matmul on CUDA" in text
+    assert "selected: float8 matmul on CUDA" in text
 
 
 def test_a_second_derivative_is_refused():

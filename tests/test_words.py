@@ -36,6 +36,10 @@ BANNED = {
     r"on their way": "in transfer",
     r"(?:its|other) word of": "metadata of",
     r"every \d+ terms": "every 128 elements of K",
+    r"(?:lines|squares) of \d+": "1×128 or 128×128 blocks",
+    r"given factor": "delayed scaling, or the quantisation multiplier",
+    r"gradient of kernels": "wgrad",
+    r"(?:dots|nothing|residuals|results) saved": "the name of the jax.checkpoint policy",
 }
 AMERICAN = {
     r"(?:de)?quantiz(?:ed|es|ing|ation)": "quantised",

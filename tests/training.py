@@ -39,7 +39,7 @@ def delayed(**fields):
     return with_casts(FP8_DELAYED, delayed=Delayed(**fields))
 
 
-SHORT = delayed(length=4)
+SHORT_HISTORY = delayed(length=4)  # fp8_delayed with amax histories of four steps
 
 
 def assert_same(a, b):

@@ -15,7 +15,6 @@ from benchmarks.record import RESULTS
 DOCS = RESULTS.parent.parent / "docs"
 PAGE, FIGURE = DOCS / "notes" / "convergence.md", DOCS / "images" / "convergence.png"
 GPU_RESULTS, CPU_RESULTS = "convergence-nvidia-h200-jax0.11.2.json", "convergence-jax0.12.0.1.json"
-RENAMED = {"over_gate": "error_over_limit", "least": "min_gap", "most": "max_gap"}  # keys of older results files
 COLOURS = {
     "float32": "black",
     "bfloat16": "0.6",
@@ -130,8 +129,7 @@ def _gap(row: dict) -> str:
 
 def _bias_cells(row: dict) -> tuple[str, ...]:
     errors = (f"{error:.4f}" for error in row["error"].values())
-    name = row["name"].replace("fresh signs", bias.NEW_SIGNS)  # older results files
-    return name, *errors, f"{row['error_over_limit']:.2f}", "unbiased" if row["unbiased"] else "biased"
+    return row["name"], *errors, f"{row['error_over_limit']:.2f}", "unbiased" if row["unbiased"] else "biased"
 
 
 def _stall_cells(row: dict) -> tuple[str, ...]:
@@ -163,10 +161,8 @@ def figure_of(record: dict) -> Figure:
 
 
 def read(name: str) -> dict:
-    """Returns a results file, with today's keys."""
-    return json.loads(
-        (RESULTS / name).read_text(), object_hook=lambda row: {RENAMED.get(k, k): v for k, v in row.items()}
-    )
+    """Returns the contents of a results file."""
+    return json.loads((RESULTS / name).read_text())
 
 
 def main() -> None:

@@ -71,8 +71,8 @@ class Case:
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """One CastProblem per kernel launch."""
         outputs = tuple(cast.output(self.dtype, i) for i, cast in enumerate(self.casts))
-        given = frozenset({"multiplier"}) if self.multiplier else frozenset()
-        return (CastProblem(x.shape, outputs, given, amax=self.multiplier),)
+        passed = frozenset({"multiplier"}) if self.multiplier else frozenset()
+        return (CastProblem(x.shape, outputs, passed, amax=self.multiplier),)
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
         multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
@@ -143,84 +143,94 @@ def _one(format: str, tile: tuple[int, int], **fields) -> tuple[MatrixCast, ...]
     return (MatrixCast(sd.FORMATS[format], tile, None, **fields),)
 
 
-# Names of cases are keys of the results: in them a line is a 1x128 block, a square a 128x128 block, a given factor the
-# quantisation multiplier of delayed scaling, and values are dequantised values in bfloat16.
+# Names of cases are keys of the results. Casts of a pair are for the matmuls that contract dim 1 and dim 0. "codes" are
+# stored with scales, as residuals; "dequantised" results are bfloat16 values of the codes.
 ROTATED = sd.Hadamard()
 NV, INT8 = sd.FORMATS["nvfp4"], sd.FORMATS["int8"]
 # Casts of `sd.quantize`: untransposed codes, in which NaN and infinities saturate.
 QUANTIZE_CASES = (
-    Case("quantize e4m3, one scale", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
-    Case("quantize e4m3, lines of 128", jnp.bfloat16, _one("fp8_e4m3", (1, 128))),
-    Case("quantize mxfp8", jnp.bfloat16, _one("mxfp8", (1, 32))),
-    Case("quantize nvfp4", jnp.bfloat16, _one("nvfp4", (1, 16))),
+    Case("quantize e4m3, per-tensor scale", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
+    Case("quantize e4m3, 1x128 blocks", jnp.bfloat16, _one("fp8_e4m3", (1, 128))),
+    Case("quantize mxfp8, 1x32 blocks", jnp.bfloat16, _one("mxfp8", (1, 32))),
+    Case("quantize nvfp4, 1x16 blocks", jnp.bfloat16, _one("nvfp4", (1, 16))),
 )
 CASES = (
-    Case("e4m3, both layouts, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
-    Case("e4m3, both layouts, given factor, with amax, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
-    Case("e4m3, both layouts, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
-    Case("e5m2, both layouts, current scaling, stochastic", jnp.bfloat16, _pair("fp8_e5m2", 0, stochastic=True)),
-    Case("e4m3, lines of 128 in both orientations", jnp.bfloat16, _pair("fp8_e4m3", 128)),
-    Case("e4m3, lines of 128 in both orientations, float32", jnp.float32, _pair("fp8_e4m3", 128)),
-    Case("e4m3, squares of 128 in both layouts", jnp.float32, _pair("fp8_e4m3", 128, square=True)),
-    Case("int8, lines of 128 in both orientations, stochastic", jnp.bfloat16, _pair("int8", 128, stochastic=True)),
-    Case("int8, squares of 128 in both layouts", jnp.float32, _pair("int8", 128, square=True)),
+    Case("e4m3, row-major and transposed, delayed scaling", jnp.bfloat16, _pair("fp8_e4m3", 0), 0.85, True),
+    Case("e4m3, row-major and transposed, delayed scaling, float32", jnp.float32, _pair("fp8_e4m3", 0), 0.85, True),
+    Case("e4m3, row-major and transposed, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
     Case(
-        "int8 x: rotated lines along rows, lines down columns",
+        "e5m2, row-major and transposed, current scaling, stochastic rounding",
+        jnp.bfloat16,
+        _pair("fp8_e5m2", 0, stochastic=True),
+    ),
+    Case("e4m3, 1x128 and 128x1 blocks", jnp.bfloat16, _pair("fp8_e4m3", 128)),
+    Case("e4m3, 1x128 and 128x1 blocks, float32", jnp.float32, _pair("fp8_e4m3", 128)),
+    Case("e4m3, 128x128 blocks, row-major and transposed", jnp.float32, _pair("fp8_e4m3", 128, square=True)),
+    Case("int8, 1x128 and 128x1 blocks, stochastic rounding", jnp.bfloat16, _pair("int8", 128, stochastic=True)),
+    Case("int8, 128x128 blocks, row-major and transposed", jnp.float32, _pair("int8", 128, square=True)),
+    Case(
+        "int8 x: Hadamard-rotated 1x128 blocks, 128x1 blocks",
         jnp.bfloat16,
         (MatrixCast(INT8, (1, 128), 1, rotation=ROTATED), MatrixCast(INT8, (128, 1), 0, True)),
     ),
     Case(
-        "int8 w: rotated lines down columns, lines along rows",
+        "int8 w: Hadamard-rotated 128x1 blocks, 1x128 blocks",
         jnp.float32,
         (MatrixCast(INT8, (128, 1), 0, rotation=ROTATED), MatrixCast(INT8, (1, 128), 1, True)),
     ),
-    Case("mxfp8, both orientations, codes", jnp.bfloat16, _pair("mxfp8", 32, is_residual=True), 0.75),
-    Case("mxfp8, both orientations, values", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
+    Case("mxfp8, 1x32 and 32x1 blocks, codes", jnp.bfloat16, _pair("mxfp8", 32, is_residual=True), 0.75),
+    Case("mxfp8, 1x32 and 32x1 blocks, dequantised", jnp.bfloat16, _pair("mxfp8", 32), 0.75),
     Case(
-        "nvfp4 x: values, rotated codes",
+        "nvfp4 x: 1x16 blocks, dequantised; Hadamard-rotated 16x1 blocks, codes",
         jnp.bfloat16,
         (MatrixCast(NV, (1, 16), 1), MatrixCast(NV, (16, 1), 0, True, False, ROTATED)),
     ),
     Case(
-        "nvfp4 w: 16x16, values and codes",
+        "nvfp4 w: 16x16 blocks, dequantised and codes",
         jnp.float32,
         (MatrixCast(NV, (16, 16), 0), MatrixCast(NV, (16, 16), 1, True)),
     ),
     Case(
-        "nvfp4 w: lines, values and codes", jnp.float32, (MatrixCast(NV, (16, 1), 0), MatrixCast(NV, (1, 16), 1, True))
+        "nvfp4 w: 16x1 blocks, dequantised; 1x16 blocks, codes",
+        jnp.float32,
+        (MatrixCast(NV, (16, 1), 0), MatrixCast(NV, (1, 16), 1, True)),
     ),
     Case(
-        "nvfp4 g: stochastic, values, rotated values",
+        "nvfp4 g: stochastic rounding; 1x16 and Hadamard-rotated 16x1 blocks, dequantised",
         jnp.bfloat16,
         (MatrixCast(NV, (1, 16), 1, False, True), MatrixCast(NV, (16, 1), 0, False, True, ROTATED)),
     ),
-    GroupCase("e4m3 rows in groups, given factor, with amax", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
-    GroupCase("e4m3 rows in groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
-    GroupCase("e4m3 rows in groups, lines of 128", jnp.bfloat16, _pair("fp8_e4m3", 128)),
-    GroupCase("e4m3 rows in groups, lines of 128, float32", jnp.float32, _pair("fp8_e4m3", 128)),
-    GroupCase("int8 rows in groups, lines of 128, stochastic", jnp.bfloat16, _pair("int8", 128, stochastic=True)),
+    GroupCase("e4m3 row groups, delayed scaling", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
+    GroupCase("e4m3 row groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
+    GroupCase("e4m3 row groups, 1x128 and 128x1 blocks", jnp.bfloat16, _pair("fp8_e4m3", 128)),
+    GroupCase("e4m3 row groups, 1x128 and 128x1 blocks, float32", jnp.float32, _pair("fp8_e4m3", 128)),
     GroupCase(
-        "int8 rows in groups, rotated lines along rows, lines down columns",
+        "int8 row groups, 1x128 and 128x1 blocks, stochastic rounding",
+        jnp.bfloat16,
+        _pair("int8", 128, stochastic=True),
+    ),
+    GroupCase(
+        "int8 row groups, Hadamard-rotated 1x128 blocks, 128x1 blocks",
         jnp.bfloat16,
         (MatrixCast(INT8, (1, 128), 1, rotation=ROTATED), MatrixCast(INT8, (128, 1), 0, True)),
     ),
     *QUANTIZE_CASES,
-    Case("quantize e5m2, one scale", jnp.bfloat16, _one("fp8_e5m2", (0, 0))),
-    Case("quantize e4m3, one scale, given factor, with amax", jnp.float32, _one("fp8_e4m3", (0, 0)), None, True),
-    Case("quantize e4m3, squares of 128", jnp.float32, _one("fp8_e4m3", (128, 128))),
-    Case("quantize int8, one scale, stochastic", jnp.bfloat16, _one("int8", (0, 0), stochastic=True)),
-    Case("quantize int8, rotated lines of 128", jnp.bfloat16, _one("int8", (1, 128), rotation=ROTATED)),
-    Case("quantize mxfp8 e5m2 down columns", jnp.bfloat16, _one("mxfp8_e5m2", (32, 1))),
-    Case("quantize mxfp8 in squares, stochastic", jnp.float32, _one("mxfp8", (32, 32), stochastic=True)),
-    Case("quantize nvfp4 down columns, stochastic", jnp.bfloat16, _one("nvfp4", (16, 1), stochastic=True)),
-    Case("quantize nvfp4 in squares", jnp.bfloat16, _one("nvfp4", (16, 16))),
+    Case("quantize e5m2, per-tensor scale", jnp.bfloat16, _one("fp8_e5m2", (0, 0))),
+    Case("quantize e4m3, per-tensor scale, delayed scaling", jnp.float32, _one("fp8_e4m3", (0, 0)), None, True),
+    Case("quantize e4m3, 128x128 blocks", jnp.float32, _one("fp8_e4m3", (128, 128))),
+    Case("quantize int8, per-tensor scale, stochastic rounding", jnp.bfloat16, _one("int8", (0, 0), stochastic=True)),
+    Case("quantize int8, Hadamard-rotated 1x128 blocks", jnp.bfloat16, _one("int8", (1, 128), rotation=ROTATED)),
+    Case("quantize mxfp8_e5m2, 32x1 blocks", jnp.bfloat16, _one("mxfp8_e5m2", (32, 1))),
+    Case("quantize mxfp8, 32x32 blocks, stochastic rounding", jnp.float32, _one("mxfp8", (32, 32), stochastic=True)),
+    Case("quantize nvfp4, 16x1 blocks, stochastic rounding", jnp.bfloat16, _one("nvfp4", (16, 1), stochastic=True)),
+    Case("quantize nvfp4, 16x16 blocks", jnp.bfloat16, _one("nvfp4", (16, 16))),
     Case(
-        "quantize nvfp4, both orientations",
+        "quantize nvfp4, 1x16 and 16x1 blocks",
         jnp.bfloat16,
         (MatrixCast(NV, (1, 16), None), MatrixCast(NV, (16, 1), None)),
     ),
-    GroupCase("quantize e4m3 rows in groups, one scale each", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
-    GroupCase("quantize int8 rows in groups, lines of 128", jnp.bfloat16, _one("int8", (1, 128))),
+    GroupCase("quantize e4m3 row groups, scale per group", jnp.bfloat16, _one("fp8_e4m3", (0, 0))),
+    GroupCase("quantize int8 row groups, 1x128 blocks", jnp.bfloat16, _one("int8", (1, 128))),
 )
 
 

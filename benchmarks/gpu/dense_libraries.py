@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from benchmarks.gpu.implementations import Implementation, jax_implementation, torch_implementation
 
 
-def linen_implementations(base: str, ours: str, outputs: int, x, w, dy) -> Iterator[Implementation]:
-    """Flax's nn.Dense in bfloat16, and with scaledot's dot_general, as in TransformerEngine's tutorial."""
+def linen_implementations(bfloat16_name: str, fp8_name: str, outputs: int, x, w, dy) -> Iterator[Implementation]:
+    """Flax's nn.Dense in bfloat16 and, as in TransformerEngine's tutorial, with scaledot's fp8 dot_general."""
 
     def implementation(name: str, make_dot_general_cls: Callable[[], Any], is_ours: bool) -> Implementation:
         def build():
@@ -27,8 +27,8 @@ def linen_implementations(base: str, ours: str, outputs: int, x, w, dy) -> Itera
 
         return te_flax.make_dot_general_cls(Float8CurrentScaling())
 
-    yield implementation(base, lambda: None, False)
-    yield implementation(ours, fp8_current, True)
+    yield implementation(bfloat16_name, lambda: None, False)
+    yield implementation(fp8_name, fp8_current, True)
 
 
 def jax_implementations(step_of: Callable[..., Any], outputs: int, x, w, dy) -> Iterator[Implementation]:

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 
 class Layer(nn.Module):
-    """The layer of TransformerEngine's tutorial: bfloat16 computation with a float32 kernel."""
+    """The layer of TransformerEngine's tutorial: bfloat16 computation with a float32 weight."""
 
     features: int
     dot_general_cls: Any = None
@@ -19,11 +19,11 @@ class Layer(nn.Module):
         return nn.Dense(self.features, use_bias=False, dtype=jnp.bfloat16, name="dense", **dot_general)(x)
 
 
-def dense_step(features: int, dot_general_cls: Any, kernel: jax.Array) -> tuple[Any, Any]:
-    """Returns step(variables, x, dy) -> (loss, gradients), and variables with the kernel passed."""
+def dense_step(features: int, dot_general_cls: Any, w: jax.Array) -> tuple[Any, Any]:
+    """Returns step(variables, x, dy) -> (loss, gradients), and variables whose `kernel` parameter is w."""
     layer = Layer(features, dot_general_cls)
-    variables = layer.init(jax.random.key(0), jnp.ones((1, kernel.shape[0]), jnp.bfloat16))
-    variables = {**variables, "params": {"dense": {"kernel": kernel}}}
+    variables = layer.init(jax.random.key(0), jnp.ones((1, w.shape[0]), jnp.bfloat16))
+    variables = {**variables, "params": {"dense": {"kernel": w}}}
 
     def step(variables, x, dy):
         def loss(variables, x):

@@ -1,9 +1,8 @@
 """FP8 matmuls with per-tensor scales, compared with torch and XLA, and the error of each accumulation mode.
 
 Errors compare float32 results with float64 matmuls of the dequantised operands, so they show only accumulation; 64 rows
-are checked. With fast accumulation, the tensor cores accumulate all of K ("fast" in names of implementations, which are
-keys of the results; `use_fast_accum=True` in torch). "promoted": partial accumulators are added in float32, every 128
-elements of K in scaledot (`use_fast_accum=False` in torch).
+are checked. With fast accumulation, the tensor cores accumulate all of K (`use_fast_accum=True` in torch). "promoted":
+partial accumulators are added in float32, every 128 elements of K in scaledot (`use_fast_accum=False` in torch).
 """
 
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from benchmarks.gpu import report
 from benchmarks.gpu.implementations import Implementation, jax_implementation, measure, torch_implementation
 
 SIZES = {"8192": (8192, 8192, 8192), "16384": (8192, 8192, 16384)}  # M, N, K
-BASELINE = "torch._scaled_mm, fast"  # fast accumulation
+BASELINE = "torch._scaled_mm, use_fast_accum=True"
 TARGET = 0.99  # of the baseline's TFLOP/s
-# `precision` for fast accumulation, and for accumulators that are promoted to float32.
-MODES = {"fast (default)": None, "promoted": "highest"}
+FAST, PROMOTED = "fast accumulation (default)", "promoted"
+MODES = {FAST: None, PROMOTED: "highest"}  # `precision` of each accumulation mode
 # The largest permitted relative error of float32 results for K = 8192.
-MAX_ERROR = {"fast (default)": 2.5e-3, "promoted": 1.3e-4}
+MAX_ERROR = {FAST: 2.5e-3, PROMOTED: 1.3e-4}
 CHECKED_ROWS = 64
 
 
@@ -46,10 +45,10 @@ def error(precision: str | None, x: sd.ScaledArray, w: sd.ScaledArray, kernel: s
 
 def implementations_of(m: int, n: int, k: int, x: sd.ScaledArray, w: sd.ScaledArray) -> Iterator[Implementation]:
     for mode, precision in MODES.items():
-        yield jax_implementation(f"scaledot {mode}", lambda x, w, p=precision: matmul(x, w, p), x, w, ours=True)
+        yield jax_implementation(f"scaledot, {mode}", lambda x, w, p=precision: matmul(x, w, p), x, w, ours=True)
     for fast in (True, False):
         yield torch_implementation(
-            f"torch._scaled_mm, {'fast' if fast else 'promoted'}", lambda fast=fast: _scaled_mm(m, n, k, fast)
+            f"torch._scaled_mm, use_fast_accum={fast}", lambda fast=fast: _scaled_mm(m, n, k, fast)
         )
     plain = [jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(((m, k), (k, n)))]
     yield jax_implementation("JAX bfloat16", jnp.matmul, *plain)
@@ -90,7 +89,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
         for implementation, times in timed.items():
             flops = 2.0 * m * n * k / times.median
             ratio = None if BASELINE not in timed else timed[BASELINE].median / times.median
-            target = TARGET if implementation == "scaledot fast (default)" and name == "8192" else None
+            target = TARGET if implementation == f"scaledot, {FAST}" and name == "8192" else None
             results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_torch": ratio, "target": target}
             print(report.result_line(implementation, times, f"{flops / 1e12:.0f} TFLOP/s", target, ratio), flush=True)
         rows.append(

@@ -27,7 +27,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
         shape, size = self.shape, self.shape.width // self.shape.heads
-        heads = {"q": shape.heads, "k": shape.groups, "v": shape.groups}
+        heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
         q, k, v = (
             self.dense(count * size, name=name)(x).reshape(*x.shape[:-1], count, size) for name, count in heads.items()
         )

@@ -29,7 +29,7 @@ class Block(nnx.Module):
         self.size = size
         self.attention_norm, self.mlp_norm = norm(width), norm(width)
         self.q, self.o = linear(width, width), linear(width, width)
-        self.k, self.v = linear(width, shape.groups * size), linear(width, shape.groups * size)
+        self.k, self.v = linear(width, shape.kv_heads * size), linear(width, shape.kv_heads * size)
         self.gate, self.up = linear(width, shape.hidden), linear(width, shape.hidden)
         self.down = linear(shape.hidden, width)
 

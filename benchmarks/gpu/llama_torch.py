@@ -85,7 +85,7 @@ def stack(shape: sizes.Shape, device: str):
     """Returns the layers, with float32 parameters and linen's default initialisers."""
     from torch import nn  # pyright: ignore[reportMissingImports]
 
-    width, groups = shape.width, shape.groups * (shape.width // shape.heads)
+    width, kv_width = shape.width, shape.kv_heads * (shape.width // shape.heads)
 
     def linear(inputs: int, outputs: int):
         layer = nn.Linear(inputs, outputs, bias=False, device=device)
@@ -96,7 +96,7 @@ def stack(shape: sizes.Shape, device: str):
         return nn.RMSNorm(width, device=device)
 
     def block():
-        layers = {"q": linear(width, width), "k": linear(width, groups), "v": linear(width, groups)}
+        layers = {"q": linear(width, width), "k": linear(width, kv_width), "v": linear(width, kv_width)}
         layers |= {"o": linear(width, width), "gate": linear(width, shape.hidden), "up": linear(width, shape.hidden)}
         layers |= {"down": linear(shape.hidden, width), "attention_norm": norm(), "mlp_norm": norm()}
         return nn.ModuleDict(layers)

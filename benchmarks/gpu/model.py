@@ -36,46 +36,53 @@ TIMEOUT_S = 400
 class Case:
     """A model and the programs that train it.
 
-    policy: names of a jax.checkpoint policy for bfloat16 and of one of scaledot's for recipes.
-    head: whether the output head is quantised.
+    policy: the name of the jax.checkpoint policy of decoder blocks, from `jax.checkpoint_policies` or scaledot's.
+    head: whether the LM head is quantised.
     cached: measures the second of two processes that share a persistent compilation cache.
     """
 
     blocks: int = 4
     scanned: bool = False
-    policy: tuple[str, str] | None = None
+    policy: str | None = None
     head: bool = False
     programs: tuple[str, ...] = (BASE, "fp8_current")
     library: str = "linen"  # or nnx, torch
     cached: bool = False
 
 
-def _remat(scaledot_policy: str, *programs: str, jax_policy: str = "checkpoint_dots") -> Case:
-    return Case(blocks=8, scanned=True, policy=(jax_policy, scaledot_policy), programs=programs)
+def _remat(policy: str, *programs: str) -> Case:
+    return Case(blocks=8, scanned=True, policy=policy, programs=programs)
 
 
+# Names of cases are keys of the results.
 CASES = {
     "4 blocks": Case(programs=(BASE, *RECIPES, FLAX)),
-    "4 blocks, head too": Case(head=True, programs=("fp8_current", "fp8_block")),
+    "4 blocks, quantised LM head": Case(head=True, programs=("fp8_current", "fp8_block")),
     "4 blocks, NNX": Case(library="nnx", programs=(BASE, "fp8_current", "fp8_block")),
     "4 blocks, torch": Case(library="torch", programs=(BASE, TORCHAO)),
     "16 blocks": Case(blocks=16, programs=(BASE, "fp8_current", "fp8_block")),
     "16 blocks, second process": Case(blocks=16, programs=("fp8_current",), cached=True),
     "8 blocks, scanned": Case(blocks=8, scanned=True),
-    "8 blocks, scanned, dots saved": _remat("save_quantized_residuals_and_gemms", BASE, "fp8_current"),
-    "8 blocks, scanned, residuals saved": _remat("save_quantized_residuals", "fp8_current"),
-    "8 blocks, scanned, results saved": _remat("checkpoint_dots_and_quantized_gemms", "fp8_current"),
-    "8 blocks, scanned, unbatched results saved": _remat("dots_and_quantized_gemms_with_no_batch_dims", "fp8_current"),
-    "8 blocks, scanned, nothing saved": _remat("nothing_saveable", BASE, "fp8_current", jax_policy="nothing_saveable"),
+} | {
+    f"8 blocks, scanned, {case.policy}": case
+    for case in (
+        _remat("checkpoint_dots", BASE),
+        _remat("save_quantized_residuals_and_gemms", "fp8_current"),
+        _remat("save_quantized_residuals", "fp8_current"),
+        _remat("checkpoint_dots_and_quantized_gemms", "fp8_current"),
+        _remat("dots_and_quantized_gemms_with_no_batch_dims", "fp8_current"),
+        _remat("nothing_saveable", BASE, "fp8_current"),
+    )
 }
 # The case whose bfloat16 row is the baseline, for cases without one. Attention is a cuDNN call, not a dot with batch
 # dims, so checkpoint_dots saves what checkpoint_dots_with_no_batch_dims would.
 BASES = {
-    "4 blocks, head too": "4 blocks",
+    "4 blocks, quantised LM head": "4 blocks",
     "16 blocks, second process": "16 blocks",
-    "8 blocks, scanned, residuals saved": "8 blocks, scanned, dots saved",
-    "8 blocks, scanned, results saved": "8 blocks, scanned, dots saved",
-    "8 blocks, scanned, unbatched results saved": "8 blocks, scanned, dots saved",
+    "8 blocks, scanned, save_quantized_residuals_and_gemms": "8 blocks, scanned, checkpoint_dots",
+    "8 blocks, scanned, save_quantized_residuals": "8 blocks, scanned, checkpoint_dots",
+    "8 blocks, scanned, checkpoint_dots_and_quantized_gemms": "8 blocks, scanned, checkpoint_dots",
+    "8 blocks, scanned, dots_and_quantized_gemms_with_no_batch_dims": "8 blocks, scanned, checkpoint_dots",
 }
 
 
@@ -173,15 +180,13 @@ def measured(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def policy_of(row: str) -> str | None:
     """The name of the checkpoint policy of a row's decoder blocks."""
-    name, program = row.split("/")
-    policy = CASES[name].policy
-    return None if policy is None else policy[program != BASE]
+    return CASES[row.split("/")[0]].policy
 
 
 def model_name(row: str) -> str:
-    """The displayed name of a row's model, with the checkpoint policy of its decoder blocks."""
+    """The displayed name of a row's model: its case, with the checkpoint policy as code."""
     name, policy = row.split("/")[0], policy_of(row)
-    return name if policy is None else f"{CASES[name].blocks} blocks, scanned, `{policy}`"
+    return name if policy is None else name.replace(policy, f"`{policy}`")
 
 
 def displayed_row(row: str) -> str:
@@ -217,7 +222,7 @@ def measure(row: str, rounds: int, tiny: bool = False) -> dict[str, Any]:
     if case.library == "torch":
         from benchmarks.gpu import llama_torch
 
-        return llama_torch.measure(_shape(case, program, tiny), *batch_and_tokens, program == TORCHAO, rounds, STEPS)
+        return llama_torch.measure(_shape(case, tiny), *batch_and_tokens, program == TORCHAO, rounds, STEPS)
     return _measure_jax(*training(case, program, tiny, *batch_and_tokens), rounds)
 
 
@@ -256,27 +261,25 @@ def _measure_jax(init: Any, step: Any, data: Any, rounds: int) -> dict[str, Any]
     }
 
 
-def _shape(case: Case, program: str, tiny: bool) -> sizes.Shape:
-    shape = sizes.Shape(blocks=case.blocks, scanned=case.scanned, policy=_policy(case, program))
+def _shape(case: Case, tiny: bool) -> sizes.Shape:
+    shape = sizes.Shape(blocks=case.blocks, scanned=case.scanned, policy=_policy(case))
     return dataclasses.replace(shape, **sizes.TINY) if tiny else shape
 
 
-def _policy(case: Case, program: str) -> Any:
+def _policy(case: Case) -> Any:
     if case.policy is None:
         return None
     import jax
 
     import scaledot as sd
 
-    jax_policy, scaledot_policy = case.policy
-    if program != BASE and hasattr(sd.checkpoint_policies, scaledot_policy):
-        return getattr(sd.checkpoint_policies, scaledot_policy)
-    return getattr(jax.checkpoint_policies, jax_policy)
+    module = sd.checkpoint_policies if hasattr(sd.checkpoint_policies, case.policy) else jax.checkpoint_policies
+    return getattr(module, case.policy)
 
 
 def training(case: Case, program: str, tiny: bool, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     """Returns init, step and tokens of a JAX row, as `llama.training` does."""
-    shape = _shape(case, program, tiny)
+    shape = _shape(case, tiny)
     if case.library == "nnx":
         from benchmarks.gpu import llama_nnx
 

@@ -12,17 +12,17 @@ SPEEDUPS = {
     "4 blocks/fp8_block": (1.28, 1.35),
     "4 blocks/mxfp8": (1.02, 1.06),
     "4 blocks/nvfp4": (0.97, 1.02),
-    "4 blocks, head too/fp8_current": (1.54, 1.60),
+    "4 blocks, quantised LM head/fp8_current": (1.54, 1.60),
     "16 blocks/fp8_current": (1.50, 1.56),
     "8 blocks, scanned/fp8_current": (1.48, 1.55),
-    "8 blocks, scanned, nothing saved/fp8_current": (1.50, 1.58),
+    "8 blocks, scanned, nothing_saveable/fp8_current": (1.50, 1.58),
 }
 # Minimum speedup of the fastest checkpoint policy that needs no more memory than bfloat16 with checkpoint_dots.
 REMAT_SPEEDUP = (1.43, 1.50)
 # A policy may need more memory by this fraction: on an H200, the peak under checkpoint_dots_and_quantized_gemms is
 # 4,864 bytes above the baseline's 38.9 GB.
 MEMORY_TOLERANCE = 0.001
-REMAT_BASE = f"8 blocks, scanned, dots saved/{model.BASE}"
+REMAT_BASE = f"8 blocks, scanned, checkpoint_dots/{model.BASE}"
 # Maximum seconds of the first step in addition to those of bfloat16.
 EXTRA_FIRST_STEP_S = {
     "4 blocks/fp8_current": (8, 5),

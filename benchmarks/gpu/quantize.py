@@ -29,7 +29,7 @@ def quantize_of(case: cast.Case, **options):
 def check(case: cast.Case, x: jax.Array) -> None:
     """Raises AssertionError unless `sd.quantize` selects a kernel whose codes and scales are those of XLA's cast."""
     quantize = quantize_of(case)
-    if not re.search(r"hopper_cast_\w+ +TAKEN: ", sd.explain(quantize, x)):
+    if not re.search(r"hopper_cast_\w+ +selected: ", sd.explain(quantize, x)):
         raise AssertionError(f"{case.name}: no kernel is selected\n{sd.explain(quantize, x)}")
     cast.require_same(case.name, quantize(x), quantize_of(case, kernel="xla_cast")(x))
 

@@ -1,12 +1,12 @@
 """What limits the cases that miss their target, and which optimisations were tried; shown only for missed targets."""
 
-_POWER_A = """
+_POWER_8192 = """
 The three matmuls take nine tenths of the step, apparently at the chip's power limit, where cuBLAS is no faster. Tried
 and adopted: clusters that multicast an operand's tile. Tried and rejected: smaller tiles in the last wave, ping-pong
 scheduling of warpgroups, and autotuning, which selected the heuristic's configs. The remaining time is casts, near the
 bandwidth of a copy, and the amax pass, which delayed scaling does not need.
 """
-_POWER_B = """
+_POWER_4096 = """
 The three matmuls take nine tenths of the step, apparently at the chip's power limit, where cuBLAS is no faster. Tried
 and adopted: clusters that multicast an operand's tile, and autotuning, which selected another cluster dimension for
 wgrad and single CTAs for dgrad. Tried and rejected: smaller tiles in the last wave and ping-pong scheduling of
@@ -43,11 +43,16 @@ within a cluster: not all clusters are resident at the same time, and DSMEM read
 reduction.
 """
 _ENTRIES: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # text, suite, cases, implementations
-    (_POWER_A, "dense", ("A",), ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense")),
-    (_POWER_B, "dense", ("B",), ("scaledot fp8_current",)),
-    (_HISTORY, "dense", ("small",), ("scaledot fp8_delayed",)),
+    (
+        _POWER_8192,
+        "dense",
+        ("8192 -> 32768",),
+        ("scaledot fp8_current", "scaledot fp8_delayed", "scaledot fp8_current, nn.Dense"),
+    ),
+    (_POWER_4096, "dense", ("4096 -> 14336",), ("scaledot fp8_current",)),
+    (_HISTORY, "dense", ("2048 -> 2048",), ("scaledot fp8_delayed",)),
     (_PROMOTED, "block", ("1x128 and 128x128",), ("scaledot",)),
-    (_ROW_BLOCKS, "block", ("B",), ("scaledot fp8_block",)),
+    (_ROW_BLOCKS, "block", ("4096 -> 14336",), ("scaledot fp8_block",)),
     (_INTEGERS, "block", ("int8, 1x128 and 128x128", "int8, 1x128 and 1x128"), ("scaledot",)),
     (
         _FEW_BYTES,

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,6 @@ from benchmarks.gpu.remarks import remark
 from benchmarks.table import verdict
 
 PACKAGES = ("flax", "torch", "torchao", "qwix")
-# Keys of results files that were written under older names.
-RENAMED = {
-    "sides": "implementations",
-    "missing": "not_run",
-    "peer": "baseline",
-    "of_peer": "of_baseline",
-    "over": "baseline",
-    "torch._scaled_mm, precise": "torch._scaled_mm, promoted",
-}
 
 
 def device_name() -> str:
@@ -41,12 +31,8 @@ def device_file() -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the results of a device by suite, with today's keys."""
-
-    def renamed(entry: dict[str, Any]) -> dict[str, Any]:
-        return {re.sub(r", (\d+) terms$", r", K = \1", RENAMED.get(key, key)): value for key, value in entry.items()}
-
-    return json.loads(path.read_text(), object_hook=renamed)
+    """Returns the results of a device by suite."""
+    return json.loads(path.read_text())
 
 
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:

@@ -11,15 +11,15 @@ BATCH, TOKENS = 4, 2048
 class Shape:
     """Sizes of a decoder.
 
-    groups: key-value heads. scanned: decoder blocks run in nn.scan. policy: the jax.checkpoint policy of decoder
-    blocks; None saves all residuals.
+    scanned: decoder blocks run in nn.scan.
+    policy: the jax.checkpoint policy of decoder blocks; None saves all residuals.
     """
 
     blocks: int = 4
     width: int = 4096
     hidden: int = 14336
     heads: int = 32
-    groups: int = 8
+    kv_heads: int = 8
     vocabulary: int = 32000
     scanned: bool = False
     policy: Callable[..., Any] | None = None
@@ -27,4 +27,4 @@ class Shape:
 
 # A dry run, which takes seconds on a CPU. Width, hidden features and batch × tokens are multiples of 128.
 TINY_BATCH, TINY_TOKENS = 2, 64
-TINY = {"blocks": 2, "width": 128, "hidden": 256, "heads": 4, "groups": 2, "vocabulary": 256}
+TINY = {"blocks": 2, "width": 128, "hidden": 256, "heads": 4, "kv_heads": 2, "vocabulary": 256}

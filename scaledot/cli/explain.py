@@ -67,7 +67,7 @@ def _record(options: argparse.Namespace, rows: Sequence[tuple[str, str, Sequence
         {
             "role": role,
             "problem": problem,
-            "taken": next(row.kernel for row in verdicts if row.verdict == "taken"),
+            "selected": next(row.kernel for row in verdicts if row.verdict == "selected"),
             "kernels": [row._asdict() for row in verdicts],
         }
         for role, problem, verdicts in rows

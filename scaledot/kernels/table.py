@@ -116,9 +116,9 @@ def _environment_checks(rows: tuple[Kernel, ...]) -> tuple[Callable[[Partitionin
 
 
 class Verdict(NamedTuple):
-    """Whether a kernel is chosen for a problem, and why.
+    """Whether a kernel is selected for a problem, and why.
 
-    verdict: "taken" (chosen), "could" (it supports the problem, but an earlier row is chosen) or "no".
+    verdict: "selected", "supported" (it supports the problem, but an earlier row is selected) or "unsupported".
     reason: how the kernel solves the problem, or why it cannot.
     """
 
@@ -133,19 +133,19 @@ def verdicts(problem: Problem | CastProblem) -> list[Verdict]:
     return [_verdict(row, problem, row is chosen) for row in kernels_for(problem)]
 
 
-def _verdict(row: Kernel, problem: Problem | CastProblem, is_taken: bool) -> Verdict:
+def _verdict(row: Kernel, problem: Problem | CastProblem, is_selected: bool) -> Verdict:
     reason = row.unsupported_reason(problem)
     if reason:
-        return Verdict(row.name, "no", reason)
-    return Verdict(row.name, "taken" if is_taken else "could", f"{row.describe(problem)}{_on_shards(row, problem)}")
+        return Verdict(row.name, "unsupported", reason)
+    description = f"{row.describe(problem)}{_on_shards(row, problem)}"
+    return Verdict(row.name, "selected" if is_selected else "supported", description)
 
 
 def explain(problem: Problem | CastProblem) -> str:
     """Returns the verdicts as text, one line per kernel."""
     rows = verdicts(problem)
     width = max(len(row.kernel) for row in rows)
-    words = {"taken": "TAKEN", "could": "could", "no": "no"}
-    lines = [f"  {row.kernel:<{width}}  {words[row.verdict]}: {row.reason}" for row in rows]
+    lines = [f"  {row.kernel:<{width}}  {row.verdict}: {row.reason}" for row in rows]
     return "\n".join([str(problem), *lines])
 
 

@@ -181,12 +181,12 @@ def _conv_ops(problem: Problem) -> ContractionOps:
         )
 
     def operand_sums(operand: int, codes: jax.Array) -> jax.Array:
-        """Sums the kernel over the part of each window that is inside the image, because padding counts as zero."""
+        """Sums the weight over the part of each window that is inside the image, because padding counts as zero."""
         assert operand == 1
         features = numbers.rhs_spec[1]
-        kernel = jnp.sum(codes.astype(jnp.int32), axis=features, keepdims=True)
+        weight = jnp.sum(codes.astype(jnp.int32), axis=features, keepdims=True)
         shape = list(problem.lhs.shape)
         shape[numbers.lhs_spec[0]] = shape[numbers.lhs_spec[1]] = 1
-        return contract(jnp.ones(shape, jnp.int32), kernel, jnp.int32, feature_group_count=1)
+        return contract(jnp.ones(shape, jnp.int32), weight, jnp.int32, feature_group_count=1)
 
     return ContractionOps(contract, lambda scale: align_to(scale, contraction.out), operand_sums)

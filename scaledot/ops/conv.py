@@ -23,15 +23,15 @@ def conv_general_dilated(
     out_sharding=None,
     kernel: KernelChoice = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` where either operand (image, kernel) may be a ScaledArray.
+    """`jax.lax.conv_general_dilated` where either operand (image, weight) may be a ScaledArray.
 
     With one scale per image and per output feature, codes are convolved and scales and zero points of the image are
     applied to the result. An operand with other blocks is dequantised first.
 
     >>> import jax.numpy as jnp, scaledot as sd
     >>> image = jnp.arange(4.0).reshape(1, 1, 4)
-    >>> kernel = sd.quantize(jnp.array([[[1.0, 1.0]]]), "int8", block=(0, 0))
-    >>> conv_general_dilated(image, kernel, (1,), "VALID")
+    >>> weight = sd.quantize(jnp.array([[[1.0, 1.0]]]), "int8", block=(0, 0))
+    >>> conv_general_dilated(image, weight, (1,), "VALID")
     Array([[[1., 3., 5.]]], dtype=float32)
     """
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
@@ -69,15 +69,15 @@ def _sequence(name: str, value) -> tuple:
 
 
 def _contraction_of(numbers: lax.ConvDimensionNumbers, has_image_batch: bool) -> Contraction:
-    """Labels of image, kernel and result; the result shares labels with an operand only for images and features."""
+    """Labels of image, weight and result; the result shares labels with an operand only for images and features."""
     spatial = len(numbers.lhs_spec) - 2
     spatial_labels = labels(3 * spatial, "gncoi")
     image = ("n" if has_image_batch else "g") + "c" + spatial_labels[:spatial]
-    kernel = "oi" + spatial_labels[spatial : 2 * spatial]
+    weight = "oi" + spatial_labels[spatial : 2 * spatial]
     result = "no" + spatial_labels[2 * spatial :]
     return Contraction(
         *(
             "".join(of[spec.index(axis)] for axis in range(len(spec)))
-            for of, spec in ((image, numbers.lhs_spec), (kernel, numbers.rhs_spec), (result, numbers.out_spec))
+            for of, spec in ((image, numbers.lhs_spec), (weight, numbers.rhs_spec), (result, numbers.out_spec))
         )
     )

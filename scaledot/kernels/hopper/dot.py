@@ -77,13 +77,13 @@ class DotKernel:
         accumulation = tile_configs.accumulation_mode(promote, has_k_block_scales, square_blocks)
         gemm = tile_configs.GemmKey(a.mn, b.mn, a.k, self.element, problem.out_dtype.itemsize, accumulation)
         config = tile_configs.config_for(gemm)
-        n_multiple = config.cluster_n // (SCALE_BLOCK if square_blocks else 1)
+        n_multiple = config.cluster_tile_n // (SCALE_BLOCK if square_blocks else 1)
         result = matmul(
             a.matrix,
             b.matrix,
-            matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_m),
+            matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_tile_m),
             matmul_operands.padded_scales(b_scales, has_k_block_scales, n_multiple),
-            None if bias is None else _padded_bias(bias, config.cluster_n),
+            None if bias is None else _padded_bias(bias, config.cluster_tile_n),
             out_dtype=problem.out_dtype,
             config=config,
             promote=promote,

@@ -126,13 +126,13 @@ def _run_row_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes:
     itemsize = problem.out_dtype.itemsize
     gemm = tile_configs.GemmKey(m, n, k, _element(problem), itemsize, accumulation, row_groups=sizes.size)
     config = tile_configs.config_for(gemm)
-    n_multiple = config.cluster_n // (SCALE_BLOCK if square_blocks else 1)
+    n_multiple = config.cluster_tile_n // (SCALE_BLOCK if square_blocks else 1)
     # Tiles at a group boundary are stored as 128-byte row segments, so N is padded to 64 16-bit columns.
     b_padding = (0, 0), (0, -n % matmul_operands.MINOR_MULTIPLE), (0, -k % K_STEP)
     result = matmul(
         pad_to_multiples(a, matmul_operands.M_MULTIPLE, K_STEP),
         jnp.pad(b, b_padding),
-        matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_m, config.cta_m),
+        matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_tile_m, config.cta_m),
         matmul_operands.padded_scales(b_scales, has_k_block_scales, n_multiple),
         None,
         out_dtype=problem.out_dtype,
@@ -173,8 +173,8 @@ def _run_k_groups(problem: Problem, lhs: ScaledArray, rhs: ScaledArray, sizes: j
     result = matmul(
         pad_to_multiples(matrices[0], matmul_operands.M_MULTIPLE, K_STEP),
         pad_to_multiples(matrices[1], matmul_operands.N_MULTIPLE, K_STEP),
-        matmul_operands.padded_scales(scales[0], has_k_block_scales, config.cluster_m),
-        matmul_operands.padded_scales(scales[1], has_k_block_scales, config.cluster_n),
+        matmul_operands.padded_scales(scales[0], has_k_block_scales, config.cluster_tile_m),
+        matmul_operands.padded_scales(scales[1], has_k_block_scales, config.cluster_tile_n),
         None,
         out_dtype=jnp.float32 if apply_group_scales_in_xla else problem.out_dtype,
         config=config,

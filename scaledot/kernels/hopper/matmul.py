@@ -69,11 +69,10 @@ def matmul(
     * M to a multiple of 8, the rows of an atom; of 64 if a is MN-major, an atom of 16-bit elements;
     * N to a multiple of 16, so that the result can be stored with a swizzle of at least 32 bytes; of 64 if b is
       MN-major, or with groups of rows, as tiles at a group boundary are stored as 128-byte row segments;
-    * scales (if not (1,)) and bias to multiples of `config.cluster_m` and `config.cluster_n`, sizes of the output tile
-      of a cluster (for 128×128 blocks of b, of `config.cluster_n` / 128). The epilogue loads them
-      from GMEM without bounds checks. Scales that change along K are loaded by TMA, possibly as `cp.async.bulk` copies,
-      which have no bounds checks either. With groups of rows, a tile may start at any multiple of 8, so `a_scales` are
-      padded by another `cta_m`.
+    * scales (if not (1,)) and bias to multiples of `config.cluster_tile_m` and `config.cluster_tile_n` (for 128×128
+      blocks of b, of `config.cluster_tile_n` / 128). The epilogue loads them from GMEM without bounds checks. Scales
+      that change along K are loaded by TMA, possibly as `cp.async.bulk` copies, which have no bounds checks either.
+      With groups of rows, a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
     """
     m, k = a.shape[::-1] if mn_major[0] else a.shape
     n = b.shape[-1 if mn_major[1] else -2]

@@ -47,7 +47,7 @@ def codes_reason(problem: Problem, element: str) -> str | None:
     for name, operand in problem.named_operands:
         format = operand.format
         if format is None or format.element not in ELEMENTS[element] or format.scale != "float32":
-            return f"{name} is {operand}; both sides must be {NAMES[element]} with float32 scales"
+            return f"{name} is {operand}; both operands must be {NAMES[element]} with float32 scales"
         if operand.has_zero_point:
             return f"{name} has zero points"
         changes, block = any(c in contracted for c in operand.scale_varies_along), SCALE_BLOCK

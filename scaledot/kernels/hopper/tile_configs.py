@@ -79,7 +79,7 @@ def heuristic(gemm: GemmKey) -> Any:
     """
 
     def cost(config: Any) -> float:
-        tiles = -(-gemm.m // config.cluster_m) * -(-gemm.n // config.cluster_n)
+        tiles = -(-gemm.m // config.cluster_tile_m) * -(-gemm.n // config.cluster_tile_n)
         waves = -(-tiles // (support.sm_count() // config.cluster_size))
         clustered = 1.02 if gemm.element == "bfloat16" else 0.99
         slowdown = (1.0 if config.wg_n == 256 else 1 / 0.85) * (clustered if config.cluster_dimension else 1.0)

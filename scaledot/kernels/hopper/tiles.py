@@ -59,10 +59,12 @@ class Config:
 
     @property
     def cta_m(self) -> int:
+        """Rows of the output tile of a CTA."""
         return self.wg_m * (self.consumer_warpgroups if self.wg_dimension == "rows" else 1)
 
     @property
     def cta_n(self) -> int:
+        """Columns of the output tile of a CTA."""
         return self.wg_n * (self.consumer_warpgroups if self.wg_dimension == "columns" else 1)
 
     @property
@@ -71,11 +73,13 @@ class Config:
         return 1 if self.cluster_dimension is None else 2
 
     @property
-    def cluster_m(self) -> int:
+    def cluster_tile_m(self) -> int:
+        """Rows of the output tile of a cluster."""
         return self.cta_m * (2 if self.cluster_dimension == "rows" else 1)
 
     @property
-    def cluster_n(self) -> int:
+    def cluster_tile_n(self) -> int:
+        """Columns of the output tile of a cluster."""
         return self.cta_n * (2 if self.cluster_dimension == "columns" else 1)
 
 
@@ -166,8 +170,8 @@ class TileSchedule:
         """Calls process(tile) for each output tile of this CTA; returns their total number of K steps."""
         config, cluster = self.config, lax.axis_index("cluster")
         axis = None if self.groups is None else self.groups.axis
-        row_tiles = table[0, 0] if axis == "rows" else pl.cdiv(self.m, config.cluster_m)
-        grid = row_tiles, pl.cdiv(self.n, config.cluster_n)
+        row_tiles = table[0, 0] if axis == "rows" else pl.cdiv(self.m, config.cluster_tile_m)
+        grid = row_tiles, pl.cdiv(self.n, config.cluster_tile_n)
         results = self.groups.count if self.groups is not None and axis == "k" else 1
         count = lax.div(grid[0] * grid[1] * results - cluster + self.clusters - 1, self.clusters)
 

@@ -26,7 +26,7 @@ from scaledot.kernels.spec import Operand, Problem, is_default_precision
 from scaledot.parallel.types import vary_as
 
 MAX_ROWS = 64
-GROUP_MULTIPLE = 64  # elements along K: a 64-element K slice must lie in one group
+GROUP_MULTIPLE = 64  # elements along K: a 64-element K slice must be within one group
 TMA_ALIGNMENT = 16  # bytes; rows of scales are padded to multiples of this
 FP4 = "float4_e2m1fn"
 MAX_ENTRY = 3.5  # of a codebook: entry * 2^133 / 127, the fma multiplier of `bytes_to_bfloat16`, must be finite
