@@ -92,8 +92,13 @@ class Stack(nn.Module):
         return dense(shape.vocabulary, name="head", dot_general_cls=self.head_cls)(x)
 
 
-def training(model: Stack, batch: int = BATCH, tokens: int = TOKENS) -> tuple[Any, Callable[..., Any], jax.Array]:
-    """Returns init(key) -> state (jitted), step(state, tokens, key) -> (state, loss), and random tokens."""
+def training(
+    model: Stack, batch: int = BATCH, tokens: int = TOKENS, transform: Callable[..., Any] = lambda f: f
+) -> tuple[Any, Callable[..., Any], jax.Array]:
+    """Returns init(key) -> state (jitted), step(state, tokens, key) -> (state, loss), and random tokens.
+
+    transform: of the function (variables, tokens, key) -> logits.
+    """
     data = jax.random.randint(jax.random.key(1), (batch, tokens + 1), 0, model.shape.vocabulary)
 
     @jax.jit
@@ -101,9 +106,13 @@ def training(model: Stack, batch: int = BATCH, tokens: int = TOKENS) -> tuple[An
         variables = model.init({"params": key, KEY_STREAM: key}, data[:, :-1])
         return TrainState.create(apply_fn=model.apply, params=variables, tx=optax.adamw(1e-4))
 
+    @transform
+    def logits_of(variables, tokens: jax.Array, key: jax.Array) -> Any:
+        return model.apply(variables, tokens, rngs={KEY_STREAM: key})
+
     def step(state: TrainState, data: jax.Array, key: jax.Array):
         def loss(variables):
-            logits: Any = model.apply(variables, data[:, :-1], rngs={KEY_STREAM: jax.random.fold_in(key, state.step)})
+            logits = logits_of(variables, data[:, :-1], jax.random.fold_in(key, state.step))
             return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), data[:, 1:]).mean()
 
         value, gradients = jax.value_and_grad(loss)(state.params)

@@ -21,10 +21,11 @@ import time
 from typing import Any
 
 from benchmarks import record
-from benchmarks.gpu import report, sizes
+from benchmarks.gpu import kernel_times, report, sizes
 
 BASE = "bfloat16"
 FLAX = "flax Fp8DirectDotGeneralOp"
+TRANSFORM = "transform.quantized"
 TORCHAO = "torchao float8 tensorwise"
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 PHASES = ("trace", "lower", "compile", "run")  # of a first step
@@ -39,6 +40,7 @@ class Case:
     policy: the name of the jax.checkpoint policy of decoder blocks, from `jax.checkpoint_policies` or scaledot's.
     head: whether the LM head is quantised.
     cached: measures the second of two processes that share a persistent compilation cache.
+    transformed: quantises the bfloat16 model by `transform.quantized` instead of the hooks of Dense.
     """
 
     blocks: int = 4
@@ -48,6 +50,7 @@ class Case:
     programs: tuple[str, ...] = (BASE, "fp8_current")
     library: str = "linen"  # or nnx, torch
     cached: bool = False
+    transformed: bool = False
 
 
 def _remat(policy: str, *programs: str) -> Case:
@@ -58,6 +61,7 @@ def _remat(policy: str, *programs: str) -> Case:
 CASES = {
     "4 blocks": Case(programs=(BASE, *RECIPES, FLAX)),
     "4 blocks, quantised LM head": Case(head=True, programs=("fp8_current", "fp8_block")),
+    f"4 blocks, {TRANSFORM}": Case(transformed=True, programs=("fp8_current", "fp8_block")),
     "4 blocks, NNX": Case(library="nnx", programs=(BASE, "fp8_current", "fp8_block")),
     "4 blocks, torch": Case(library="torch", programs=(BASE, TORCHAO)),
     "16 blocks": Case(blocks=16, programs=(BASE, "fp8_current", "fp8_block")),
@@ -78,6 +82,7 @@ CASES = {
 # dims, so checkpoint_dots saves what checkpoint_dots_with_no_batch_dims would.
 BASES = {
     "4 blocks, quantised LM head": "4 blocks",
+    f"4 blocks, {TRANSFORM}": "4 blocks",
     "16 blocks, second process": "16 blocks",
     "8 blocks, scanned, save_quantized_residuals_and_gemms": "8 blocks, scanned, checkpoint_dots",
     "8 blocks, scanned, save_quantized_residuals": "8 blocks, scanned, checkpoint_dots",
@@ -184,9 +189,10 @@ def policy_of(row: str) -> str | None:
 
 
 def model_name(row: str) -> str:
-    """The displayed name of a row's model: its case, with the checkpoint policy as code."""
-    name, policy = row.split("/")[0], policy_of(row)
-    return name if policy is None else name.replace(policy, f"`{policy}`")
+    """The displayed name of a row's model: its case, with names of the API as code."""
+    name = row.split("/")[0]
+    code = policy_of(row) or TRANSFORM
+    return name.replace(code, f"`{code}`")
 
 
 def displayed_row(row: str) -> str:
@@ -248,6 +254,7 @@ def _measure_jax(init: Any, step: Any, data: Any, rounds: int) -> dict[str, Any]
             state, loss = compiled(state, data, jax.random.key(2))
         losses.append(float(jax.block_until_ready(loss)))
         seconds.append((time.perf_counter() - clock) / STEPS)
+    gpu_ms = kernel_times.gpu_milliseconds(compiled, state, data, jax.random.key(2))
     stats = jax.devices()[0].memory_stats() or {}
     kernels = (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
     return {
@@ -257,6 +264,7 @@ def _measure_jax(init: Any, step: Any, data: Any, rounds: int) -> dict[str, Any]
         "peak_bytes": stats.get("peak_bytes_in_use", 0),
         "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         "kernels": kernels,
+        "gpu_ms": gpu_ms,
         "losses": losses,
     }
 
@@ -290,6 +298,9 @@ def training(case: Case, program: str, tiny: bool, batch: int, tokens: int) -> t
     from benchmarks.gpu import llama
 
     dot_general_cls = None
+    if case.transformed:
+        rules = {"*/head": None, "*": program}
+        return llama.training(llama.Stack(shape), batch, tokens, lambda f: sd.transform.quantized(f, rules))
     if program == FLAX:
         dot_general_cls = nn.fp8_ops.Fp8DirectDotGeneralOp
     elif program != BASE:

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.gpu import model, model_targets
+from benchmarks.gpu import kernel_times, model, model_targets
 from benchmarks.table import markdown, verdict
 
 TITLES = (
@@ -35,6 +35,7 @@ README_BASELINES = (
     "Speedups are over the same model in bfloat16, in the same framework and under the same `jax.checkpoint` policy "
     "(`save_quantized_residuals_and_gemms`: under `checkpoint_dots`)."
 )
+GPU_TIME_CASE = "4 blocks"
 HEADLINE = "16 blocks/fp8_current"
 COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}
 
@@ -65,6 +66,19 @@ def table(results: dict[str, Any]) -> str:
             )
         )
     return markdown(TITLES, rows)
+
+
+def gpu_times(results: dict[str, Any]) -> str:
+    """GPU milliseconds of one step by kind of kernel, for the models of GPU_TIME_CASE."""
+    known = model.measured(results)
+    rows = [row for row in measured_rows(known) if row.split("/")[0] == GPU_TIME_CASE and known[row].get("gpu_ms")]
+    kinds = list(dict.fromkeys((*kernel_times.KINDS.values(), kernel_times.OTHER)))
+    body = []
+    for row in rows:
+        times = known[row]["gpu_ms"]
+        cells = [f"{times[kind]:.1f}" if kind in times else "" for kind in kinds]
+        body.append((row.split("/")[1], *cells, f"{sum(times.values()):.1f}"))
+    return markdown(("program", *kinds, "sum"), body)
 
 
 def targets(results: dict[str, Any]) -> str:
@@ -135,7 +149,16 @@ def figure_of(results: dict[str, Any]) -> Figure:
     shown = {phase for row in known.values() for phase in row["first"]}
     labels = {"all": "total only (torch)"}
     handles = [Patch(color=COLOURS[phase], label=labels.get(phase, phase)) for phase in COLOURS if phase in shown]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize=8, frameon=False)
+    title = "right: phases of the first step; left: blue is scaledot"
+    figure.legend(
+        handles=handles,
+        title=title,
+        loc="outside upper right",
+        ncols=len(handles),
+        fontsize=8,
+        title_fontsize=8,
+        frameon=False,
+    )
     return figure
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.gpu import model_page, report
-from benchmarks.gpu.remarks import remark
+from benchmarks.gpu.remarks import WHOLE_MODELS, remark
 from benchmarks.record import RESULTS
 from benchmarks.table import markdown, verdict
 
@@ -59,6 +59,15 @@ torch models have other random parameters; their baseline is torch's own bfloat1
 Targets of whole models:
 
 {model_targets}
+
+GPU time of one step, in ms, by kind of kernel. *GEMMs of XLA* (cuBLAS or Triton) are all matmuls of bfloat16 models,
+and the LM head of the others; *XLA fusions* are everything else that XLA generates: norms, activation functions,
+amaxes, the optimizer. The profiled steps follow a pause of the GPU, so their sum is below the time per step of the
+table above, which is measured in continuous operation at the power limit.
+
+{model_gpu_ms}
+
+{model_remarks}
 
 ## A linear layer, forward and backward
 
@@ -150,7 +159,8 @@ def text(results: dict[str, Any]) -> str:
     tables |= {"block": _block(results["block"]), "grouped": _grouped(results["grouped"])}
     tables |= {"decode": _decode(results["decode"]), "quantize": _quantize(results["quantize"])}
     tables |= {"model": model_page.table(results), "model_targets": model_page.targets(results)}
-    tables |= {"same_losses": model_page.same_losses(results)}
+    tables |= {"same_losses": model_page.same_losses(results), "model_gpu_ms": model_page.gpu_times(results)}
+    tables |= {"model_remarks": WHOLE_MODELS.strip()}
     of_model = results["model"]["cases"][0]["environment"]
     fields |= {f"model_{name}": of_model[name] for name in ("jax", "flax")} | {"model_date": of_model["date"][:10]}
     grouped = results["grouped"]["cases"][0]

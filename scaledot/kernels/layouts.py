@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format
@@ -52,18 +52,14 @@ class RowPairs:
     def logical(self) -> ScaledArray:
         """Returns bfloat16 values (rows, k), with block scales applied, times the tensor scale."""
         q, format = self.stored, self.stored.format
-        block_rows, block_columns = blocks.expand(q.block, 2)
+        shape = 2 * q.shape[0], q.shape[1]
         (scale,) = scale_values(q.scale, None, format)
-        scales = (scale[::2], scale[1::2]) if block_rows == 1 else (scale, scale)
-
-        def values(bits: jax.Array, scale: jax.Array) -> jax.Array:
-            scale = blocks.repeat_scale(scale, q.shape, (max(block_rows // 2, 1), block_columns))
-            return flush(decode_float(bits.astype(jnp.uint32), format) * scale).astype(jnp.bfloat16)
-
-        nibbles = q.data & np.uint8(15), q.data >> 4
-        pairs = jnp.stack([values(bits, scale) for bits, scale in zip(nibbles, scales, strict=True)], axis=1)
-        data = pairs.reshape(2 * q.shape[0], q.shape[1])[: self.rows]
-        return bfloat16_operand(data, q.tensor_scale, q.dtype, q.rotation)
+        # XLA:GPU compiles a shift to an elementwise loop, which is faster than its concatenation of even and odd rows.
+        pairs = jnp.broadcast_to(q.data[:, None], (q.shape[0], 2, q.shape[1])).astype(jnp.uint32)
+        nibbles = pairs >> (4 * lax.broadcasted_iota(jnp.uint32, pairs.shape, 1))
+        values = decode_float(nibbles.reshape(shape), format) * blocks.repeat_scale(scale, shape, q.block)
+        values = values if format.two_level else flush(values)  # codes times E4M3 scales are never subnormal
+        return bfloat16_operand(values.astype(jnp.bfloat16)[: self.rows], q.tensor_scale, q.dtype, q.rotation)
 
 
 @jax.tree_util.register_dataclass
