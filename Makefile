@@ -68,6 +68,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	# Its models, for tests/test_transform_frameworks.py, need none of its dependencies.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) --no-deps google-tunix
 	touch $@
 
 clean:

@@ -13,6 +13,8 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import scaledot as sd
@@ -247,7 +249,7 @@ def test_sites_and_iterations_have_keys_of_their_own():
     assert all((a != b).any() for i, a in enumerate(results) for b in results[:i])
     assert_same_bits(q(w, x, sr_key=jax.random.key(0))[0], first)
     assert (q(w, x, sr_key=jax.random.key(1))[0] != first).any()
-    with pytest.raises(ValueError, match="key"):
+    with pytest.raises(ValueError, match=r"with transform\.quantized, `sr_key`"):
         q(w, x)
 
 
@@ -345,6 +347,79 @@ def test_an_equinox_model_is_quantised():
     assert [row.path for row in report.rows if row.recipe] == ["layers/0", "layers/1"]
     gradient = eqx.filter_grad(transform.quantized(f, "fp8_current"))(model, inputs())
     assert (gradient.layers[0].weight != eqx.filter_grad(f)(model, inputs()).layers[0].weight).any()
+
+
+def test_hooked_layers_are_reported_and_left_as_they_are():
+    """Each contraction under a hook has its recipe in the report, and `quantized` changes only the others."""
+    model, x = Block(), inputs().reshape(2, 8, WIDTH)
+    variables = model.init(jax.random.key(0), x)
+    hooked = sd.linen.with_recipe(model, {"attention/*": "fp8_current", "up": "mxfp8", "*": None})
+    report = transform.report(hooked.apply)(variables, x)
+    recipes = {row.path: row.recipe for row in report.rows if row.recipe}
+    projections = dict.fromkeys([f"attention/{name}" for name in ("query", "key", "value", "out")], "fp8_current")
+    assert recipes == projections | {"up": "mxfp8"}
+    by_rules = transform.report(model.apply, {"attention/*": "fp8_current", "up": "mxfp8"})(variables, x)
+    assert [(row.path, row.flops, row.kernel) for row in report.rows] == [
+        (row.path, row.flops, row.kernel) for row in by_rules.rows
+    ]
+    assert {row.reason for row in report.rows if not row.recipe} == {"it has no recipe"}
+    together = sd.linen.with_recipe(model, {"attention/*": "fp8_current", "up": "mxfp8", "down": "fp8_block"})
+    functions = transform.quantized(hooked.apply, {"down": "fp8_block"}), together.apply
+    assert_same_bits(*(jax.jit(jax.value_and_grad(lambda v, f=f: jnp.sum(f(v, x))))(variables) for f in functions))
+    rules = transform.report(hooked.apply, "int8_qat")(variables, x)
+    assert {row.path for row in rules.rows if row.recipe == "int8_qat"} == {"down"}
+
+
+def test_hooked_nnx_layers_are_reported_in_scans_and_under_vmap():
+    model = sd.nnx.with_recipe(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), "mxfp8")
+
+    def scanned(model, x):
+        return lax.scan(lambda x, _: (jnp.tanh(model(x)), None), x, length=3)[0]
+
+    (row,) = transform.report(scanned)(model, inputs()).rows
+    assert (row.recipe, row.executions, row.flops) == ("mxfp8", 3, 3 * 2 * 16 * WIDTH * WIDTH)
+    (row,) = transform.report(lambda model, x: jax.vmap(model)(x))(model, inputs()).rows
+    assert (row.recipe, row.flops) == ("mxfp8", 2 * 16 * WIDTH * WIDTH)
+
+
+def test_convolutions_and_ragged_dots_by_hand_are_reported():
+    def f(p, x, image, sizes):
+        y = train.conv_general_dilated(image, p["window"], (1,), "SAME", recipe="fp8_current")
+        return y, train.ragged_dot(x, p["stack"], sizes, recipe="mxfp8")
+
+    weights = params() | {"window": jnp.ones((8, 4, 3))}
+    rows = transform.report(f)(weights, inputs(), jnp.ones((2, 4, 16)), jnp.array([4, 4, 8])).rows
+    found = [(row.path, row.primitive, row.recipe, row.flops) for row in rows]
+    assert found == [
+        ("window", "conv_general_dilated", "fp8_current", 2 * (2 * 8 * 16) * (4 * 3)),
+        ("stack", "ragged_dot_general", "mxfp8", 2 * (16 * WIDTH) * WIDTH),
+    ]
+
+
+def test_contractions_in_kernels_and_callbacks_are_left_and_listed():
+    def kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] @ w_ref[...]
+
+    def f(w, x):
+        inside = pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, w)
+        outside = io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ w)
+        return inside + outside
+
+    w, x = params()["up"], inputs()
+    rows = transform.report(f, "mxfp8")(w, x).rows
+    assert [(row.recipe, row.reason) for row in rows] == [
+        ("", "inside pallas_call, which is not rewritten"),
+        ("mxfp8", ""),
+    ]
+    expected = jax.jit(lambda w, x: under("mxfp8")(x, w) + x @ w)(w, x)
+    error = jnp.abs(jax.jit(transform.quantized(f, "mxfp8"))(w, x) - expected)
+    assert (error <= 2 * (WIDTH + 1) * 2**-24 * 2 * (jnp.abs(x) @ jnp.abs(w))).all()  # two orders of float32 additions
+
+
+def test_donated_arguments_are_donated():
+    quantized = transform.quantized(lambda w, x: jnp.sum(x @ w), "mxfp8")
+    step = jax.jit(lambda w, x: w - jax.grad(quantized)(w, x), donate_argnums=0)
+    assert "tf.aliasing_output" in step.lower(params()["up"], inputs()).as_text()
 
 
 def test_effects_weak_types_and_other_results_survive():

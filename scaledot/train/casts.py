@@ -156,7 +156,7 @@ def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
         raise ValueError(
             f"{recipe.name} uses stochastic rounding for {', '.join(stochastic)}; pass a `key`, a new one in each step "
             "(in Flax a stream `sr_rng`: in linen, apply(..., rngs={'sr_rng': key}); in NNX, with_recipe(..., "
-            "rngs=nnx.Rngs(sr_rng=0)) or the `rngs` of each layer)"
+            "rngs=nnx.Rngs(sr_rng=0)) or the `rngs` of each layer; with transform.quantized, `sr_key`)"
         )
 
 

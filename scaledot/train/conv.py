@@ -12,6 +12,7 @@ use the same kernels as fwd.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Unpack
 
@@ -33,6 +34,7 @@ from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
 from scaledot.train.flatten import FlattenedContraction
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.scope import ContractionScope
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
@@ -97,14 +99,19 @@ def conv_general_dilated(
         opts.checked_state(state, w),
     )
     shardings = shardings_of(op.contraction, jax.typeof(x), jax.typeof(w), opts.specs, opts.out_sharding)
+    inputs, _ = window.features_of_a_group
+    products = inputs * math.prod(w.shape[axis] for axis in numbers.rhs_spec[2:])
+    scope = ContractionScope(opts.recipe.name, "conv_general_dilated", products).named_scope
     if shardings is None:
-        return opts.returned(*quantised_matmul(StaticArgs(op, opts), operands, state, key))
+        with scope():
+            return opts.returned(*quantised_matmul(StaticArgs(op, opts), operands, state, key))
     _check_shardings(shardings, has_feature_groups=feature_group_count > 1)
     flattened = FlattenedContraction.unchanged(op.contraction, op.features)
     sharded_op = ShardedOp.of(op, flattened, operands, shardings, opts)
     sizes = dict(sharded_op.sizes) | window.result_sizes(op.contraction.out)
     sharded_op = dataclasses.replace(sharded_op, sizes=tuple(sizes.items()))
-    return opts.returned(*multiply_sharded(sharded_op, opts, operands, state, key))
+    with scope():
+        return opts.returned(*multiply_sharded(sharded_op, opts, operands, state, key))
 
 
 def _one_per_axis(name: str, value, spatial: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, Unpack
 
 import jax
@@ -20,6 +21,7 @@ from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
 from scaledot.train.flatten import FlattenedContraction, flatten
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.scope import ContractionScope
 from scaledot.train.train_op import Matmul, Operands, StaticArgs
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import WeightCodes, weight_operand
@@ -148,14 +150,19 @@ def contract_with_recipe(
         codes.spec.check_use(options.recipe, contraction)
     operands, state = Operands(x, w, b, None), options.checked_state(state, w)
     shardings = shardings_of(contraction, jax.typeof(x), jax.typeof(w), options.specs, options.out_sharding)
+    products = math.prod(x.shape[contraction.lhs.index(c)] for c in contraction.contracting)
+    equation = f"{contraction.lhs},{contraction.rhs}->{contraction.out}"
+    scope = ContractionScope(options.recipe.name, "dot_general", products, equation).named_scope
     if shardings is None:
-        return options.returned(*_contract_unsharded(options, contraction, operands, state, key, codes))
+        with scope():
+            return options.returned(*_contract_unsharded(options, contraction, operands, state, key, codes))
     if codes is not None:
         raise ValueError(
             f"{codes.spec} was cast as a global array, but matmuls with `specs`, or of arrays that are sharded over "
             "explicit mesh axes, cast shards: leave the weight out of cast_weights with `select`"
         )
-    return options.returned(*_contract_sharded(options, contraction, shardings, operands, state, key))
+    with scope():
+        return options.returned(*_contract_sharded(options, contraction, shardings, operands, state, key))
 
 
 def _contract_unsharded(options: Options, contraction: Contraction, operands: Operands, state: State, key, codes):

@@ -35,6 +35,7 @@ from scaledot.state import State
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.scope import ContractionScope
 from scaledot.train.train_op import CastOperands, CastRequest, Matmul, Operands, StaticArgs
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
@@ -84,11 +85,14 @@ def ragged_dot(
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
         return RaggedDotOp(_group_alignment(opts.recipe.wgrad, groups, opts.kernel, arrays, partitioning), partitioning)
 
+    scope = ContractionScope(opts.recipe.name, "ragged_dot_general", x.shape[1]).named_scope
     if experts is not None:
-        return opts.returned(*multiply_experts(local_op, opts, experts, operands, state, key))
+        with scope():
+            return opts.returned(*multiply_experts(local_op, opts, experts, operands, state, key))
     x = x if rows else jnp.zeros((1, x.shape[1]), x.dtype)  # kernels need a row; this one belongs to no group
     static = StaticArgs(local_op(count, rows, *w.shape[1:]), opts)
-    y, state = quantised_matmul(static, operands._replace(x=x), state, key)
+    with scope():
+        y, state = quantised_matmul(static, operands._replace(x=x), state, key)
     return opts.returned(y[:rows], state)
 
 

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from scaledot.contraction import Contraction
 from scaledot.recipes import Recipe
 from scaledot.train.conv import groups_reason
+from scaledot.train.scope import ContractionScope, innermost
 from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts, type_of
 from scaledot.transform.rules import Rule
 from scaledot.transform.site import PRIMITIVES, Site
@@ -49,12 +51,16 @@ def join(origins: Sequence[Origin]) -> Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What becomes of a site: its recipe and the rule that chose it, or the reason why it has none."""
+    """What becomes of a site: its recipe and the rule that chose it, or the reason why it has none.
+
+    existing: the name of the recipe that it has already, from a Flax hook or `scaledot.train`; it is left as it is.
+    """
 
     site: Site
     recipe: Recipe | None
     rule: Rule | None = None
     reason: str = ""
+    existing: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +140,10 @@ class Analysis:
 
         def visit(i: int, eqn: JaxprEqn, origins: list[Origin]) -> None:
             here = place.within(str(eqn.source_info.name_stack))
-            if eqn.primitive.name in PRIMITIVES:
+            if eqn.primitive.name == "custom_vjp_call" and (scope := innermost(here.scope)):
+                if record:
+                    self.choices.append(_existing(eqn, origins, here, scope))
+            elif eqn.primitive.name in PRIMITIVES:
                 choice = self._choose(eqn, origins, here)
                 if record:
                     self.choices.append(choice)
@@ -253,13 +262,32 @@ class Analysis:
         derivative = _derivative(place)
         rule = next((rule for rule in self.rules if rule.matches(site)), None)
         if rule is None:
-            return Choice(site, None, reason=_UNMATCHED[site.operands])
+            return Choice(site, None, reason=_UNMATCHED[site.operands] if self.rules else "it has no recipe")
         if rule.recipe is None:
             return Choice(site, None, rule, "its rule has no recipe")
         reason = _obstacle(eqn, site, rule.recipe) or derivative
         if reason is None and rule.recipe.delayed and place.no_state:
             reason = f"{rule.recipe.name} has a state, which cannot pass through {place.no_state}"
         return Choice(site, None, rule, reason) if reason else Choice(site, rule.recipe, rule)
+
+
+def _existing(eqn: JaxprEqn, origins: list[Origin], place: Place, scope: ContractionScope) -> Choice:
+    """The Choice of a contraction that runs under a recipe already; the first operands of `eqn` are x and w."""
+    types = [type_of(atom) for atom in (*eqn.invars[:2], eqn.outvars[0])]
+    outer = dataclasses.replace(place, scope=place.scope.partition(str(scope))[0].strip("/"))
+    params = {"dimension_numbers": _numbers_of(scope.equation, *types[:2]), "precision": None}
+    site = _site(scope.primitive, types, scope.products, params, origins[:2], outer)
+    return Choice(site, None, existing=scope.recipe)
+
+
+def _numbers_of(equation: str, x: Any, w: Any) -> Any:
+    """Dimension numbers of operands that were not flattened to matrices, or were; None if they are batched by vmap."""
+    operands, _, out = equation.partition("->")
+    lhs, _, rhs = operands.partition(",")
+    if equation and (len(lhs), len(rhs)) == (x.ndim, w.ndim):
+        return Contraction(lhs, rhs, out).dimension_numbers
+    is_matmul = (x.ndim, w.ndim) == (2, 2) and x.shape[1] == w.shape[0]
+    return (((1,), (0,)), ((), ())) if is_matmul else None
 
 
 def _derivative(place: Place) -> str | None:
@@ -312,33 +340,45 @@ _OPERANDS = {
 
 def make_site(eqn: JaxprEqn, origins: Sequence[Origin], place: Place) -> Site:
     """The Site of a contraction whose first two operands have the given origins."""
-    lhs, rhs, out = map(type_of, (*eqn.invars[:2], eqn.outvars[0]))
+    types = [type_of(atom) for atom in (*eqn.invars[:2], eqn.outvars[0])]
+    return _site(eqn.primitive.name, types, _products(eqn, *types[:2]), eqn.params, origins, place)
+
+
+def _site(
+    primitive: str,
+    types: Sequence[Any],
+    products: int,
+    params: Mapping[str, Any],
+    origins: Sequence[Origin],
+    place: Place,
+) -> Site:
+    """types: of lhs, rhs and the result. products: that are added up for each element of the result."""
+    lhs, rhs, out = types
     operands = _OPERANDS[sum(origin.is_data for origin in origins), sum(origin.is_weight for origin in origins)]
     weight = 0 if operands == "weight" and origins[0].is_weight else 1
-    params = sorted(origins[weight].params) if operands == "weight" else []
-    layers = [path.rpartition("/")[0] or path for path in params]
-    path = " + ".join(dict.fromkeys(layers)) or place.scope or eqn.primitive.name
-    names = tuple(dict.fromkeys([path, *layers, *params, place.scope]))
-    flops = 2 * math.prod(out.shape) * _contracted_size(eqn, lhs, rhs)
+    paths = sorted(origins[weight].params) if operands == "weight" else []
+    layers = [path.rpartition("/")[0] or path for path in paths]
+    path = " + ".join(dict.fromkeys(layers)) or place.scope or primitive
+    names = tuple(dict.fromkeys([path, *layers, *paths, place.scope]))
     return Site(
         path=path,
         names=names,
         scope=place.scope,
-        primitive=eqn.primitive.name,
+        primitive=primitive,
         operands=operands,
         weight=weight,
         lhs=lhs,
         rhs=rhs,
         out=out,
-        flops=flops,
+        flops=2 * math.prod(out.shape) * products,
         lengths=place.lengths,
         in_loop=place.in_loop,
-        params=eqn.params,
+        params=params,
     )
 
 
-def _contracted_size(eqn: JaxprEqn, lhs: Any, rhs: Any) -> int:
-    """The number of products per element of the result."""
+def _products(eqn: JaxprEqn, lhs: Any, rhs: Any) -> int:
+    """The number of products that are added up for each element of the result."""
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"].rhs_spec
         return math.prod(rhs.shape[axis] for axis in numbers[1:])

@@ -75,11 +75,12 @@ class Transform:
     programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], rules: Rules, params: ParamArgs) -> "Transform":
+    def of(cls, fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> "Transform":
+        """rules: None for a function that is only looked at."""
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {fn!r}")
         param_args = params if params is None else (params,) if isinstance(params, int) else tuple(params)
-        return cls(fn, parse_rules(rules), param_args)
+        return cls(fn, () if rules is None else parse_rules(rules), param_args)
 
     def program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False

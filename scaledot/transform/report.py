@@ -9,7 +9,7 @@ import jax
 
 from scaledot.kernels import table
 from scaledot.ops.explain import problems
-from scaledot.recipes import Recipe
+from scaledot.recipes import RECIPES, Recipe
 from scaledot.state import init_state
 from scaledot.transform.analysis import Choice
 from scaledot.transform.program import ParamArgs, Transform
@@ -22,7 +22,8 @@ class Row:
     """A contraction: where it is, what it computes, and what became of it.
 
     executions: of one call, 0 if unknown (in a while loop). flops: of all executions, where an unknown number counts as
-    1. share: of the FLOPs of all contractions. kernel: those of fwd, dgrad and wgrad, "" without a recipe.
+    1. share: of the FLOPs of all contractions. recipe: that of a rule, of a Flax hook or of `scaledot.train`, or "".
+    rule: "" if none chose the recipe. kernel: those of fwd, dgrad and wgrad, "" without a recipe or if unknown.
     """
 
     path: str
@@ -75,10 +76,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.path, f"{row.lhs} x {row.rhs}", executions, f"{row.share:.1%}", row.recipe or "-", outcome
 
 
-def report(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Callable[..., Report]:
+def report(fn: Callable[..., Any], rules: Rules | None = None, *, params: ParamArgs = 0) -> Callable[..., Report]:
     """A function of the arguments of `fn` that returns the `Report` of `quantized(fn, rules)`.
 
-    Nothing is computed; arguments may be ShapeDtypeStructs. Kernels are those of the default device.
+    Contractions that run under a recipe already, by the hooks of linen and NNX or by `scaledot.train`, are listed with
+    it; without `rules`, only these have a recipe. Nothing is computed; arguments may be ShapeDtypeStructs. Kernels are
+    those of the default device.
 
     >>> import jax, jax.numpy as jnp
     >>> def f(params, x):
@@ -116,9 +119,9 @@ def _row(choice: Choice, total: int) -> Row:
         flops=flops,
         share=flops / total if total else 0.0,
         rule=str(choice.rule) if choice.rule else "",
-        recipe=choice.recipe.name if choice.recipe else "",
+        recipe=choice.recipe.name if choice.recipe else choice.existing,
         reason=choice.reason,
-        kernel=_kernels(choice) if choice.recipe else "",
+        kernel=_kernels(choice),
     )
 
 
@@ -128,7 +131,12 @@ def _typed(aval: Any) -> str:
 
 def _kernels(choice: Choice) -> str:
     """Names of the kernels of fwd, dgrad and wgrad, each once."""
-    return _kernels_of(choice.recipe, choice.site.primitive, _Operands(choice))
+    recipe = choice.recipe or RECIPES.get(choice.existing)
+    site = choice.site
+    is_known = not choice.existing or site.params["dimension_numbers"] or site.primitive == "ragged_dot_general"
+    if recipe is None or not is_known:
+        return ""
+    return _kernels_of(recipe, site.primitive, _Operands(dataclasses.replace(choice, recipe=recipe)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
