@@ -469,22 +469,33 @@ def test_a_transform_per_example_has_a_scale_per_example():
 def programs(draw):
     """A random composition of the constructs, as a function of parameters and x."""
     names = draw(st.lists(st.sampled_from(sorted(set(CONSTRUCTS) - {"shard_map", "swapped"})), min_size=1, max_size=3))
-    return names, lambda dot, p, x: functools.reduce(lambda x, name: jnp.tanh(CONSTRUCTS[name](dot, p, x)), names, x)
+    return lambda dot, p, x: functools.reduce(lambda x, name: jnp.tanh(CONSTRUCTS[name](dot, p, x)), names, x)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(programs())
 def test_without_casts_programs_keep_their_bits(program):
-    _, compose = program
+    compose = program
     f = lambda p, x: jnp.sum(compose(plain, p, x) ** 2)  # noqa: E731
     found, expected = (
         jax.jit(jax.value_and_grad(g))(params(), inputs(4)) for g in (transform.quantized(f, UNQUANTISED), f)
     )
     assert_same_bits(found, expected)
-    for rules in ("mxfp8", {"*": None}):
-        report = transform.report(f, rules)(params(), inputs(4))
-        assert sum(row.share for row in report.rows) == pytest.approx(1)
-        assert report.quantized_share == pytest.approx(1.0 if rules == "mxfp8" else 0.0)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(programs(), st.data())
+def test_a_report_accounts_for_all_flops(program, data):
+    f = functools.partial(program, plain)
+    flops = {}
+    for row in transform.report(f)(params(), inputs(4)).rows:
+        flops[row.path] = flops.get(row.path, 0) + row.flops
+    rules = {path: data.draw(st.sampled_from(["mxfp8", "fp8_current", None])) for path in flops}
+    report = transform.report(f, rules)(params(), inputs(4))
+    assert sum(row.share for row in report.rows) == pytest.approx(1)
+    assert sum(row.flops for row in report.rows) == sum(flops.values())
+    quantised = sum(flops[path] for path, recipe in rules.items() if recipe)
+    assert report.quantized_share == pytest.approx(quantised / sum(flops.values()))
 
 
 def test_recipes_are_replaced_by_value():
