@@ -155,7 +155,7 @@ def _encode_codebook(x, codebook, dtype, uniform):
         index = _count_below(x, (entries[1:] + entries[:-1]) / np.float32(2))
     else:
         x = jnp.clip(x, entries[0], entries[-1])
-        below = _count_below(x, np.nextafter(entries[1:], entries[:-1]))  # entries at or below x
+        below = _count_below(x, np.nextafter(entries[1:], entries[:-1]))  # the index of the last entry at or below x
         inverse_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
         index = below + ((x - _look_up(below, codebook)) * inverse_gap > uniform).astype(jnp.uint32)
     return narrow(index.astype(jnp.uint8), dtype)

@@ -39,7 +39,7 @@ INSTEAD = {
     "GroupedQuantizer": _FACTORY + " with n_groups=",
     "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
     "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
-    "AmaxScope": "amax is always that of the global array, for any sharding",
+    "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
     "collective_gemm_bootstrap": "no initialisation is needed: collectives are XLA's",
 }
 
