@@ -201,7 +201,7 @@ class ShardedOp:
     def _amax_axes(self, tensor: str, resolved: ResolvedCast) -> Axes:
         """Mesh axes over which the amax of a cast is reduced: those that shard a dim with one scale."""
         flattening, two_level = self._flattening(tensor), resolved.cast.format.two_level
-        one_scale = [c for c, size in zip(flattening.flat, resolved.tile, strict=True) if size == 0 or two_level]
+        one_scale = [c for c, size in zip(flattening.flat, resolved.block, strict=True) if size == 0 or two_level]
         axes = [axis for c in one_scale for m in flattening.members(c) for axis in self._axes(tensor, m)]
         if self.amax_scope == "global":
             return tuple(axes)
@@ -241,7 +241,7 @@ class ShardedOp:
         for axes in (dict(getattr(self.shardings, tensor)), self._multiplied_axes(matmul, tensor)):
             if rotation is not None and resolved.rotated_axis is not None:
                 yield from self._cut(tensor, axes, flat[resolved.rotated_axis], rotation.size, "groups of a rotation")
-            for label, size in zip(flat, resolved.tile, strict=True):
+            for label, size in zip(flat, resolved.block, strict=True):
                 if size > 1:
                     yield from self._cut(tensor, axes, label, size, "blocks")
 
