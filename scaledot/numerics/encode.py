@@ -21,7 +21,8 @@ from scaledot.numerics.rounding import round_integer, round_nonnegative, round_t
 def encode(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
     """Rounds scaled values x to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
 
-    NaN is encoded as NaN in 8-bit floats and as 0 in every other element.
+    In a codebook, a value halfway between two entries is rounded to the lower one. NaN is encoded as NaN in 8-bit
+    floats and as 0 in every other element.
     """
     if format.is_float:
         return _encode_float(x, format, uniform)

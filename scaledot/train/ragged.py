@@ -1,7 +1,7 @@
 """`ragged_dot` with operands quantised by a recipe: rows in consecutive groups, each multiplied by its own matrix.
 
-Every group is quantised as if it were an array of its own (see `kernels.xla_casts`). wgrad contracts the rows of each
-group, so its blocks run down rows: groups are spaced to start at a multiple of the block, with zero rows between. One
+Every group is quantised as if it were an array of its own (see `numerics.grouped`). wgrad contracts the rows of each
+group, so its blocks run down rows: groups are aligned to start at a multiple of the block, with zero rows between. One
 scale for a whole group (per tensor, per channel, or the tensor scale of a two-level format) is stored apart from the
 codes (`PerGroup`) and multiplies the result of wgrad, which has one matrix per group.
 
@@ -93,7 +93,7 @@ def ragged_dot(
 
 
 def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
-    """How XLA partitions the arrays; not automatic, because grouped kernels have no partitioning rule."""
+    """The partitioning of the arrays, with `is_automatic` false, because grouped kernels have no partitioning rule."""
     return partitioning_of(x, w)._replace(is_automatic=False)
 
 
@@ -205,7 +205,7 @@ class RaggedDotOp:
         return resolved
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
-        """x quantised for each matmul, in one pass per cast: groups are spaced in wgrad only."""
+        """x quantised for each matmul, each distinct cast in its own pass, because only wgrad aligns groups."""
         results: dict[Any, CastResult] = {}
         for matmul, resolved in request.resolved.items():
             if resolved not in results and request.tensor == "w":

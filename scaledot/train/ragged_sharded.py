@@ -5,10 +5,11 @@ these groups' rows computes the same codes and scales as a single device would. 
 a block or a scale may span rows of several devices. One device computes each row of the result; results are combined by
 adding zeros of all other devices, which is exact in any dtype.
 
-Groups are partitioned over the mesh axes that shard the weights along groups and, where the number of groups divides,
-over those that shard only rows, whose devices would otherwise repeat the same work. A mesh axis that shards both rows
-and features of the weights, as in FSDP, exchanges features for groups. Features that stay sharded, as in tensor
-parallelism, are handled as in `dot_sharded`: amaxes are max-reduced over devices, partial results summed in float32.
+Groups are partitioned over the mesh axes that shard the weights along groups and, if the number of groups is a multiple
+of their sizes, over those that shard only rows, whose devices would otherwise repeat the same work. A mesh axis that
+shards both rows and features of the weights, as in FSDP, exchanges features for groups. Features that stay sharded, as
+in tensor parallelism, are handled as in `dot_sharded`: amaxes are max-reduced over devices, partial results summed in
+float32.
 
 x (t, k), w (8, k@tp, n) on ep=4, tp=2 with groups sharded over "ep": a device has half of k of the matrices of two
 groups, and the rows of these two groups. It multiplies them, results are all-reduced over "tp", and rows are combined

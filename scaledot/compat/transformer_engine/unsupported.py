@@ -48,7 +48,7 @@ def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[st
     """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for names in INSTEAD.
 
     `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
-    Python would replace an AttributeError by its own ImportError, without our message.
+    Python would replace an AttributeError by its own ImportError, without the replacement's name.
     """
 
     def getattr_(name: str) -> object:

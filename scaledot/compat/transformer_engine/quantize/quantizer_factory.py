@@ -129,7 +129,7 @@ def _set_by_mode(mode: ScalingMode, fwd_dtype, bwd_dtype, key, shared: dict[str,
 def _kernel_options(mode: ScalingMode, shared: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of the kernel's quantizer.
 
-    fwd contracts axis 0 of a kernel (k, n). With a ROWWISE layout (`is_2x2x=False`) only fwd is quantised, and the kernel
+    fwd contracts axis 0 of a kernel (k, n). With a ROWWISE layout (`is_2x2x=False`) only fwd is quantised, and kernels
     must have 1D blocks along axis 0, so its quantizer is COLWISE.
     """
     forward_only = shared["q_layout"] is QuantizeLayout.ROWWISE and mode.is_1d_block_scaling()

@@ -64,7 +64,10 @@ class TensorUsage(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ModeSpec:
-    """Formats of a mode, one per code dtype, and its block granularity."""
+    """Formats of a mode, one per code dtype, its block, and whether its scales are delayed.
+
+    colwise_layout: "T" if colwise codes are stored transposed, otherwise "N".
+    """
 
     formats: tuple[str, ...] = ()
     block: tuple[int, int] | None = None  # (free, contracting) elements per scale; None for one scale per tensor
