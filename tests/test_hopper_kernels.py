@@ -403,10 +403,26 @@ def test_unsupported_matmuls_have_reasons(monkeypatch, x, w, options, reason):
         sd.matmul(x, w, kernel="hopper_fp8", **options)
 
 
-def output_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> CastOutput:
+def output_of(format: sd.Format, block, contracted: int, rotation, dtype) -> CastOutput:
     from benchmarks.gpu.cast import MatrixCast
 
-    return MatrixCast(format, tile, contracted, rotation=rotation).output(dtype, 0)
+    return MatrixCast(format, block, contracted, rotation=rotation).output(dtype, 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "format", "block", "passed", "needs_amax"),
+    [
+        (cast_8bit, "fp8_e4m3", (0, 0), (), True),
+        (cast_8bit, "fp8_e4m3", (0, 0), ("multiplier",), False),
+        (cast_8bit, "fp8_e4m3", (1, 128), (), False),
+        (cast_microscaled, "mxfp8", (1, 32), (), False),
+        (cast_microscaled, "nvfp4", (1, 16), (), True),
+    ],
+)
+def test_descriptions_of_casts_say_whether_the_amax_is_computed_first(kernel, format, block, passed, needs_amax):
+    output = output_of(sd.FORMATS[format], block, 1, None, jnp.bfloat16)
+    description = kernel.describe(CastProblem((256, 256), (output,), frozenset(passed)))
+    assert description.endswith("one pass on Hopper, after the amax" if needs_amax else "one pass on Hopper")
 
 
 @pytest.mark.parametrize(

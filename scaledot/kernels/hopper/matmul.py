@@ -71,8 +71,8 @@ def matmul(
       MN-major, or with groups of rows, as tiles at a group boundary are stored as 128-byte row segments;
     * scales (if not (1,)) and bias to multiples of `config.cluster_tile_m` and `config.cluster_tile_n` (for 128×128
       blocks of b, of `config.cluster_tile_n` / 128). They are loaded without bounds checks: scales of 1×128 blocks
-      by TMA, possibly as `cp.async.bulk` copies, and all others and the bias directly from GMEM. With groups of rows,
-      a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
+      by TMA, possibly as `cp.async.bulk` copies, and all others and the bias from GMEM to registers. With groups of
+      rows, a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
     """
     m, k = a.shape[::-1] if mn_major[0] else a.shape
     n = b.shape[-1 if mn_major[1] else -2]
