@@ -6,8 +6,9 @@ Starts processes on this machine that share the four devices of a mesh: two-way 
 The model, its sharding and its checkpoints are those of `examples.gpt_sharded`. Losses are bit-identical for any number
 of processes.
 
-If a process dies, the others are stopped and the last complete checkpoint is printed. The same command resumes from it,
-also with another number of processes. On several machines, start each process with --worker and --coordinator.
+If a process dies, the others are stopped, and the last complete checkpoint and the command that resumes from it are
+printed; the number of processes may then differ. On several machines, start each process with --worker and
+--coordinator.
 """
 
 import argparse

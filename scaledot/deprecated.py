@@ -1,6 +1,7 @@
 """Old names of renamed public API: each still works, with a DeprecationWarning that contains the new name.
 
-All renamed public names are listed here and nowhere else; they are removed one release later.
+All renamed public names but two, the properties `AmaxHistory.factor` and `Cast.tile`, are listed here and nowhere else.
+They are removed one release later.
 
 >>> import warnings
 >>> with warnings.catch_warnings(record=True) as caught:
@@ -53,10 +54,13 @@ def current(kind: str, name: str, renamed: Mapping[str, str]) -> str:
     return renamed[name]
 
 
-def warn(sentence: str) -> None:
-    """Issues a DeprecationWarning that points at the caller of scaledot."""
+def warn(sentence: str, frames: int = 2) -> None:
+    """Issues a DeprecationWarning that points at the caller of scaledot.
+
+    frames: how many functions of scaledot are between that caller and this function, 1 for a property.
+    """
     removal = "the old name will be removed in the next release"
-    warnings.warn(f"{sentence}; {removal}", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{sentence}; {removal}", DeprecationWarning, stacklevel=2 + frames)
 
 
 def accepts_renamed_arguments(function: Function) -> Function:
@@ -66,7 +70,7 @@ def accepts_renamed_arguments(function: Function) -> Function:
     def with_current_names(*args, **kwargs):
         for old, new in ARGUMENTS.items():
             if old in kwargs:
-                warn(f"argument `{old}` of {function.__name__} was renamed to `{new}`")
+                warn(f"argument `{old}` of {function.__name__} was renamed to `{new}`", frames=1)
                 kwargs[new] = kwargs.pop(old)
         return function(*args, **kwargs)
 

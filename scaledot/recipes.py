@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from scaledot import deprecated
 from scaledot.formats import FORMATS, Format, Quirks, find_format, row_of
 from scaledot.hashing import hash_once
 from scaledot.numerics import calibrate
@@ -88,13 +89,13 @@ class Cast:
                 "delayed scaling uses the amax of the tensor: it takes no `rotation`, no `pow2` and only "
                 f"calibration='absmax', not {self}"
             )
-        if self.delayed is not None and (any(self.tile) or row.scale != "float32" or not row.is_float):
+        if self.delayed is not None and (any(self.block_2d) or row.scale != "float32" or not row.is_float):
             raise ValueError(
                 f"delayed scaling needs a float format with one float32 scale per tensor, such as fp8_e4m3, not {self}"
             )
 
     @property
-    def tile(self) -> tuple[int, int]:
+    def block_2d(self) -> tuple[int, int]:
         """(free, contracting) elements that share a scale; 0 is a whole dim."""
         if self.block is None:
             return (0, 0)
@@ -102,13 +103,19 @@ class Cast:
         return free, contracting
 
     @property
+    def tile(self) -> tuple[int, int]:
+        """The old name of `block_2d`."""
+        deprecated.warn("`Cast.tile` was renamed to `block_2d`", frames=1)
+        return self.block_2d
+
+    @property
     def is_per_tensor(self) -> bool:
-        return self.tile == (0, 0)
+        return self.block_2d == (0, 0)
 
     @property
     def has_blocks_or_rotation(self) -> bool:
         """Whether blocks or a rotation divide an axis into groups of elements."""
-        return any(b > 1 for b in self.tile) or self.rotation is not None
+        return any(b > 1 for b in self.block_2d) or self.rotation is not None
 
     @property
     def clips(self) -> bool:
@@ -123,7 +130,7 @@ class Cast:
     def __str__(self) -> str:
         words = [self.format.name]
         if not self.is_per_tensor:
-            words.append("×".join("all" if b == 0 else str(b) for b in self.tile))
+            words.append("×".join("all" if b == 0 else str(b) for b in self.block_2d))
         words += ["stochastic"] if self.rounding == "stochastic" else []
         words += [f"hadamard{self.rotation.size}"] if self.rotation else []
         words += [f"delayed({self.delayed.length})"] if self.delayed else []

@@ -54,7 +54,7 @@ class AmaxHistory(NamedTuple):
     @property
     def factor(self) -> Any:
         """The old name of `multiplier`."""
-        deprecated.warn("`AmaxHistory.factor` was renamed to `multiplier`")
+        deprecated.warn("`AmaxHistory.factor` was renamed to `multiplier`", frames=1)
         return self.multiplier
 
 

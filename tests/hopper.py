@@ -32,7 +32,7 @@ def interpreted(monkeypatch, sm_count: int = 2):
 def lowered_for_hopper(monkeypatch):
     """Lowers the Hopper kernels as for an H200; the programs cannot be run."""
     with _enabled(monkeypatch, support.DEFAULT_SM_COUNT) as patched:
-        patched.setattr(support, "machine_reason", lambda: None)
+        patched.setattr(support, "device_reason", lambda: None)
         patched.setattr(support, "is_interpreted", lambda: False)
         yield
 
@@ -40,7 +40,7 @@ def lowered_for_hopper(monkeypatch):
 @contextlib.contextmanager
 def _enabled(monkeypatch, sm_count: int):
     with monkeypatch.context() as patched:
-        patched.setattr(support, "device_reason", lambda: None)
+        patched.setattr(support, "mesh_reason", lambda: None)
         patched.setattr(support, "sm_count", lambda: sm_count)
         for name in ("DOT", "RAGGED", "CASTS"):  # new tables: cached programs with other kernels are not reused
             first, *others = getattr(table, name)

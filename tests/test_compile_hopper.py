@@ -40,8 +40,8 @@ def shapes(*pairs) -> list[jax.ShapeDtypeStruct]:
     "changes",
     [
         {},
-        {"cluster_dimension": "rows"},
-        {"cluster_dimension": "columns"},
+        {"cluster_along": "rows"},
+        {"cluster_along": "columns"},
         {"wg_n": 128, "stages": 6, "n_splits": 1},
         {"wg_n": 128, "n_splits": 1, "consumer_warpgroups": 3, "epilogue_columns": 32},
     ],
@@ -177,7 +177,7 @@ def test_casts_with_column_sums_do_not_spill(ptxas_folder):
 
 def test_an_fp8_training_step_is_six_kernels_and_reductions(ptxas_folder, monkeypatch):
     """Casts of three tensors and three matmuls; XLA reduces amaxes, and does not transpose, copy or convert."""
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
     def step(x, w, dy):

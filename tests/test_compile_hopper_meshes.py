@@ -27,7 +27,7 @@ ROW = train.Specs(P(None, "tp"), P("tp"), P("tp"))
 def mesh(monkeypatch, tmp_path):
     """A mesh of eight H200s; the Hopper kernels are enabled, as on a machine that has these devices."""
     gpu_compile.ptxas_reports(monkeypatch, tmp_path)
-    for reason in ("device_reason", "machine_reason"):
+    for reason in ("mesh_reason", "device_reason"):
         monkeypatch.setattr(support, reason, lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     return topologies.make_mesh(gpu_compile.devices_of("H200", DEVICES), (DEVICES,), ("tp",))

@@ -27,7 +27,7 @@ WEIGHTS = {
 
 @pytest.fixture
 def ptxas_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     return gpu_compile.ptxas_reports(monkeypatch, tmp_path)
 

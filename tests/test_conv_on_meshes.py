@@ -109,7 +109,7 @@ def shard_map(specs: train.Specs, recipe):
 def blocks_are_cut(name: str, layout: str) -> bool:
     """Whether blocks along the images in wgrad are larger than the shard of a device."""
     devices = 4 if layout in ("images", "fsdp") else 2
-    return any(max(cast.tile) > IMAGE[0] // devices for *_, cast in RECIPES[name].casts())
+    return any(max(cast.block_2d) > IMAGE[0] // devices for *_, cast in RECIPES[name].casts())
 
 
 MODES = {"explicit": explicit, "specs": automatic, "shard_map": shard_map}

@@ -53,7 +53,20 @@ def test_factor_is_the_old_name_of_multiplier():
         assert history.factor is history.multiplier
 
 
+def test_tile_is_the_old_name_of_the_block_2d_of_a_cast():
+    cast = sd.Cast("mxfp8")
+    with pytest.warns(DeprecationWarning, match="`Cast.tile` was renamed to `block_2d`"):
+        assert cast.tile == cast.block_2d == (1, 32)
+
+
 def test_warnings_point_at_the_caller():
-    with pytest.warns(DeprecationWarning, match="collective_matmul") as caught:
-        sd.collective  # noqa: B018
-    assert caught[0].filename == __file__
+    x, history, cast = jnp.ones(2), sd.init_state("fp8_delayed")["x"], sd.Cast("mxfp8")
+    for use in (
+        lambda: sd.collective,
+        lambda: sd.quantize(x, "fp8_e4m3", factor=np.float32(8)),
+        lambda: history.factor,
+        lambda: cast.tile,
+    ):
+        with pytest.warns(DeprecationWarning, match="was renamed to") as caught:
+            use()
+        assert caught[0].filename == __file__

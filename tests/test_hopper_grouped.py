@@ -170,7 +170,7 @@ def test_group_scales_are_those_of_the_reference(hopper, rows, sizes):
 def test_unsupported_casts_of_row_groups_have_reasons(monkeypatch):
     from benchmarks.gpu.cast import MatrixCast
 
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
 
     def reason(format: str, tile, rotation=None, rows: int = 300) -> str | None:
         output = MatrixCast(sd.FORMATS[format], tile, 1, rotation=rotation).output(jnp.bfloat16, 0)
@@ -215,7 +215,7 @@ def test_a_training_step_agrees_with_the_reference(hopper, monkeypatch, recipe):
     assert matmuls == ["rows", "rows", "k"], "XLA computed a matmul"
     assert len(casts) == (0 if recipe == "int8" else 4), "XLA cast rows"  # it casts those with a scale per row
     with monkeypatch.context() as without_kernels:
-        without_kernels.setattr(support, "device_reason", lambda: "not here")
+        without_kernels.setattr(support, "mesh_reason", lambda: "not here")
         expected = step()
     assert len(matmuls) == 3
     for one, other in zip(found, expected, strict=True):
@@ -231,7 +231,7 @@ def test_a_training_step_agrees_with_the_reference(hopper, monkeypatch, recipe):
 
 @needs_mosaic
 def test_programs_on_a_gpu_machine_also_have_the_xla_kernels(monkeypatch):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -255,7 +255,7 @@ def test_programs_on_a_gpu_machine_also_have_the_xla_kernels(monkeypatch):
     ],
 )
 def test_unsupported_grouped_matmuls_have_reasons(monkeypatch, x, w, reason):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     x = quantize(normal(0, (64, 64)), x[0], **({} if x[1] is None else {"axis": (0, 1), "block": x[1]}))
     w = quantize(normal(1, (2, 64, 32)), w[0], **({"axis": 1} if w[1] is None else {"axis": (0, 1, 2), "block": w[1]}))
     assert reason in sd.explain(sd.ragged_dot, x, w, jnp.array([30, 34]))
@@ -264,7 +264,7 @@ def test_unsupported_grouped_matmuls_have_reasons(monkeypatch, x, w, reason):
 
 
 def test_blocks_down_rows_need_group_sizes_that_are_multiples_of_a_block(monkeypatch):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     x, g = (quantize(normal(i, (256, 32)), "fp8_e4m3", axis=(0, 1), block=(128, 1)) for i in range(2))
     with pytest.raises(NotImplementedError, match="group sizes must be multiples of 128"):
         sd.ragged_dot_general(x, g, jnp.array([100, 156]), WITHIN_GROUPS, kernel="hopper_grouped")

@@ -48,12 +48,12 @@ MATMULS = [  # (M, N, K), dtypes, fields of the config, promote, k_first of eith
     ((128, 256, 512), (E4M3, E4M3), {}, False, (False, False)),
     ((384, 256, 640), (E4M3, E5M2), {}, False, (False, False)),
     ((72, 48, 128), (E5M2, E5M2), {}, True, (False, False)),
-    ((384, 512, 256), (E4M3, E4M3), {"cluster_dimension": "rows"}, False, (False, False)),
-    ((128, 512, 384), (E4M3, E4M3), {"cluster_dimension": "columns"}, True, (False, False)),
+    ((384, 512, 256), (E4M3, E4M3), {"cluster_along": "rows"}, False, (False, False)),
+    ((128, 512, 384), (E4M3, E4M3), {"cluster_along": "columns"}, True, (False, False)),
     ((256, 256, 256), (E4M3, E4M3), {"wg_n": 128, "stages": 6, "n_splits": 1}, True, (False, False)),
-    ((128, 256, 256), (E4M3, E4M3), {"wg_m": 64, "wg_n": 128, "wg_dimension": "columns"}, False, (False, False)),
+    ((128, 256, 256), (E4M3, E4M3), {"wg_m": 64, "wg_n": 128, "wg_along": "columns"}, False, (False, False)),
     ((192, 256, 192), (BF16, BF16), {}, False, (True, False)),
-    ((192, 256, 192), (BF16, BF16), {"cluster_dimension": "rows"}, False, (False, True)),
+    ((192, 256, 192), (BF16, BF16), {"cluster_along": "rows"}, False, (False, True)),
     ((192, 320, 128), (BF16, BF16), {}, False, (True, True)),
 ]
 
@@ -358,7 +358,7 @@ def test_gradients_with_stochastic_rounding_agree_with_the_reference(hopper, blo
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_programs_on_a_gpu_machine_also_have_the_xla_kernels(monkeypatch, recipe):
     """They run if arrays are placed on the CPU, and must take operands in the layouts of the Hopper kernels."""
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     jaxpr = str(jax.make_jaxpr(lambda: step(recipe, None))())
@@ -397,16 +397,32 @@ def test_a_kernel_that_cannot_run_here_returns_a_reason():
     ],
 )
 def test_unsupported_matmuls_have_reasons(monkeypatch, x, w, options, reason):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     x, w = (quantize(normal(0, (32, 32)), format, block=block) for format, block in (x, w))
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match=reason):
         sd.matmul(x, w, kernel="hopper_fp8", **options)
 
 
-def output_of(format: sd.Format, tile, contracted: int, rotation, dtype) -> CastOutput:
+def output_of(format: sd.Format, block, contracted: int, rotation, dtype) -> CastOutput:
     from benchmarks.gpu.cast import MatrixCast
 
-    return MatrixCast(format, tile, contracted, rotation=rotation).output(dtype, 0)
+    return MatrixCast(format, block, contracted, rotation=rotation).output(dtype, 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "format", "block", "passed", "needs_amax"),
+    [
+        (cast_8bit, "fp8_e4m3", (0, 0), (), True),
+        (cast_8bit, "fp8_e4m3", (0, 0), ("multiplier",), False),
+        (cast_8bit, "fp8_e4m3", (1, 128), (), False),
+        (cast_microscaled, "mxfp8", (1, 32), (), False),
+        (cast_microscaled, "nvfp4", (1, 16), (), True),
+    ],
+)
+def test_descriptions_of_casts_say_whether_the_amax_is_computed_first(kernel, format, block, passed, needs_amax):
+    output = output_of(sd.FORMATS[format], block, 1, None, jnp.bfloat16)
+    description = kernel.describe(CastProblem((256, 256), (output,), frozenset(passed)))
+    assert description.endswith("one pass on Hopper, after the amax" if needs_amax else "one pass on Hopper")
 
 
 @pytest.mark.parametrize(
@@ -439,22 +455,22 @@ def test_kernels_need_a_hopper_gpu_and_automatic_partitioning(monkeypatch):
         compute_capability, device_kind = "9.0", "NVIDIA H200"
 
     with jax.default_device(jax.devices("cpu")[0]):
-        assert "jax.default_device is" in str(support.device_reason())
+        assert "jax.default_device is" in str(support.mesh_reason())
     monkeypatch.setattr(jax, "devices", lambda: [Device(), Device()])
-    assert support.device_reason() is None
+    assert support.mesh_reason() is None
     assert "over 2 devices" in str(types.partition_reason(types.Partitioning(2, is_automatic=False)))
     with jax.enable_x64(True):
-        assert "jax_enable_x64" in str(support.device_reason())
+        assert "jax_enable_x64" in str(support.mesh_reason())
     monkeypatch.setattr(Device, "compute_capability", "10.0")
-    assert "compute capability 9" in str(support.device_reason())
+    assert "compute capability 9" in str(support.mesh_reason())
 
 
 @needs_mosaic
 def test_the_heuristic_uses_clusters_for_large_matmuls_only():
     wide = tile_configs.heuristic(tile_configs.GemmKey(16384, 32768, 8192, "float8", 2))
-    assert (wide.wg_n, wide.cluster_dimension) == (256, "rows")
+    assert (wide.wg_n, wide.cluster_along) == (256, "rows")
     assert (
-        tile_configs.heuristic(tile_configs.GemmKey(128, 16384, 4096, "float8", 2)).cluster_dimension is None
+        tile_configs.heuristic(tile_configs.GemmKey(128, 16384, 4096, "float8", 2)).cluster_along is None
     )  # one row of tiles cannot form clusters
 
 
@@ -528,7 +544,7 @@ def test_candidates_are_distinct_and_row_groups_have_no_clusters():
         variants = autotune.variants(shape)
         assert len(variants) > 1
         assert len({tile_configs.heuristic(shape), *variants}) == len(variants) + 1
-        assert not shape.row_groups or all(config.cluster_dimension is None for config in variants)
+        assert not shape.row_groups or all(config.cluster_along is None for config in variants)
 
 
 TRAINED = [  # recipe, whether rows are grouped, and the kind of matmuls whose shapes are tuned for it
@@ -601,7 +617,7 @@ def test_the_command_line_chooses_kinds_and_layers(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 def test_kernels_run_on_one_of_several_devices_if_nothing_is_partitioned(monkeypatch, kind):
     """Inside jit the type of an array has its mesh, with and without a mesh in the context."""
-    monkeypatch.setattr(support, "machine_reason", lambda: None)
+    monkeypatch.setattr(support, "device_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 2)
     axis_types = (jax.sharding.AxisType[kind],)
     several, one = (jax.make_mesh((n,), ("d",), axis_types=axis_types, devices=jax.devices()[:n]) for n in (8, 1))

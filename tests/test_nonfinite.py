@@ -101,7 +101,7 @@ def test_training_casts_of_nonfinite_elements_give_nan_blocks(name):
     clean = normal(0, (32, 128)).at[ROW, COLUMN].set(0)
     quantize = jax.jit(lambda x: resolved.quantize(x, multiplier))
     expected = quantize(clean)
-    rows, columns = (b or size for b, size in zip(cast.tile, clean.shape, strict=True))
+    rows, columns = (b or size for b, size in zip(cast.block_2d, clean.shape, strict=True))
     first = ROW // rows * rows, COLUMN // columns * columns
     block = np.s_[first[0] : first[0] + rows, first[1] : first[1] + columns]
     in_codes = cast.is_per_tensor and cast.format.bits == 8 and cast.format.is_float

@@ -47,7 +47,7 @@ def test_scales_are_sharded_with_their_blocks(format, options, spec, expected):
     assert entries(sharding.specs(shapes(format, **options), spec, mesh=MESH)) == expected
 
 
-def test_a_sharding_that_cuts_blocks_drops_gathers_or_raises():
+def test_a_sharding_that_cuts_blocks_replicates_scales_or_gathers_data_or_raises():
     q, spec = shapes("fp8_e4m3", block=(128, 128)), P("tp", None)  # 64 of 128 rows each
     assert entries(sharding.specs(q, spec, mesh=MESH)) == {"data": ("tp", None), "scale": (None, None)}
     gathered = sharding.specs(q, spec, mesh=MESH, on_indivisible="gather")

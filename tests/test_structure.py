@@ -13,6 +13,7 @@ import pytest
 from tables import EACH_FORMAT
 
 import scaledot as sd
+from tests.mutations import mutants
 
 pytestmark = pytest.mark.optimized  # compares bits and inspects compiled programs
 
@@ -117,6 +118,15 @@ def test_patches_of_named_mutants_apply(path):
     hunk = lines[next(at for at, line in enumerate(lines) if line.startswith("@@")) + 1 :]
     before = "\n".join(line[1:] for line in hunk if line[0] in " -")
     assert (ROOT.parent / target).read_text().count(before) == 1
+
+
+@pytest.mark.parametrize("location", [*mutants.EXCLUDED, *(name.split("#")[0] for name in mutants.EQUIVALENT)])
+def test_code_that_is_not_mutated_exists(location):
+    file, _, function = location.partition(":")
+    path = ROOT.parent / file
+    assert path.exists()
+    if function:
+        assert function in {getattr(node, "name", None) for node in ast.walk(ast.parse(path.read_text()))}
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))

@@ -74,10 +74,10 @@ def test_options_of_recipe_classes_change_the_casts():
     assert delayed.dgrad.lhs.delayed == recipes.Delayed(16, "most_recent", 2)
     assert delayed.dgrad.lhs.format.name == "fp8_e4m3"
     assert te.MXFP8BlockScaling(fp8_format=te.HYBRID).core.dgrad.lhs.format.name == "mxfp8_e5m2"
-    assert te.MXFP8BlockScaling(enable_2d_quantization=True).core.fwd.rhs.tile == (32, 32)
+    assert te.MXFP8BlockScaling(enable_2d_quantization=True).core.fwd.rhs.block_2d == (32, 32)
     assert te.Float8CurrentScaling(use_power_2_scales=True).core.fwd.lhs.format.pow2
     assert te.Float8BlockScaling(use_f32_scales=False).core.fwd.rhs.format.pow2
-    assert te.Float8BlockScaling(w_block_scaling_dim=1).core.fwd.rhs.tile == (1, 128)
+    assert te.Float8BlockScaling(w_block_scaling_dim=1).core.fwd.rhs.block_2d == (1, 128)
     bare = te.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True).core
     assert {str(cast) for _, _, cast in bare.casts()} == {"nvfp4 1×16"}
 

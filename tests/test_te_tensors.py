@@ -23,8 +23,8 @@ def test_rowwise_and_colwise_codes_equal_those_of_quantize(mode):
     tensor = tex.quantize(x, quantizer(mode))
     cast = quantizer(mode).cast()
     multiplier = {"multiplier": jnp.ones(())} if cast.delayed else {}
-    rows = sd.quantize(x, cast.format, block=cast.tile, **multiplier)
-    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.tile, **multiplier)
+    rows = sd.quantize(x, cast.format, block=cast.block_2d, **multiplier)
+    columns = sd.quantize(x, cast.format, axis=(1, 0), block=cast.block_2d, **multiplier)
     for held, q in ((tensor.rowwise, rows), (tensor.colwise, columns)):
         assert_same_leaves(held.array.data, q.data)
         np.testing.assert_array_equal(sd.dequantize(held.array), sd.dequantize(q))

@@ -244,7 +244,7 @@ def test_activations_have_gradients(hopper):
 
 
 def test_a_function_traced_for_a_gpu_has_an_xla_fallback(monkeypatch):
-    monkeypatch.setattr(support, "device_reason", lambda: None)
+    monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(support, "sm_count", lambda: 132)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x, w = normal(0, (5, 256), BF16), quantize(normal(1, (256, 128)), "nvfp4", axis=0)

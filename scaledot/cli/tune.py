@@ -13,11 +13,11 @@ EXAMPLES = (
     "scaledot tune --kind groups --layer 16384 4096 14336 --groups 8 --output table.json",
 )
 KINDS = {  # copied from kernels.hopper.autotune, whose import needs jax; a test compares both
-    "dense": "at most one scale per operand",
-    "precise": "partial accumulators promoted to float32",
-    "blocks": "scales per 128 elements of K",
-    "integers": "int8",
-    "groups": "one weight per group of tokens",
+    "dense": "FP8 and bfloat16, scales constant along K",
+    "precise": "FP8, scales constant along K, partial accumulators promoted to float32",
+    "blocks": "FP8 and int8, scales per 128 elements of K",
+    "integers": "int8, scales constant along K",
+    "groups": "FP8, one weight per group of tokens",
 }
 
 

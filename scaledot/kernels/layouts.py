@@ -50,7 +50,7 @@ class RowPairs:
     rows: int = dataclasses.field(metadata={"static": True})
 
     def logical(self) -> ScaledArray:
-        """Returns bfloat16 values (rows, k), with block scales applied, times the tensor scale."""
+        """Returns a ScaledArray of codes times block scales, bfloat16 (rows, k); its one scale is the tensor scale."""
         q, format = self.stored, self.stored.format
         shape = 2 * q.shape[0], q.shape[1]
         (scale,) = scale_values(q.scale, None, format)

@@ -73,7 +73,7 @@ def quantize_leaves(
 ) -> QuantizedLeaves:
     """Quantises x. `scale` (with `tensor_scale`, `zero`) or `multiplier` replace the computed scales.
 
-    Stochastic rounding takes a `key`, or `uniform` numbers in the shape of x.
+    Stochastic rounding takes a `key` or, if it is None, `uniform` numbers in [0, 1) in the shape of x.
     """
     x = prepare(spec, x)
     if key is not None:

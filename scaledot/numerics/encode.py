@@ -21,7 +21,8 @@ from scaledot.numerics.rounding import round_integer, round_nonnegative, round_t
 def encode(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
     """Rounds scaled values x to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
 
-    NaN is encoded as NaN in 8-bit floats and as 0 in every other element.
+    In a codebook, a value halfway between two entries is rounded to the lower one. NaN is encoded as NaN in 8-bit
+    floats and as 0 in every other element.
     """
     if format.is_float:
         return _encode_float(x, format, uniform)
@@ -155,7 +156,7 @@ def _encode_codebook(x, codebook, dtype, uniform):
         index = _count_below(x, (entries[1:] + entries[:-1]) / np.float32(2))
     else:
         x = jnp.clip(x, entries[0], entries[-1])
-        below = _count_below(x, np.nextafter(entries[1:], entries[:-1]))  # entries at or below x
+        below = _count_below(x, np.nextafter(entries[1:], entries[:-1]))  # the index of the last entry at or below x
         inverse_gap = _look_up(below, (*(1 / np.diff(entries)), 0.0))
         index = below + ((x - _look_up(below, codebook)) * inverse_gap > uniform).astype(jnp.uint32)
     return narrow(index.astype(jnp.uint8), dtype)

@@ -25,8 +25,12 @@ def quantize_grouped_leaves(
 ) -> QuantizedLeaves:
     """Quantises a matrix (rows, features) by groups of rows, in blocks of `row_block` rows (0: the whole group).
 
-    `spec.block` is the block within one row. Scales, and tensor scales of two-level formats, have one entry per row.
-    Rows of no group are quantised as zeros.
+    Returns the leaves of a ScaledArray. Scales, and tensor scales of two-level formats, have one entry per row. Rows of
+    no group are quantised as zeros.
+
+    spec.block is the block within one row.
+    key, uniform: stochastic rounding takes a key or, if it is None, random numbers in [0, 1) in the shape of x. If both
+    are None, codes are rounded to nearest.
     """
     group, row_block_index, count = group_rows(group_sizes, x.shape[0], row_block)
     in_group = (group < group_sizes.shape[0])[:, None]
@@ -54,7 +58,8 @@ def quantize_tiles_leaves(
 ) -> QuantizedLeaves:
     """Quantises an array (tiles, rows, features), tile i of which belongs to group[i] of `groups`.
 
-    The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group.
+    The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group. Arguments
+    and result are otherwise those of `quantize_grouped_leaves`.
     """
     x = prepare(spec, x)
     uniform = uniform if key is None else uniform_of(key, x.shape)
@@ -111,23 +116,29 @@ def aligned_group_sizes(group_sizes: Any, row_alignment: int) -> Any:
 
 
 def padded_capacity(rows: int, groups: int, row_alignment: int) -> int:
-    """The largest possible sum of `aligned_group_sizes` for `groups` groups of `rows` rows in total."""
+    """An upper bound of the sum of `aligned_group_sizes` for `groups` groups of at most `rows` rows in total.
+
+    It is a multiple of `row_alignment`, and exceeds the largest possible sum by at most one `row_alignment`.
+    """
     return aligned_group_sizes(rows + min(groups, rows) * (row_alignment - 1), row_alignment)
 
 
-def row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """int32 (tiles, 2): the first row of each tile of `row_alignment` rows, and how many of its rows are in a group.
+def row_tiles(group_sizes: jax.Array, rows: int, tile_rows: int) -> jax.Array:
+    """int32 (tiles, 2): the first row of each tile of `tile_rows` rows, and how many of its rows are in a group.
 
-    >>> row_tiles(jnp.array([3, 2]), rows=8, row_alignment=4)
+    >>> row_tiles(jnp.array([3, 2]), rows=8, tile_rows=4)
     Array([[0, 4],
            [4, 1]], dtype=int32)
     """
-    first = row_alignment * jnp.arange(-(-rows // row_alignment))
-    return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, row_alignment)], axis=1).astype(jnp.int32)
+    first = tile_rows * jnp.arange(-(-rows // tile_rows))
+    return jnp.stack([first, jnp.clip(jnp.sum(group_sizes) - first, 0, tile_rows)], axis=1).astype(jnp.int32)
 
 
 def aligned_row_tiles(group_sizes: jax.Array, rows: int, row_alignment: int) -> jax.Array:
-    """`row_tiles` for the layout of `align_groups`, in which every group starts a tile. rows: before that padding.
+    """`row_tiles` of the layout of `align_groups`, in which every group starts a tile of `row_alignment` rows.
+
+    rows: the number of rows before that padding. First rows are indices into the unpadded matrix, and 0 for the tiles
+    after those of the last group.
 
     >>> aligned_row_tiles(jnp.array([3, 2]), rows=5, row_alignment=4)
     Array([[0, 3],

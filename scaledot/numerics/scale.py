@@ -192,7 +192,8 @@ def _ceil_code(amax: jax.Array, reciprocal: np.float32) -> jax.Array:
     pattern = bits.bits_of(ratio).astype(jnp.int32)
     field = pattern >> 23
     code = field + ((pattern & bits.MANTISSA.astype(np.int32) != 0) & (field < 254)).astype(jnp.int32)
-    # An unscaled float32 product would round to 2^-127, code 0, up to half a subnormal step above it.
+    # Without the factor 2^64, a product of at most 2^-127 plus half a subnormal step would round to at most 2^-127,
+    # code 0.
     rounds_to_code_0 = ratio <= np.float32((0x400000 + 0.5) * 2.0 ** (64 - 149))
     return jnp.where(small, jnp.where(rounds_to_code_0, 0, jnp.maximum(code - 64, 0)), code)
 

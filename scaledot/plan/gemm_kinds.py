@@ -35,7 +35,7 @@ def gemm_kind(recipe: Recipe, gemm: str) -> str:
     if widest.format.scale != "float32":
         return "nvfp4" if widest.format.two_level else "mxfp8"
     element = "int8" if widest.format.is_integer else "fp8"
-    return f"{element}_block" if any(size > 1 for size in widest.tile) else element
+    return f"{element}_block" if any(size > 1 for size in widest.block_2d) else element
 
 
 def block_size_along(recipe: Recipe, axis: str) -> int:
@@ -47,7 +47,7 @@ def block_size_along(recipe: Recipe, axis: str) -> int:
     """
     sizes = [1]
     for gemm, tensor, cast in recipe.casts():
-        free, contracting = cast.tile
+        free, contracting = cast.block_2d
         if axis == CONTRACTING_AXIS[gemm] and axis in TENSOR_AXES[tensor]:
             sizes += [contracting, cast.rotation.size if cast.rotation else 1]
         elif axis in TENSOR_AXES[tensor]:
@@ -76,4 +76,4 @@ def cast_bytes(recipe: Recipe, elements: Mapping[str, float]) -> float:
 def bits_per_element(cast: Cast) -> float:
     """Returns the bits of a code and its share of the scale of its block."""
     scale_bits = 32 if cast.format.scale == "float32" else 8
-    return cast.format.bits + (scale_bits / math.prod(cast.tile) if all(cast.tile) else 0)
+    return cast.format.bits + (scale_bits / math.prod(cast.block_2d) if all(cast.block_2d) else 0)

@@ -89,7 +89,8 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """
+        """The number of parameters, with those of norms.
+
         >>> MODELS["llama3-8b"].parameters
         8030261248
         """

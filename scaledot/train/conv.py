@@ -130,7 +130,7 @@ def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str
     for _, tensor, cast in recipe.casts() if groups > 1 else ():
         if not cast.has_blocks_or_rotation:
             continue
-        multiple = max(*cast.tile, cast.rotation.size if cast.rotation else 1)
+        multiple = max(*cast.block_2d, cast.rotation.size if cast.rotation else 1)
         for name in sizes if tensor == "w" else (tensor,):
             if sizes[name] % multiple:
                 return (

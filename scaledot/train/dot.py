@@ -109,7 +109,7 @@ def dense(
     preferred_element_type=None,
     **options: Unpack[Keywords],
 ):
-    """x (..., k) times w (k, ...), plus b with the trailing dims of w: shape (...x, ...w).
+    """Returns x (..., k) times w (k, ...) plus b, which has the trailing dims of w, as has the result after those of x.
 
     The bias is added to the float32 accumulator, before the result is rounded once, to `preferred_element_type` or the
     dtype of x: w may be a float32 master weight. Other arguments as in `dot_general`.

@@ -201,7 +201,7 @@ class ShardedOp:
     def _amax_axes(self, tensor: str, resolved: ResolvedCast) -> Axes:
         """Mesh axes over which the amax of a cast is reduced: those that shard a dim with one scale."""
         flattening, two_level = self._flattening(tensor), resolved.cast.format.two_level
-        one_scale = [c for c, size in zip(flattening.flat, resolved.tile, strict=True) if size == 0 or two_level]
+        one_scale = [c for c, size in zip(flattening.flat, resolved.block, strict=True) if size == 0 or two_level]
         axes = [axis for c in one_scale for m in flattening.members(c) for axis in self._axes(tensor, m)]
         if self.amax_scope == "global":
             return tuple(axes)
@@ -241,12 +241,16 @@ class ShardedOp:
         for axes in (dict(getattr(self.shardings, tensor)), self._multiplied_axes(matmul, tensor)):
             if rotation is not None and resolved.rotated_axis is not None:
                 yield from self._cut(tensor, axes, flat[resolved.rotated_axis], rotation.size, "groups of a rotation")
-            for label, size in zip(flat, resolved.tile, strict=True):
+            for label, size in zip(flat, resolved.block, strict=True):
                 if size > 1:
                     yield from self._cut(tensor, axes, label, size, "blocks")
 
     def _cut(self, tensor: str, axes: dict[str, Axes], label: str, block: int, what: str) -> Iterator[Cut]:
-        """The cut of a flat label, if any: shards of its last sharded member, times all minor members, cut blocks."""
+        """Yields a Cut if the sharding of a flattened dim cuts its blocks.
+
+        Blocks run across the dims (members) that were flattened, row-major. They are cut if a shard of the last sharded
+        member, with all members after it, is not a multiple of the block.
+        """
         members, sizes = self._flattening(tensor).members(label), dict(self.sizes)
         last = max((i for i, c in enumerate(members) if axes.get(c)), default=None)
         if last is None:
@@ -259,8 +263,8 @@ class ShardedOp:
     def _contiguous_axes(self, request: CastRequest) -> list[CollapsedDim] | None:
         """The dims of a stochastically rounded matrix whose shard is a contiguous range of each dim; None otherwise.
 
-        The global index of every element then follows from that of the first one. A dim that is padded for a rotation
-        is longer than its members, and its indices do not.
+        The global index of every element then follows from that of the first one. It does not if a dim is padded for
+        a rotation, because the dim is then longer in the shards than the dims that were flattened to it.
         """
         flattening, sizes = self._flattening(request.tensor), dict(self.sizes)
         all_members = map(flattening.members, flattening.flat)
@@ -355,7 +359,7 @@ def _shard_mapped(op: ShardedOp, options: Options, operands: Operands, state: St
 
 
 def _slice_further(sharding: LabelSharding, transfers: transfer_plan.Transfers) -> LabelSharding:
-    """The sharding of an operand after the slicing of its transfers that needs no all-gather first."""
+    """The sharding of an operand after those of its slices that do not follow an all-gather of the same dim."""
     axes_of, gathered = dict(sharding), {c for c, _ in transfers.gathered}
     return tuple(
         (axes_of | {c: axes_of.get(c, ()) + axes for c, axes in transfers.sliced if c not in gathered}).items()

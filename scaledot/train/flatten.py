@@ -14,7 +14,7 @@ from scaledot.contraction import Contraction, labels
 
 
 class DimGroup(NamedTuple):
-    """Dims (`members`) that are flattened, row-major, to one dim with a label; no members make a dim of size 1."""
+    """Dims (`members`) that are flattened, row-major, to one dim with a label; without members it has size 1."""
 
     label: str
     members: str

@@ -1,7 +1,7 @@
 """`ragged_dot` with operands quantised by a recipe: rows in consecutive groups, each multiplied by its own matrix.
 
-Every group is quantised as if it were an array of its own (see `kernels.xla_casts`). wgrad contracts the rows of each
-group, so its blocks run down rows: groups are spaced to start at a multiple of the block, with zero rows between. One
+Every group is quantised as if it were an array of its own (see `numerics.grouped`). wgrad contracts the rows of each
+group, so its blocks run down rows: groups are aligned to start at a multiple of the block, with zero rows between. One
 scale for a whole group (per tensor, per channel, or the tensor scale of a two-level format) is stored apart from the
 codes (`PerGroup`) and multiplies the result of wgrad, which has one matrix per group.
 
@@ -97,7 +97,7 @@ def ragged_dot(
 
 
 def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
-    """How XLA partitions the arrays; not automatic, because grouped kernels have no partitioning rule."""
+    """The partitioning of the arrays, with `is_automatic` false, because grouped kernels have no partitioning rule."""
     return partitioning_of(x, w)._replace(is_automatic=False)
 
 
@@ -116,7 +116,7 @@ def _group_alignment(
     for x, cast in zip(rows, (wgrad.lhs, wgrad.rhs), strict=True):
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
-        output = CastOutput(ResolvedRowCast(cast, cast.tile, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
+        output = CastOutput(ResolvedRowCast(cast, cast.block_2d, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
         names = frozenset() if cast.delayed is None else frozenset({"multiplier"})
         problem = CastProblem(
             x.shape, (output,), names, groups=groups, group_multiple=needed, partitioning=partitioning
@@ -130,19 +130,19 @@ def _row_alignment(wgrad: Gemm | None) -> int:
     sizes = [1]
     for cast in (wgrad.lhs, wgrad.rhs) if wgrad else ():
         if cast is not None:
-            sizes += [max(cast.tile[1], 1), cast.rotation.size if cast.rotation else 1]
+            sizes += [max(cast.block_2d[1], 1), cast.rotation.size if cast.rotation else 1]
     return math.lcm(*sizes)
 
 
 class ResolvedRowCast(NamedTuple):
     """A cast of rows in groups.
 
-    tile: the block (rows, features); 0 is the whole dim. axis: the dim that blocks and rotations run along.
+    block: the block (rows, features); 0 is the whole dim. axis: the dim that blocks and rotations run along.
     row_alignment: the number of rows that group sizes are rounded up to.
     """
 
     cast: Cast
-    tile: tuple[int, int]
+    block: tuple[int, int]
     axis: int
     row_alignment: int
 
@@ -153,7 +153,7 @@ class ResolvedRowCast(NamedTuple):
             return (
                 f"has `calibration` {self.cast.calibration!r}, which is not supported for rows in groups; use 'absmax'"
             )
-        (row_block, feature_block), along_features = self.tile, self.axis == 1
+        (row_block, feature_block), along_features = self.block, self.axis == 1
         is_tensor_or_channel = feature_block == 0 or (feature_block == 1 and not along_features)
         if row_block or (is_tensor_or_channel and (along_features or self.cast.rotation is None)):
             return None
@@ -168,7 +168,7 @@ class ResolvedRowCast(NamedTuple):
             shape[0] if self.row_alignment == 1 else padded_capacity(shape[0], groups, self.row_alignment),
             shape[1],
         )
-        format, rotation, (row_block, feature_block) = self.cast.format, self.cast.rotation, self.tile
+        format, rotation, (row_block, feature_block) = self.cast.format, self.cast.rotation, self.block
         if self.axis == 0 and row_block:
             x = jax.ShapeDtypeStruct((rows, features), dtype)
             spec = make_cast_spec(
@@ -178,7 +178,7 @@ class ResolvedRowCast(NamedTuple):
         features += 0 if rotation is None else -features % rotation.size
         x = jax.ShapeDtypeStruct((rows, features), dtype)
         return propagate_nonfinite(
-            grouped_cast_spec(x, format, (0, 1), self.tile, None, rotation, None, True, amax_axes), 2
+            grouped_cast_spec(x, format, (0, 1), self.block, None, rotation, None, True, amax_axes), 2
         )
 
 
@@ -198,18 +198,18 @@ class RaggedDotOp:
             return ResolvedCast.on(
                 cast, OperandDims("kn", "n", "k") if matmul == "fwd" else OperandDims("kn", "k", "n")
             )
-        free, contracting = cast.tile
+        free, contracting = cast.block_2d
         # Per-tensor scales without a rotation give equal codes for both matmuls: equal ResolvedRowCasts are cast once.
         along_features = matmul != "wgrad" or (cast.is_per_tensor and cast.rotation is None)
-        tile, axis = ((free, contracting), 1) if along_features else ((contracting, free), 0)
-        resolved = ResolvedRowCast(cast, tile, axis, self.row_alignment if matmul == "wgrad" else 1)
+        block, axis = ((free, contracting), 1) if along_features else ((contracting, free), 0)
+        resolved = ResolvedRowCast(cast, block, axis, self.row_alignment if matmul == "wgrad" else 1)
         reason = resolved.rows_reason
         if reason is not None:
             raise ValueError(f"{cast} of {tensor} in {matmul} {reason}")
         return resolved
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
-        """x quantised for each matmul, in one pass per cast: groups are spaced in wgrad only."""
+        """x quantised for each matmul, each distinct cast in its own pass, because only wgrad aligns groups."""
         results: dict[Any, CastResult] = {}
         for matmul, resolved in request.resolved.items():
             if resolved not in results and request.tensor == "w":

@@ -5,10 +5,11 @@ these groups' rows computes the same codes and scales as a single device would. 
 a block or a scale may span rows of several devices. One device computes each row of the result; results are combined by
 adding zeros of all other devices, which is exact in any dtype.
 
-Groups are partitioned over the mesh axes that shard the weights along groups and, where the number of groups divides,
-over those that shard only rows, whose devices would otherwise repeat the same work. A mesh axis that shards both rows
-and features of the weights, as in FSDP, exchanges features for groups. Features that stay sharded, as in tensor
-parallelism, are handled as in `dot_sharded`: amaxes are max-reduced over devices, partial results summed in float32.
+Groups are partitioned over the mesh axes that shard the weights along groups and, if the number of groups is a multiple
+of their sizes, over those that shard only rows, whose devices would otherwise repeat the same work. A mesh axis that
+shards both rows and features of the weights, as in FSDP, exchanges features for groups. Features that stay sharded, as
+in tensor parallelism, are handled as in `dot_sharded`: amaxes are max-reduced over devices, partial results summed in
+float32.
 
 x (t, k), w (8, k@tp, n) on ep=4, tp=2 with groups sharded over "ep": a device has half of k of the matrices of two
 groups, and the rows of these two groups. It multiplies them, results are all-reduced over "tp", and rows are combined
@@ -226,7 +227,7 @@ class ShardedRaggedDotOp:
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ShardCast:
         resolved: Any = self.local.resolve_cast(cast, matmul, tensor)
-        for label, size in self._tiles(tensor, resolved):
+        for label, size in self._feature_blocks(tensor, resolved):
             if size > 1:
                 self._check_uncut(tensor, label, size, "blocks")
         rotated = self._rotated(tensor, resolved)
@@ -267,11 +268,11 @@ class ShardedRaggedDotOp:
         axes = self._axes("g")
         return own_shard(groups, 0, axes) if axes else groups
 
-    def _tiles(self, tensor: str, resolved) -> tuple[tuple[str, int], ...]:
-        """(label, block size) of each dim of features."""
+    def _feature_blocks(self, tensor: str, resolved) -> tuple[tuple[str, int], ...]:
+        """Returns (label, block size) of each dim but those of rows and groups."""
         if tensor == "w":
-            return tuple(zip(_ONE_GROUP.rhs, resolved.tile, strict=True))
-        return ((_feature(tensor), resolved.tile[1]),)
+            return tuple(zip(_ONE_GROUP.rhs, resolved.block, strict=True))
+        return ((_feature(tensor), resolved.block[1]),)
 
     def _rotated(self, tensor: str, resolved) -> str | None:
         """The label of features that a rotation runs along; None if it runs down rows or there is none."""
@@ -283,7 +284,8 @@ class ShardedRaggedDotOp:
         """Mesh axes over which the amax of a cast is reduced: those that shard a dim with one scale."""
         if self.amax_scope == "local":
             return ()  # features are never all-gathered, so shards may have different scales
-        one_scale = [c for c, size in self._tiles(tensor, resolved) if size == 0 or resolved.cast.format.two_level]
+        two_level = resolved.cast.format.two_level
+        one_scale = [c for c, size in self._feature_blocks(tensor, resolved) if size == 0 or two_level]
         return tuple(axis for c in one_scale for axis in self._axes(c))
 
     def _check_uncut(self, tensor: str, label: str, block: int, what: str) -> None:

@@ -39,12 +39,12 @@ class OperandDims(NamedTuple):
     free: str
     contracting: str
 
-    def tile(self, cast: Cast) -> blocks.Block:
-        """The block size of a cast along each dim; 0 is the whole dim."""
+    def block(self, cast: Cast) -> blocks.Block:
+        """Returns the block size of a cast along each dim of the tensor; 0 is the whole dim."""
         if cast.is_per_tensor:
             return (0,) * len(self.labels)
         entries = dict.fromkeys(self.labels, 1)
-        for group, size in zip((self.free, self.contracting), cast.tile, strict=True):
+        for group, size in zip((self.free, self.contracting), cast.block_2d, strict=True):
             entries.update(dict.fromkeys(group, min(size, 1)))
             entries.update(dict.fromkeys(group[:1], size))
         return tuple(entries[c] for c in self.labels)
@@ -57,27 +57,30 @@ class OperandDims(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedCast:
-    """A cast with a block size for each dim (`tile`): equal ResolvedCasts of a tensor give equal codes."""
+    """A cast for the dims of one tensor: equal ResolvedCasts of a tensor give equal codes.
+
+    block: the block size along each dim, 0 for the whole dim. rotated_axis: the dim of the Hadamard transform, or None.
+    """
 
     cast: Cast
-    tile: blocks.Block
+    block: blocks.Block
     rotated_axis: int | None
 
     @classmethod
     def on(cls, cast: Cast, dims: OperandDims) -> "ResolvedCast":
-        return cls(cast, dims.tile(cast), None if cast.rotation is None else dims.axis)
+        return cls(cast, dims.block(cast), None if cast.rotation is None else dims.axis)
 
     @property
     def axes(self) -> tuple[int, ...]:
         """All dims with the rotated one last: the `axis` argument of `quantize`."""
-        return tuple(sorted(range(len(self.tile)), key=lambda a: (a == self.rotated_axis, a)))
+        return tuple(sorted(range(len(self.block)), key=lambda a: (a == self.rotated_axis, a)))
 
     def spec(self, shape: tuple[int, ...], dtype, amax_axes: tuple[str, ...] = ()) -> CastSpec:
         """The CastSpec for an array of `shape`; its rotated dim is padded to a multiple of the rotation's size."""
         rotation, sizes = self.cast.rotation, list(shape)
         if rotation is not None and self.rotated_axis is not None:
             sizes[self.rotated_axis] += -sizes[self.rotated_axis] % rotation.size
-        x, block = jax.ShapeDtypeStruct(sizes, dtype), tuple(self.tile[a] for a in self.axes)
+        x, block = jax.ShapeDtypeStruct(sizes, dtype), tuple(self.block[a] for a in self.axes)
         spec = make_cast_spec(
             x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, None, pad=True
         )
@@ -104,7 +107,7 @@ class ResolvedCast:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""
         if not self.cast.clips:
             return None
-        parsed, block = calibrate.parse(self.cast.calibration), self.tile
+        parsed, block = calibrate.parse(self.cast.calibration), self.block
         x = flushed_float32(x)
         if parsed.is_range:
             low, high = calibrate.extremes(x, parsed, block)

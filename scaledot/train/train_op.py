@@ -115,8 +115,9 @@ class CastRequest:
         return any(key is not None for key in self.keys.values())
 
     def on_shards(self, uniform: Callable[["ShardCast", Key], jax.Array | None]) -> "CastRequest":
-        """The request for a shard, in which the fields of each ShardCast are fields of the request.
+        """Returns the request for a shard: each ShardCast is replaced by its `resolved` cast.
 
+        The `amax_axes` of the ShardCasts become those of the request.
         uniform: the random numbers of a shard from its ShardCast and a key; None where `offset` determines them.
         """
         uniforms = {cast: None if (key := self.keys[cast]) is None else uniform(cast, key) for cast in self.distinct}

@@ -1,10 +1,14 @@
 """The custom_vjp that every training matmul and convolution goes through.
 
-| pass | casts | matmuls | residuals |
-|---|---|---|---|
-| forward, not differentiated | x and w for fwd | fwd | |
-| forward, differentiated | x for fwd and wgrad, w for fwd and dgrad | fwd | codes of x and w, keys, amaxes |
-| backward | g for dgrad and wgrad | dgrad, wgrad | |
+| pass | casts | matmuls |
+|---|---|---|
+| forward, not differentiated | x and w for fwd | fwd |
+| forward, differentiated | x for fwd and wgrad, w for fwd and dgrad | fwd |
+| backward | g for dgrad and wgrad | dgrad, wgrad |
+
+Residuals of the differentiated forward pass are the operands x of wgrad and w of dgrad (codes, or the array if the
+recipe does not cast it), masks of unclipped elements for straight-through gradients, the state and amaxes of delayed
+scaling, the group sizes and the key.
 
 Both casts of a tensor start from the full-precision tensor; equal casts are computed once. The gradient of the `state`
 of delayed scaling is the next state (see `scaledot.state`). A `TrainOp` casts and multiplies the operands.
@@ -41,7 +45,7 @@ from scaledot.train.weight_codes import WeightCodes
 def quantised_matmul(
     static: StaticArgs, operands: Operands, state: State, key: jax.Array | None, weight_codes: WeightCodes | None = None
 ) -> tuple[jax.Array, State]:
-    """y and the state to pass to the next use.
+    """Returns y and the state to pass to the next use.
 
     weight_codes: the codes of w if it was cast by `cast_weights`, else None.
     """

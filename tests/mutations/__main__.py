@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tests.mutations import mutants, suite
-from tests.mutations.mutants import MOSAIC, NOT_ON_A_CPU, Mutant
+from tests.mutations.mutants import EXCLUDED, MOSAIC, Mutant
 from tests.mutations.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ SOURCES = ("scaledot", "tests", "docs", "examples", "benchmarks", "README.md", "
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.mosaic and tuple(map(int, metadata.version("jax").split(".")[:2])) < (0, 11):
-        raise SystemExit(f"--mosaic needs jax 0.11; {NOT_ON_A_CPU[MOSAIC]}, and this is {metadata.version('jax')}")
+        raise SystemExit(f"--mosaic needs jax 0.11; {EXCLUDED[MOSAIC]}, and this is {metadata.version('jax')}")
     all_mutants = mutants.named(ROOT) + mutants.random(ROOT, options.count, options.seed, options.mosaic)
     chosen = [m for m in all_mutants if not options.only or any(part in m.name for part in options.only)]
     for mutant in chosen:

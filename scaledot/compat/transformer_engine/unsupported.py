@@ -39,7 +39,7 @@ INSTEAD = {
     "GroupedQuantizer": _FACTORY + " with n_groups=",
     "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
     "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
-    "AmaxScope": "amax is always that of the global array, for any sharding",
+    "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
     "collective_gemm_bootstrap": "no initialisation is needed: collectives are XLA's",
 }
 
@@ -48,7 +48,7 @@ def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[st
     """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for names in INSTEAD.
 
     `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
-    Python would replace an AttributeError by its own ImportError, without our message.
+    Python would replace an AttributeError by its own ImportError, without the replacement's name.
     """
 
     def getattr_(name: str) -> object:

@@ -30,7 +30,7 @@ from scaledot.numerics import blocks
 from scaledot.numerics.grouped import padded_capacity
 
 Layer = tuple[int, int, int]  # tokens, inputs and outputs
-A, B, SMALL = (16384, 8192, 32768), (8192, 4096, 14336), (4096, 2048, 2048)  # named as in docs/notes/performance.md
+LARGE, MEDIUM, SMALL = (16384, 8192, 32768), (8192, 4096, 14336), (4096, 2048, 2048)  # layers of the benchmarks
 SQUARE, EXPERTS = (8192, 8192, 8192), (16384, 4096, 14336)
 GROUPS = 8
 REPETITIONS, SECONDS_PER_REPETITION = 5, 0.08
@@ -53,16 +53,16 @@ class LayerMatmuls(NamedTuple):
 
 KINDS = {  # the matmuls of the recipes, and the square matmuls of the benchmarks
     "dense": (
-        LayerMatmuls("float8", "unpromoted", "unpromoted", (A, B, SMALL)),
-        LayerMatmuls("bfloat16", "unpromoted", "unpromoted", (A, B, SMALL)),
+        LayerMatmuls("float8", "unpromoted", "unpromoted", (LARGE, MEDIUM, SMALL)),
+        LayerMatmuls("bfloat16", "unpromoted", "unpromoted", (LARGE, MEDIUM, SMALL)),
     ),
     "precise": (LayerMatmuls("float8", "promoted", "promoted", (SQUARE,)),),
     "blocks": (
-        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (A, B, SQUARE)),
-        LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (B,)),
+        LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (LARGE, MEDIUM, SQUARE)),
+        LayerMatmuls("int8", "blocks_1x128", "blocks_1x128", (MEDIUM,)),
         LayerMatmuls("int8", "blocks_128x128", "blocks_1x128", (SQUARE,)),
     ),
-    "integers": (LayerMatmuls("int8", "unpromoted", "unpromoted", (B,)),),
+    "integers": (LayerMatmuls("int8", "unpromoted", "unpromoted", (MEDIUM,)),),
     "groups": (
         LayerMatmuls("float8", "unpromoted", "unpromoted", (EXPERTS,), is_grouped=True),
         LayerMatmuls("float8", "blocks_128x128", "blocks_1x128", (EXPERTS,), is_grouped=True),
@@ -99,7 +99,7 @@ def tune(gemms: Sequence[GemmKey], path: Path, log: Callable[[str], None] = prin
 
     Entries of the file for other matmuls are kept. log: called with a line after each matmul.
     """
-    reason = support.device_reason()
+    reason = support.mesh_reason()
     if reason is not None:
         raise NotImplementedError(f"cannot tune matmuls here: {reason}")
     existing = json.loads(path.read_text())["matmul"] if path.exists() else []
@@ -155,7 +155,7 @@ def variants(gemm: GemmKey) -> list[Any]:
         configs = [dataclasses.replace(config, grid_tile_width=width) for config in tiles for width in (4, 8)]
     else:
         configs = [
-            dataclasses.replace(heuristic, cluster_dimension=dimension, grid_tile_width=width)
+            dataclasses.replace(heuristic, cluster_along=dimension, grid_tile_width=width)
             for dimension in (None, "rows", "columns")
             for width in (4, 8)
         ]

@@ -2,8 +2,8 @@
 
 Formats have one scale for the tensor, for each 1×128 block or for each 128×128 block. 8-bit matmuls take operands with
 the contracting dim last, so a matrix x (m, k) that one matmul contracts along k and another along m is cast to row-wise
-codes (m, k) and column-wise codes (k, m), stored transposed, in one pass over memory (`cast_8bit_kernel`). Without a
-passed multiplier, one scale for the tensor needs another pass for the amax.
+codes (m, k) and column-wise codes (k, m), stored transposed, in one pass over memory (`cast_8bit_kernel`). If there is
+one scale for the tensor and no multiplier is passed, XLA computes the amax first (`cast_support.partial_amaxes`).
 
 With row groups there is a pass for each output: in column-wise codes groups start at multiples of 128 rows, with zeros
 between them, and in row-wise codes they do not.
@@ -114,7 +114,8 @@ def describe(problem: CastProblem) -> str:
     codes = " and ".join("row-wise" if _contracted(output) else "column-wise" for output in problem.outputs)
     kind = block_kind(problem.outputs[0], len(problem.shape))
     passes = "one pass per output" if problem.groups is not None and len(problem.outputs) > 1 else "one pass"
-    return f"{codes} codes with {scales[kind]}, {passes} on Hopper"
+    needs_amax = kind == "tensor" and "multiplier" not in problem.passed_arguments
+    return f"{codes} codes with {scales[kind]}, {passes} on Hopper{', after the amax' if needs_amax else ''}"
 
 
 def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:

@@ -1,8 +1,9 @@
 """Casts to MXFP8 and NVFP4 on Hopper: which problems the kernel supports, and how it is called.
 
-Blocks run along rows, down columns, or are square; one pass computes several outputs (`cast_microscaled_kernel`). NVFP4
-needs another pass for the tensor scale. An output for a matmul that is not saved as a residual is bfloat16 values
-instead of codes, because Hopper's tensor cores do not apply block scales.
+Blocks run along rows, down columns, or are square; one pass computes several outputs (`cast_microscaled_kernel`). The
+tensor scale of NVFP4 needs the amax first, which XLA computes or, if an output is rotated, another kernel. An output
+for a matmul that is not saved as a residual is bfloat16 values instead of codes, because Hopper's tensor cores do not
+apply block scales.
 
 Example: a gradient (m, n) under the recipe nvfp4 is read by dgrad, which contracts n, and by wgrad, which contracts m:
 values with blocks along rows, and Hadamard-rotated values with blocks down columns.
@@ -91,8 +92,8 @@ def describe(problem: CastProblem) -> str:
         f"{'bfloat16 values' if _is_dequantized(output) else 'codes'} {words[block_kind(output, ndim)]}"
         for output in problem.outputs
     ]
-    passes = "two passes" if problem.outputs[0].spec.format.two_level else "one pass"
-    return f"{' and '.join(outputs)}, {passes} on Hopper"
+    needs_amax = problem.outputs[0].spec.format.two_level
+    return f"{' and '.join(outputs)}, one pass on Hopper{', after the amax' if needs_amax else ''}"
 
 
 def _is_dequantized(output: CastOutput) -> bool:

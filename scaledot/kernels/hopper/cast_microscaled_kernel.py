@@ -1,4 +1,4 @@
-"""Casts a matrix to MXFP8 in one pass over memory, or to NVFP4 in two, with blocks along rows and down columns.
+"""Casts a matrix to MXFP8 or NVFP4 in one pass over memory, with blocks along rows and down columns.
 
 Outputs may have 1-d blocks of 32 (MXFP8) or 16 (NVFP4) elements along rows, the same down columns, or square blocks.
 Each output is codes and the bytes of their scales, or bfloat16 values (code times block scale). Hopper's tensor cores
@@ -12,8 +12,9 @@ shared by size / V neighbouring lanes. A first loop over the rows casts blocks a
 each column; a second loop casts blocks down columns and square blocks. Codes and scales are stored from registers.
 
 Scales: E8M0 scales of MXFP8 are computed from the amax of each block. NVFP4 has two levels, E4M3 block scales and one
-tensor scale: the kernel `amaxes` reads the matrix first, which is another pass over memory. `tensor_multipliers` are
-the reciprocals of tensor scales, by which x is multiplied.
+tensor scale, which is computed from the amax before the cast. XLA computes the amax; if an output is rotated, the
+kernel `amaxes` does, in another pass over memory. `tensor_multipliers` are the reciprocals of tensor scales, by which x
+is multiplied.
 
 Packing of 4-bit codes, two to a byte: packing two neighbouring rows, the even row in the low nibble, needs the fewest
 instructions, because one thread holds both. Packing two neighbouring columns is XLA's layout of 4-bit arrays. For this

@@ -70,9 +70,9 @@ def matmul(
     * N to a multiple of 16, so that the result can be stored with a swizzle of at least 32 bytes; of 64 if b is
       MN-major, or with groups of rows, as tiles at a group boundary are stored as 128-byte row segments;
     * scales (if not (1,)) and bias to multiples of `config.cluster_tile_m` and `config.cluster_tile_n` (for 128×128
-      blocks of b, of `config.cluster_tile_n` / 128). The epilogue loads them from GMEM without bounds checks. Scales
-      that change along K are loaded by TMA, possibly as `cp.async.bulk` copies, which have no bounds checks either.
-      With groups of rows, a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
+      blocks of b, of `config.cluster_tile_n` / 128). They are loaded without bounds checks: scales of 1×128 blocks
+      by TMA, possibly as `cp.async.bulk` copies, and all others and the bias from GMEM to registers. With groups of
+      rows, a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
     """
     m, k = a.shape[::-1] if mn_major[0] else a.shape
     n = b.shape[-1 if mn_major[1] else -2]
@@ -205,11 +205,11 @@ class Kernel:
         """Multiplies and stores one warpgroup's part of all output tiles of the CTA."""
         config = self.config
         plgpu.set_max_registers(config.consumer_registers, action="increase")
-        # Without groups all tiles have the same scales, so that per-tensor ones are loaded once.
-        one_group = not self.has_k_block_scales and not self.group_axis
-        scales = EpilogueScales(inputs.a_scales, inputs.b_scales) if one_group else None
-        row = index * config.wg_m if config.wg_dimension == "rows" else 0
-        column = index * config.wg_n if config.wg_dimension == "columns" else 0
+        # Without groups, all tiles index the same scale arrays, so a per-tensor scale is loaded once, before the tiles.
+        shares_scales = not self.has_k_block_scales and not self.group_axis
+        scales = EpilogueScales(inputs.a_scales, inputs.b_scales) if shares_scales else None
+        row = index * config.wg_m if config.wg_along == "rows" else 0
+        column = index * config.wg_n if config.wg_along == "columns" else 0
         warpgroup = Warpgroup(index, row, column)
 
         def compute_tile(tile: Tile) -> None:
@@ -247,6 +247,6 @@ def _operand_stages(stages: int, mn: int, dtype, mn_major: bool) -> Any:
 def _empty_barriers(config: Config) -> Any:
     """One barrier for each stage, which all consumers of the cluster arrive at: multicast writes to both CTAs' SMEM."""
     arrivals, stages = config.consumer_warpgroups, config.stages
-    if config.cluster_dimension is None:
+    if config.cluster_along is None:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     return plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=arrivals, num_barriers=stages)

@@ -84,7 +84,7 @@ class Pipeline:
         b_tile = inputs.b.at[ks, b_rows] if self.mn_major[1] else inputs.b.at[b_rows, ks]
         # The CTAs of a cluster multiply the same tile of one operand: each multicasts half of it to both.
         a_multicast, b_multicast = (
-            "cta" if self.config.cluster_dimension == dimension else None for dimension in ("columns", "rows")
+            "cta" if self.config.cluster_along == dimension else None for dimension in ("columns", "rows")
         )
         plgpu.copy_gmem_to_smem(a_tile, self.a.at[stage], self.full.at[stage], collective_axes=a_multicast)
         plgpu.copy_gmem_to_smem(b_tile, self.b.at[stage], self.full.at[stage], collective_axes=b_multicast)

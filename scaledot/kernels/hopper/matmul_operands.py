@@ -2,8 +2,8 @@
 
 8-bit matrices are K-major: (M, K) and (N, K), with K contiguous. bfloat16 ones may also be MN-major, (K, M) and (K, N).
 The transpose that this may need is free for an operand that a fused cast stored transposed: such a cast returns
-`stored.T`, and XLA cancels the two transposes. Scales that do not change along K become one per row of the K-major
-matrix, (1,) or (mn,), if mn is M or N; scales of blocks of 128 along K become (K / 128, mn).
+`stored.T`, and XLA cancels the two transposes. Below, mn is M for lhs and N for rhs. Scales that do not change along K
+become (1,) or (mn,), one per row of the K-major matrix; scales of blocks of 128 along K become (K / 128, mn).
 """
 
 import math
@@ -80,7 +80,7 @@ def codes_of(q: ScaledArray) -> jax.Array:
 def row_scales(scales: list[LabeledScale], q: ScaledArray, labels: str, free: str) -> jax.Array:
     """Returns one scale per row of an operand's K-major matrix, (mn,), or (1,) for a per-tensor scale.
 
-    scales: the at most one scale of q, by label; without any, the result is a scale of 1.
+    scales: a list with the LabeledScale of q, or an empty list, for which the result is 1.
     """
     if not scales:
         return jnp.ones(1, jnp.float32)

@@ -10,21 +10,22 @@ OLDEST_JAX = (0, 11)
 DEFAULT_SM_COUNT = 132  # of an H100 or H200 SXM, for devices that do not report `core_count`
 
 
-def device_reason() -> str | None:
-    """Returns why the kernels cannot run here, under the current mesh, or None if they can."""
-    return machine_reason() or partition_reason(partitioning_of())
-
-
 def environment_reason(partitioning: Partitioning | None) -> str | None:
-    """Returns why the kernels cannot run in a program that XLA partitions in this way, or None if they can.
+    """Returns why the kernels cannot run in a program with this partitioning, or None if they can.
 
-    partitioning: None inside a shard_map, whose programs XLA does not partition.
+    It checks the devices, the current mesh and the partitioning. partitioning: None inside a shard_map, whose program
+    XLA does not partition, so that only the devices are checked.
     """
-    return machine_reason() if partitioning is None else device_reason() or partition_reason(partitioning)
+    return device_reason() if partitioning is None else mesh_reason() or partition_reason(partitioning)
 
 
-def machine_reason() -> str | None:
-    """Returns why the kernels cannot run on the devices of this process, or None if they can."""
+def mesh_reason() -> str | None:
+    """Returns why the kernels cannot run on these devices and under the current mesh, or None if they can."""
+    return device_reason() or partition_reason(partitioning_of())
+
+
+def device_reason() -> str | None:
+    """Returns why the kernels cannot run on the devices of this process, under any mesh, or None if they can."""
     if jax.__version_info__ < OLDEST_JAX:
         return f"needs jax {'.'.join(map(str, OLDEST_JAX))}; this is {jax.__version__}"
     backend = jax.default_backend()

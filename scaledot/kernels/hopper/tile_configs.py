@@ -82,13 +82,13 @@ def heuristic(gemm: GemmKey) -> Any:
         tiles = -(-gemm.m // config.cluster_tile_m) * -(-gemm.n // config.cluster_tile_n)
         waves = -(-tiles // (support.sm_count() // config.cluster_size))
         clustered = 1.02 if gemm.element == "bfloat16" else 0.99
-        slowdown = (1.0 if config.wg_n == 256 else 1 / 0.85) * (clustered if config.cluster_dimension else 1.0)
+        slowdown = (1.0 if config.wg_n == 256 else 1 / 0.85) * (clustered if config.cluster_along else 1.0)
         return waves * config.cta_m * config.cta_n * slowdown
 
     if gemm.row_groups:
         return min(map(for_groups, candidates(gemm.promotes)), key=cost)
     configs = candidates(gemm.promotes)
-    return min((c for c in configs if c.cluster_dimension is None or gemm.m > c.cta_m), key=cost)
+    return min((c for c in configs if c.cluster_along is None or gemm.m > c.cta_m), key=cost)
 
 
 def for_groups(config: Any) -> Any:
@@ -97,7 +97,7 @@ def for_groups(config: Any) -> Any:
     Neighbouring row tiles may belong to different groups, so CTAs share no tile of b. Tiles that a group fills in part
     need another staging buffer, so `epilogue_columns` is halved to 32.
     """
-    return dataclasses.replace(config, cluster_dimension=None, epilogue_columns=32)
+    return dataclasses.replace(config, cluster_along=None, epilogue_columns=32)
 
 
 def candidates(promote: bool) -> list[Any]:
@@ -107,7 +107,7 @@ def candidates(promote: bool) -> list[Any]:
         return [Config(wg_n=128, stages=4, n_splits=1, grid_tile_width=8, epilogue_columns=32, consumer_warpgroups=3)]
     wide, narrow = Config(), Config(wg_n=128, stages=6, n_splits=1)
     return [
-        dataclasses.replace(config, cluster_dimension=dimension)
+        dataclasses.replace(config, cluster_along=dimension)
         for config in (wide, narrow)
         for dimension in (None, "rows")
     ]

@@ -4,7 +4,7 @@ Group sizes of a grouped matmul are data, so its tiles are computed on the devic
 them before the kernel starts, and every CTA reads its tiles from that table.
 
 Example: with the default `Config`, a CTA has two consumer warpgroups of 64 × 256 each, stacked along M, and computes
-tiles of 128 × 256; with `cluster_dimension="rows"`, a cluster of two CTAs computes 256 × 256.
+tiles of 128 × 256; with `cluster_along="rows"`, a cluster of two CTAs computes 256 × 256.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class Config:
     """Tile shapes and pipeline depth of a matmul kernel.
 
     wg_m, wg_n: the output tile of one consumer warpgroup.
-    wg_dimension: "rows" (M) or "columns" (N), along which the tiles of a CTA's consumer warpgroups are stacked.
+    wg_along: "rows" (M) or "columns" (N), along which the tiles of a CTA's consumer warpgroups are stacked.
     stages: pipeline stages in SMEM.
     n_splits: if accumulators are promoted, a warpgroup computes its tile in `n_splits` parts along N, one after the
     other, because registers must hold the accumulators of a part in addition to the float32 totals of the whole tile.
     grid_tile_width, grid_minor_dim: the order of output tiles, for L2 locality; see `plgpu.planar_snake`.
-    cluster_dimension: "rows" or "columns", along which the tiles of a cluster of two CTAs are stacked; None for
+    cluster_along: "rows" (M) or "columns" (N), along which the tiles of a cluster of two CTAs are stacked; None for
     clusters of one CTA.
     epilogue_columns: columns of a 16-bit result that are stored at a time.
     consumer_warpgroups: per CTA.
@@ -39,12 +39,12 @@ class Config:
 
     wg_m: int = 64
     wg_n: int = 256
-    wg_dimension: str = "rows"
+    wg_along: str = "rows"
     stages: int = 4
     n_splits: int = 2
     grid_tile_width: int = 4
     grid_minor_dim: int = 1
-    cluster_dimension: str | None = None
+    cluster_along: str | None = None
     epilogue_columns: int = 64
     consumer_warpgroups: int = 2
 
@@ -52,35 +52,35 @@ class Config:
     def consumer_registers(self) -> int:
         """The setmaxnreg of consumers.
 
-        An SM has 64K registers: 512 for each of the 128 thread positions of a warpgroup, which all warpgroups share.
-        Consumers get what the producer leaves, in multiples of 8.
+        An SM has 65536 registers: 512 per thread if there were one warpgroup, of 128 threads. The producer keeps
+        `PRODUCER_REGISTERS` of these 512, and consumer warpgroups share the rest equally, in multiples of 8.
         """
         return (512 - PRODUCER_REGISTERS) // self.consumer_warpgroups // 8 * 8
 
     @property
     def cta_m(self) -> int:
         """Rows of the output tile of a CTA."""
-        return self.wg_m * (self.consumer_warpgroups if self.wg_dimension == "rows" else 1)
+        return self.wg_m * (self.consumer_warpgroups if self.wg_along == "rows" else 1)
 
     @property
     def cta_n(self) -> int:
         """Columns of the output tile of a CTA."""
-        return self.wg_n * (self.consumer_warpgroups if self.wg_dimension == "columns" else 1)
+        return self.wg_n * (self.consumer_warpgroups if self.wg_along == "columns" else 1)
 
     @property
     def cluster_size(self) -> int:
         """CTAs of a cluster."""
-        return 1 if self.cluster_dimension is None else 2
+        return 1 if self.cluster_along is None else 2
 
     @property
     def cluster_tile_m(self) -> int:
         """Rows of the output tile of a cluster."""
-        return self.cta_m * (2 if self.cluster_dimension == "rows" else 1)
+        return self.cta_m * (2 if self.cluster_along == "rows" else 1)
 
     @property
     def cluster_tile_n(self) -> int:
         """Columns of the output tile of a cluster."""
-        return self.cta_n * (2 if self.cluster_dimension == "columns" else 1)
+        return self.cta_n * (2 if self.cluster_along == "columns" else 1)
 
 
 class Groups(NamedTuple):
@@ -188,8 +188,8 @@ class TileSchedule:
         if axis == "k":
             group, index = lax.div(index, grid[0] * grid[1]), lax.rem(index, grid[0] * grid[1])
         row_tile, column_tile = plgpu.planar_snake(index, grid, config.grid_minor_dim, config.grid_tile_width)
-        row_tile = row_tile * 2 + rank if config.cluster_dimension == "rows" else row_tile
-        column_tile = column_tile * 2 + rank if config.cluster_dimension == "columns" else column_tile
+        row_tile = row_tile * 2 + rank if config.cluster_along == "rows" else row_tile
+        column_tile = column_tile * 2 + rank if config.cluster_along == "columns" else column_tile
         column = column_tile * config.cta_n
         if axis == "rows":
             group, row, *rows = (table[1 + row_tile, i] for i in range(4))

@@ -12,6 +12,9 @@ columns of the CTA's 256 columns of weights. The epilogue adds the totals of the
 
 The accumulators of a K slice are added to float32 totals, first multiplied by the scales of their group along K if the
 weights have group scales.
+
+The terms are those of `registers`: a word is an int32 of packed codes, a packed tile is 64 elements along K × 32 words,
+and a fragment of operand A, of the bfloat16 weights, is (64, 64), in the registers of one warpgroup.
 """
 
 import dataclasses
@@ -29,7 +32,7 @@ from scaledot.kernels.hopper.memory_layouts import load, swizzle_transforms
 from scaledot.kernels.hopper.registers import FRAGMENT, PACKED_TILE_LAYOUT, WORDS_PER_K, interleave_k, per_word_layout
 from scaledot.kernels.hopper.unpack import Unpacker, add_scaled
 
-CTA_FRAGMENTS = 4  # A fragments of a CTA, along the columns of the weights
+CTA_FRAGMENTS = 4  # fragments of operand A in a CTA, along the columns of the weights
 CTA_COLUMNS = CTA_FRAGMENTS * FRAGMENT  # columns of the weights that a CTA computes
 SLICE_K = 64  # elements of a K step that a warpgroup multiplies
 SMEM_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
@@ -62,10 +65,11 @@ class Config:
 
     @property
     def consumer_registers(self) -> int:
-        """The setmaxnreg of consumers: an equal share of all registers at launch, less the producer's 32.
+        """The setmaxnreg of consumers.
 
-        At launch, all warpgroups share 512 registers per thread position equally. The number must be a multiple of 8,
-        at launch and after setmaxnreg.
+        An SM has 65536 registers: 512 per thread if there were one warpgroup, of 128 threads. At launch they are
+        divided equally among the CTA's warpgroups. The producer then keeps 32 per thread, and consumers share the rest.
+        Both numbers, at launch and after setmaxnreg, must be multiples of 8.
         """
         at_launch = 512 // (self.consumers + 1) // 8 * 8
         return (at_launch * (self.consumers + 1) - PRODUCER_REGISTERS) // self.consumers // 8 * 8
@@ -73,7 +77,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """The contents of a pipeline stage: x (rows, K), words (K, words) and scales of a K step.
+    """The contents of a pipeline stage: x (rows, K), packed codes of the weights (K, words) and scales of a K step.
 
     group: elements along K that share a scale which is applied to accumulators. rows: of x, padded. scaled: whether a
     stage has scales: of groups, or of the blocks that `unpacker` applies.
@@ -87,12 +91,12 @@ class StageLayout:
 
     @property
     def warpgroup_fragments(self) -> int:
-        """A fragments of one warpgroup."""
+        """The number of fragments of operand A of one warpgroup."""
         return CTA_FRAGMENTS // self.config.warpgroups_n
 
     @property
     def words_per_k(self) -> int:
-        """Words of a CTA's columns, for one element along K."""
+        """The number of words with the codes of a CTA's columns, for one element along K."""
         return CTA_COLUMNS // self.unpacker.per_word
 
     @property
@@ -249,7 +253,7 @@ class Pipeline:
         return pl.run_scoped(multiply, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in fragment_range))
 
     def _operands(self, k_slice: KSlice, fragment_range: range):
-        """Yields (position in `fragment_range`, A fragment of the weights, SMEM ref of x transposed) for each WGMMA."""
+        """Yields (position in `fragment_range`, a fragment of the weights, SMEM ref of x transposed) for each WGMMA."""
         unpacker = self.layout.unpacker
         ks = pl.ds(k_slice.index * SLICE_K, SLICE_K)
         x = self.x.at[k_slice.stage, :, ks].T

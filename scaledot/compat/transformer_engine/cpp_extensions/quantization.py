@@ -24,7 +24,7 @@ def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=
     """
     check_untransposed(transpose_batch_sequence)
     if amax_scope is not None:
-        raise ValueError("`amax_scope` must be None: amax is always that of the global array, for any sharding")
+        raise ValueError("`amax_scope` must be None: `quantize` uses the amax of the global array, for any sharding")
     if quantizer is None:
         return x if isinstance(x, NoScaleTensor) else NoScaleTensor(jnp.asarray(x))
     return quantizer.quantize(x, flatten_axis=flatten_axis)

@@ -50,9 +50,9 @@ class GroupedCasts:
 
     def _quantize_row_groups(self, is_colwise: bool) -> ScaledArray:
         cast = self.quantizer.cast(is_colwise)
-        axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.tile
+        axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.block_2d
         options = {"rounding": cast.rounding, "key": self.quantizer.orientation_key(is_colwise), "pad": True}
-        return quantize_grouped(self.x, self.group_sizes, cast.format, axis=axes, block=cast.tile, **options)
+        return quantize_grouped(self.x, self.group_sizes, cast.format, axis=axes, block=cast.block_2d, **options)
 
     def _quantize_matrices(self, is_colwise: bool) -> ScaledArray:
         key = self.quantizer.orientation_key(is_colwise)
@@ -64,8 +64,8 @@ class GroupedCasts:
 
 def _quantize_matrix(quantizer: Any, x: jax.Array, is_colwise: bool, key: jax.Array | None) -> ScaledArray:
     cast = quantizer.cast(is_colwise)
-    axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.tile
-    return quantize(x, cast.format, axis=axes, block=cast.tile, rounding=cast.rounding, key=key, pad=True)
+    axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.block_2d
+    return quantize(x, cast.format, axis=axes, block=cast.block_2d, rounding=cast.rounding, key=key, pad=True)
 
 
 def checked_group_sizes(group_sizes, rows: int) -> jax.Array:

@@ -92,7 +92,7 @@ class Quantizer:
         default = Cast(self.format or self.scaling_mode.format_of(self.q_dtype))
         return dataclasses.replace(
             default,
-            block=default.block if spec.tile in (None, default.tile) else spec.tile,
+            block=default.block if spec.block in (None, default.block_2d) else spec.block,
             rounding="nearest" if self.stochastic_rounding_rng_state is None else "stochastic",
             rotation=ROTATION if self._applies_rht(is_colwise) else None,
             delayed=delayed,

@@ -129,8 +129,8 @@ def _set_by_mode(mode: ScalingMode, fwd_dtype, bwd_dtype, key, shared: dict[str,
 def _kernel_options(mode: ScalingMode, shared: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of the kernel's quantizer.
 
-    The forward matmul contracts the rows of a kernel (k, n), so with one orientation, for the forward pass only, 1D
-    blocks must be colwise.
+    fwd contracts axis 0 of a kernel (k, n). With a ROWWISE layout (`is_2x2x=False`) only fwd is quantised, and kernels
+    must have 1D blocks along axis 0, so its quantizer is COLWISE.
     """
     forward_only = shared["q_layout"] is QuantizeLayout.ROWWISE and mode.is_1d_block_scaling()
     return {**shared, "q_layout": QuantizeLayout.COLWISE} if forward_only else shared
@@ -196,10 +196,10 @@ def _quantizer_of_casts(
 
 
 def _mode_of(recipe: Recipe, cast: Cast) -> ScalingMode:
-    tile = None if cast.is_per_tensor else cast.tile
+    block = None if cast.is_per_tensor else cast.block_2d
     for mode in ScalingMode:
         spec = mode.spec
         same_dtypes = any((f.element, f.scale) == (cast.format.element, cast.format.scale) for f in mode.formats)
-        if same_dtypes and spec.tile == tile and spec.delayed == (cast.delayed is not None):
+        if same_dtypes and spec.block == block and spec.delayed == (cast.delayed is not None):
             return mode
     raise ValueError(f"no ScalingMode quantises to {cast}, which recipe {recipe.name} needs; use `scaledot.train`")

@@ -64,10 +64,13 @@ class TensorUsage(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ModeSpec:
-    """Formats of a mode, one per code dtype, and its block granularity."""
+    """Formats of a mode, one per code dtype, its block, and whether its scales are delayed.
+
+    colwise_layout: "T" if colwise codes are stored transposed, otherwise "N".
+    """
 
     formats: tuple[str, ...] = ()
-    tile: tuple[int, int] | None = None  # (free, contracting) elements per scale; None for one scale per tensor
+    block: tuple[int, int] | None = None  # (free, contracting) elements per scale; None for one scale per tensor
     delayed: bool = False
     colwise_layout: str = "T"
 
@@ -171,14 +174,14 @@ class ScalingMode(enum.Enum):
         return DTypes(format.element for format in self.formats)
 
     def is_tensor_scaling(self) -> bool:
-        return bool(self.spec.formats) and self.spec.tile is None
+        return bool(self.spec.formats) and self.spec.block is None
 
     def is_1d_block_scaling(self) -> bool:
-        return self.spec.tile is not None and self.spec.tile[0] == 1
+        return self.spec.block is not None and self.spec.block[0] == 1
 
     @property
     def is_block_scaling(self) -> bool:
-        return self.spec.tile is not None
+        return self.spec.block is not None
 
     @property
     def is_mxfp8_scaling(self) -> bool:

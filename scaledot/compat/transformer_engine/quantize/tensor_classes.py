@@ -198,15 +198,15 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         return self.data.shape[: self.data.ndim - self._rank]
 
     def _block(self) -> blocks.Block:
-        tile, rank = self.scaling_mode.spec.tile, self._rank
-        if tile is None:
+        mode_block, rank = self.scaling_mode.spec.block, self._rank
+        if mode_block is None:
             return (0,) * rank
         block, left = [1] * rank, self.flatten_axis - 1
         free, contracting = (rank - 1, left) if self.is_colwise and self.data_layout == "N" else (left, rank - 1)
-        block[contracting] = tile[1]
+        block[contracting] = mode_block[1]
         # TransformerEngine's GEMM takes scales of square blocks repeated for each row: blocks are then 1×n.
         if self.scale_inv.shape[free - rank] != self.data.shape[free - rank]:
-            block[free] = tile[0]
+            block[free] = mode_block[0]
         return blocks.trim(tuple(block))
 
     def _scale(self) -> jax.Array:
@@ -253,7 +253,7 @@ class GroupedScaledTensor1x(ScaledTensor1x):
         return jnp.split(dequantized, np.cumsum(np.asarray(self.group_sizes)))[:-1]
 
     def _block(self) -> blocks.Block:
-        free, contracting = self.scaling_mode.spec.tile or (0, 0)
+        free, contracting = self.scaling_mode.spec.block or (0, 0)
         if self.group_sizes is not None:
             return blocks.trim((1, free if self.is_colwise else contracting))
         return blocks.trim((1, contracting, free) if self.is_colwise else (1, free, contracting))
