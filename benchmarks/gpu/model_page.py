@@ -178,8 +178,8 @@ def figure_of(results: dict[str, Any]) -> Figure:
 
 def _legend(figure: Figure, title: str, colours: dict[str, str], location: str) -> None:
     handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    options = {"ncols": len(handles), "fontsize": 8, "title_fontsize": 8, "frameon": False}
-    figure.legend(handles=handles, title=title, loc=location, **options)
+    options: dict[str, Any] = {"loc": location, "ncols": len(handles), "fontsize": 8, "title_fontsize": 8}
+    figure.legend(handles=handles, title=title, frameon=False, **options)
 
 
 def _label(row: str, base: str) -> str:
