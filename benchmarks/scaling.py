@@ -43,11 +43,12 @@ scaledot plan --model mine.json --mesh dp=4,fsdp=8,tp=8 --recipes fp8_block nvfp
 
 ## Method
 
-* **Programs.** The four linear layers of a decoder block, forward and backward as in a step of many blocks, under
-  `train.einsum` on explicit mesh axes: weights are sharded over fsdp and tp (column-parallel, then row-parallel),
-  tokens over dp and fsdp, and with sequence parallelism activations between the layers over tp. XLA compiles them for
-  that many CPU devices from shapes alone, in a child process. bfloat16 is the same program with a recipe without casts.
-  The output head is bfloat16 in all plans.
+* **Programs.** The four linear layers of a decoder block (q, k and v in one matrix; attention output; gate and up in
+  one matrix; down), forward and backward as in a step of many blocks, under `train.einsum` on explicit mesh axes:
+  weights are sharded over fsdp and tp (column-parallel, then row-parallel), tokens over dp and fsdp, and with sequence
+  parallelism activations between the layers over tp. XLA compiles them from shapes alone, for as many CPU devices as
+  the mesh has, in a child process. bfloat16 is the same program with a recipe without casts. The output head is
+  bfloat16 in all plans.
 * **Bytes.** Collectives, their dtypes, sizes and replica groups are read from the compiled HLO, and replica groups are
   mapped to mesh axes. bfloat16 is transferred as `u16`, codes as `u8`. Among n devices, each sends (n − 1)/n of the
   bytes of an all-gather or reduce-scatter, twice that of an all-reduce, and all bytes of a collective-permute. Tests
@@ -79,7 +80,8 @@ which are float32 under all recipes. Times are milliseconds per step, *speedup* 
 
 * In the plan above, gathered bytes shrink to {eight} of bfloat16's with 8-bit codes and to {four} with nvfp4; those of
   weights alone to {fp8_weights} (fp8_block) and {nvfp4_weights} (nvfp4), including scales. Recipes with 1D blocks along
-  the contracting dim gather tokens in two orientations, for dgrad and wgrad, which costs part of the gain.
+  the contracting dim gather the gradients of row-parallel layers in two orientations, one for dgrad and one for wgrad,
+  which costs part of the gain.
 * Reductions do not shrink: {sums} of the bytes that a device sends under bfloat16 are float32 partial results, over the
   network those of weight gradients. They bound the gain of smaller codes. Reductions in 16 bits or in codes are not
   offered: gradients would be rounded once per device.
@@ -87,9 +89,9 @@ which are float32 under all recipes. Times are milliseconds per step, *speedup* 
   there. One sequence per tp group is too little work to hide two all-gathers of weights and one reduce-scatter of
   gradients. More tokens (`--batch`) would hide more, within memory; pipeline parallelism, which is not modelled, would
   transfer fewer weights; a larger NVLink domain leaves the network only the all-reduce along dp.
-* Per-tensor scales need a small all-reduce of amax for each cast (`fp8_current`, and `nvfp4`'s second level): at the
-  assumed latencies {latency} ms of the plan above. Block-scaled recipes need none, and `amax_scope="local"` omits those
-  that are not needed.
+* Per-tensor scales (`fp8_current`, and the tensor scale of `nvfp4`) need a small all-reduce of the amax for each cast:
+  at the assumed latencies {latency} ms of the plan above. `fp8_block` and `mxfp8` need none; a recipe with
+  `amax_scope="local"` omits it for tensors that are not gathered.
 * On Hopper, MXFP8 and NVFP4 matmuls run on operands dequantised to bfloat16, so they gain bytes and memory only; on
   Blackwell their matmuls are faster too, at assumed rates.
 

@@ -17,7 +17,8 @@ def main(arguments: list[str] | None = None) -> None:
     name = _name(options.steps, options.seeds, environment["device"])
     journal = record.RESULTS / f"{name}-jax{environment['jax']}.unfinished.jsonl"
     print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: final error; gpt: excess nats, gap to float32")
-    with tqdm(total=bias.steps() + stall.steps() + gpt.updates(options.steps), unit="part", leave=False) as progress:
+    parts = bias.steps() + stall.steps() + gpt.progress_updates(options.steps)
+    with tqdm(total=parts, unit="part", leave=False) as progress:
         result = {
             "suite": "convergence",
             "steps": options.steps,

@@ -1,4 +1,4 @@
-"""A tiny GPT on a source of known entropy, under every recipe and with ablations of NVFP4's recipe.
+"""A tiny GPT on a source of known entropy: under every recipe, with ablations of NVFP4's recipe, and in FP8 unscaled.
 
 The model is that of `examples.gpt_linen`; fwd, dgrad and wgrad of all four linear layers of each block are quantised,
 under QAT recipes only fwd. Seeds are paired: each row starts from the same parameters and trains on the same batches as
@@ -77,7 +77,7 @@ MXFP4 = map_casts(NVFP4, "mxfp4", _mxfp4)
 
 
 def rows() -> Iterator[Row]:
-    """Yields float32 first, then every recipe, then ablations of NVFP4."""
+    """Yields float32, bfloat16, every recipe, MXFP4, ablations of NVFP4, and FP8 without scaling."""
     yield Row("float32")
     yield Row("bfloat16", dtype=jnp.bfloat16, max_gap=0.001)
     for name, recipe in RECIPES.items():
@@ -125,7 +125,8 @@ def run(steps: int, seeds: int, journal: Path, progress) -> list[dict]:
     return records
 
 
-def updates(steps: int) -> int:
+def progress_updates(steps: int) -> int:
+    """Returns the number of progress-bar updates of `run`: the chunks of steps of all rows."""
     return len(list(rows())) * (steps // CHUNK)
 
 

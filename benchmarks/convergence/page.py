@@ -37,11 +37,11 @@ the loss curve of a short run does not.
 
 The data come from an order-2 Markov source of 16 symbols, whose entropy is known exactly; *excess* is the loss above
 it. The model is a GPT of two blocks, trained for {steps} steps ([examples/gpt_linen.py](../../examples/gpt_linen.py));
-fwd, dgrad and wgrad of all four linear layers of each block are quantised. Every row starts from the same {seeds}
-initial models and trains on the same batches as float32. Excess is in nats per symbol on held-out sequences, *gap* is
-the difference to float32, with the standard error over seeds. The gap of most rows has an upper bound. A lower bound on
-NVFP4 checks that operands are really quantised, and one on the last two rows that a recipe without scaling is detected.
-Most ablations of NVFP4's recipe have no bound.
+under a recipe, fwd, dgrad and wgrad of all four linear layers of each block are quantised; under QAT recipes (`*_qat`),
+fwd only. Every row starts from the same {seeds} initial models and trains on the same batches as float32. Excess is in
+nats per symbol on held-out sequences, *gap* is the difference to float32, with the standard error over seeds. The gap
+of most rows has an upper bound. A lower bound on NVFP4 checks that operands are really quantised, and one on the last
+two rows that a recipe without scaling is detected. Most ablations of NVFP4's recipe have no bound.
 
 ![Excess loss over steps](../images/convergence.png)
 
@@ -52,7 +52,8 @@ Most ablations of NVFP4's recipe have no bound.
 In such a short run, the effects of stochastic rounding, the Hadamard transform, four-over-six and the shape of weight
 blocks are little larger than the standard error. That of leaving the last block in float32 is larger. In the row
 "nvfp4, guarded" the amax of a block is mapped to 16/17 of the element maximum, so that no element saturates when the
-block scale is rounded down.
+block scale is rounded down. "mxfp4" is NVFP4's recipe with MXFP4 casts, under the scale rule `ceil`; "nvfp4, no tensor
+scale" has block scales only, and "fp8, no scaling" casts to E4M3 with scale 1.
 
 [{other}](../../benchmarks/results/{other}) is the same test on a CPU with {other_seeds} seeds, too few for a bound of
 0.001: the gap of bfloat16 is {other_bf16} there.
@@ -61,11 +62,14 @@ block scale is rounded down.
 
 The relative error of the mean of T draws is proportional to 1/√T if a cast is unbiased. The limit is {slack} × (error
 of one draw) / √1000; a cast counts as unbiased if *error / limit*, with the error at T = 1000, is below 1. The row with
-new signs draws new random signs for the Hadamard transform each time; other rows use fixed signs, as recipes do.
+new signs draws new random signs for the Hadamard transform each time; other rows use fixed signs, as recipes do. Casts
+are named by format and block (free × contracting dim): 1×all is one scale per row. `mxfp4_ceil` and `mxfp4_floor` are
+mxfp4 under that scale rule, `nvfp4_guarded` is nvfp4 with `guard=True`, and in the next section `nvfp4_one_level` is
+nvfp4 without the tensor scale.
 
 {bias}
 
-NVFP4's block scales are rounded to E4M3, at times down; the largest elements of such a block clip, which is a bias of
+NVFP4's block scales are rounded to E4M3, sometimes down; the largest elements of such a block clip, which is a bias of
 about 1 % that no rounding of the codes removes. `guard=True` in the format maps the block's maximum to 16/17 of the
 largest code and is unbiased; the error of a single draw is larger, and the GPT above loses more with it. No named
 recipe has a guard: `nvfp4` is the recipe of NVIDIA's

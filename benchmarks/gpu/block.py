@@ -21,7 +21,7 @@ ROW_BLOCK, SQUARE_BLOCK = (1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK)
 STEP_LAYERS = ("8192 -> 32768", "4096 -> 14336")
 OURS, FP8, TORCH, STEP_IMPLEMENTATION = "scaledot", "scaledot fp8", "torch._scaled_mm", "scaledot fp8_block"
 STEP_TARGET = 1.45  # speedup over bfloat16
-SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA, no multiples of the tile
+SMALL = (300, 712, 528)  # M, N, K of the comparison with XLA; none is a multiple of a GEMM tile's size
 
 
 class MatmulCase(NamedTuple):
@@ -133,6 +133,6 @@ def _matmul_row(name: str, case: MatmulCase, rounds: int, skipped) -> dict[str, 
         target = case.target if implementation == OURS else None
         results[implementation] = {**times.as_dict(), "tflops": flops / 1e12, "of_baseline": ratio, "target": target}
         print(report.result_line(implementation, times, f"{flops / 1e12:.0f} TFLOP/s", target, ratio), flush=True)
-        report.explain("block", name, implementation, target, ratio)
+        report.print_remark("block", name, implementation, target, ratio)
     about = {"case": name, "m": SIZE, "n": SIZE, "k": SIZE, "baseline": baseline}
     return {**about, "errors": relative, "implementations": results, "not_run": not_run}

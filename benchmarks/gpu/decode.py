@@ -32,7 +32,7 @@ WEIGHTS: dict[str, tuple[str, int | None, str]] = {  # format, block along K, XL
 DEQUANTISED = {INT4: "XLA, int4 dequantised", NF4: "XLA, nf4 dequantised"}  # XLA's matmuls of the same weights
 KERNEL, BASE = "hopper_weight_only", "JAX bfloat16"
 TARGETS = {1: 2.5, 16: 2.2}  # speedup of int4 over bfloat16, by batch
-SMALL = (1096, 712, 3)  # K, N, M that are no multiples of a tile
+SMALL = (1096, 712, 3)  # K, N, M; K and N are not multiples of a tile's size
 
 
 def random_layers(k: int, n: int, count: int = LAYERS) -> list[jax.Array]:
@@ -135,7 +135,7 @@ def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
             results[implementation] = {**times.as_dict(), **about}
             rate = f"{1e6 * layer_s:.1f} us, {bandwidth / 1e9:.0f} GB/s"
             print(report.result_line(implementation, times, rate, target, ratio))
-            report.explain("decode", name, implementation, target, ratio)
+            report.print_remark("decode", name, implementation, target, ratio)
         rows.append({"case": name, "errors": relative, "implementations": results, "not_run": not_run})
         print(f"wrote {report.write('decode', rows)}", flush=True)
 

@@ -177,7 +177,7 @@ def row_of(
         results[name] = {**times.as_dict(), "ratio": ratio, "baseline": base, "target": target}
         results[name] |= {"stretch": case.stretch.get(name), "tflops": case.flop / times.median / 1e12}
         print(report.result_line(name, times, f"{ratio:.3f} x", target, ratio), flush=True)
-        report.explain(suite, case.name, name, target, ratio)
+        report.print_remark(suite, case.name, name, target, ratio)
     for name, reason in not_run.items():
         print(f"  {name:<44} {reason}")
     sizes = {name: getattr(case, name) for name in ("batch", "sequence", "inputs", "outputs")}

@@ -24,7 +24,7 @@ GROUPS = (3000, 1000, 500, 5000, 2500, 700, 3300, 384)  # tokens per expert
 INPUTS, OUTPUTS = 4096, 14336
 OURS, DENSE, LAX = "scaledot", "scaledot, dense", "lax.ragged_dot bfloat16"
 TARGETS = {"fp8": {"of_dense": 0.85, "of_lax": 3.0}}
-SMALL_GROUPS, SMALL = (130, 0, 57, 300), (528, 320)  # inputs and outputs that are no multiples of a tile
+SMALL_GROUPS, SMALL = (130, 0, 57, 300), (528, 320)  # inputs and outputs, not multiples of a tile's size
 RAGGED_CONTRACTING = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 RECIPES = ("fp8_current", "fp8_block")
 

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from benchmarks.gpu import kernel_times, model, model_targets
+from benchmarks.gpu import kernel_times, model, model_targets, report
 from benchmarks.table import markdown, verdict
 
 TITLES = (
@@ -32,12 +32,15 @@ README_ROWS = (
 )
 README_TITLES = "model", "program", "ms per step", "speedup over bfloat16", "first step incl. compilation, s"
 README_BASELINES = (
-    "Speedups are over the same model in bfloat16, in the same framework and under the same `jax.checkpoint` policy "
-    "(`save_quantized_residuals_and_gemms`: under `checkpoint_dots`)."
+    "Speedups are over the same model in bfloat16, in the same framework and under the same `jax.checkpoint` policy. "
+    "bfloat16 cannot use scaledot's policy `save_quantized_residuals_and_gemms`; that row is compared with bfloat16 "
+    "under `checkpoint_dots`."
 )
 GPU_TIME_CASE = "4 blocks"
 HEADLINE = "16 blocks/fp8_current"
-COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.7"}
+EARLIER_MARK = "†"  # of rows whose results are not those of the current code
+SPEEDUP_COLOURS = {"scaledot": "tab:purple", "bfloat16 and other libraries": "0.75"}
+PHASE_COLOURS = {"trace": "tab:green", "lower": "tab:orange", "compile": "tab:blue", "run": "tab:red", "all": "0.4"}
 
 
 def measured_rows(known: dict[str, Any]) -> list[str]:
@@ -57,7 +60,7 @@ def table(results: dict[str, Any]) -> str:
         first = model.first_step(result), _number(extra, 1)
         rows.append(
             (
-                model.model_name(row),
+                f"{model.model_name(row)}{_mark(row, result)}",
                 row.split("/")[1],
                 f"{1e3 * result['seconds']:.1f}",
                 _number(ratio, 2),
@@ -66,6 +69,24 @@ def table(results: dict[str, Any]) -> str:
             )
         )
     return markdown(TITLES, rows)
+
+
+def earlier_rows(results: dict[str, Any]) -> str:
+    """A sentence on the rows that `table` marks, or "" if there are none."""
+    known = model.measured(results)
+    if not any(_is_earlier(row, known[row]) for row in measured_rows(known)):
+        return ""
+    text = f"{EARLIER_MARK} Measured before {report.AMAX_CHANGE}: times and first steps are those of the earlier code."
+    return f"\n\n{textwrap.fill(text, 120)}"
+
+
+def _mark(row: str, result: dict[str, Any]) -> str:
+    return EARLIER_MARK if _is_earlier(row, result) else ""
+
+
+def _is_earlier(row: str, result: dict[str, Any]) -> bool:
+    """Whether a row of scaledot was measured before amaxes were computed by XLA."""
+    return row.split("/")[1] in model.RECIPES and report.is_before_amax_change(result)
 
 
 def gpu_times(results: dict[str, Any]) -> str:
@@ -135,7 +156,7 @@ def figure_of(results: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(11, 0.27 * sum(heights) + 0.8), layout="constrained")
     axes = figure.subplots(len(families), 2, sharex="col", sharey="row", squeeze=False, height_ratios=heights)
     for (left, right), (base, rows) in zip(axes, families.items(), strict=True):
-        labels = [_label(row, base) for row in rows]
+        labels = [f"{_label(row, base)}{_mark(row, known[row])}" for row in rows]
         _speedups(left, labels, [known[base]["seconds"] / known[row]["seconds"] for row in rows], rows)
         _first_steps(right, labels, [known[row]["first"] for row in rows])
         title = base.split("/")[0] if model.policy_of(base) is None else "8 blocks, scanned, rematerialised"
@@ -148,18 +169,17 @@ def figure_of(results: dict[str, Any]) -> Figure:
     axes[-1, 1].set_xlabel("first step incl. compilation, s")
     shown = {phase for row in known.values() for phase in row["first"]}
     labels = {"all": "total only (torch)"}
-    handles = [Patch(color=COLOURS[phase], label=labels.get(phase, phase)) for phase in COLOURS if phase in shown]
-    title = "right: phases of the first step; left: blue is scaledot"
-    figure.legend(
-        handles=handles,
-        title=title,
-        loc="outside upper right",
-        ncols=len(handles),
-        fontsize=8,
-        title_fontsize=8,
-        frameon=False,
-    )
+    phases = {labels.get(phase, phase): colour for phase, colour in PHASE_COLOURS.items() if phase in shown}
+    earlier = f" ({EARLIER_MARK}: of earlier code)" if earlier_rows(results) else ""
+    _legend(figure, f"left: speedup of a step{earlier}", SPEEDUP_COLOURS, "outside upper left")
+    _legend(figure, "right: phases of the first step", phases, "outside upper right")
     return figure
+
+
+def _legend(figure: Figure, title: str, colours: dict[str, str], location: str) -> None:
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    options: dict[str, Any] = {"loc": location, "ncols": len(handles), "fontsize": 8, "title_fontsize": 8}
+    figure.legend(handles=handles, title=title, frameon=False, **options)
 
 
 def _label(row: str, base: str) -> str:
@@ -170,7 +190,8 @@ def _label(row: str, base: str) -> str:
 
 
 def _speedups(axis: Any, labels: list[str], ratios: list[float], rows: list[str]) -> None:
-    colours = ["tab:blue" if row.split("/")[1] in model.RECIPES else "0.7" for row in rows]
+    ours, others = SPEEDUP_COLOURS.values()
+    colours = [ours if row.split("/")[1] in model.RECIPES else others for row in rows]
     bars = axis.barh(labels, ratios, color=colours)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=7, bbox=white)
@@ -179,7 +200,7 @@ def _speedups(axis: Any, labels: list[str], ratios: list[float], rows: list[str]
 
 def _first_steps(axis: Any, labels: list[str], firsts: list[dict[str, float]]) -> None:
     left = [0.0] * len(labels)
-    for phase, colour in COLOURS.items():
+    for phase, colour in PHASE_COLOURS.items():
         seconds = [first.get(phase, 0.0) for first in firsts]
         bars = axis.barh(labels, seconds, left=left, color=colour)
         left = [start + width for start, width in zip(left, seconds, strict=True)]

@@ -7,28 +7,29 @@ What limits the missed targets:
   the rest is in operations that stay in bfloat16 or float32. XLA computes amaxes and fuses most of them with the
   operations that produce a tensor (SwiGLU, the conversion of weights, sums of gradients); as separate kernels they took
   another 1.8 ms.
-* *Producers that write codes*, instead of a cast after them, do not pay. Under current scaling the amax must be known
-  before the first code is written, so a fused RMSNorm or SwiGLU reads its inputs twice: by bytes of memory traffic it
-  would save less than 1 % of the step. Under delayed scaling it would save at most 2.5 %.
+* *Fusing casts with the operations before them* (RMSNorm, SwiGLU) would gain little. Under current scaling the amax
+  must be known before the first code is written, so the fused operation would read its inputs twice; by bytes of memory
+  traffic this would save less than 1 % of the step. Under delayed scaling it would save at most 2.5 %.
 * *fp8_delayed* has an amax history for each layer, so q, k and v cannot share the cast of their input, nor gate and up,
   and the histories need some six small kernels for each of 84 tensors. It is no faster than fp8_current.
-* *fp8_block*: its matmuls promote partial sums to float32 every 128 elements, see below.
-* *mxfp8, nvfp4*: Hopper has no such instructions; matmuls are bfloat16's, on values that are exactly those of the
-  codes. NVFP4 residuals are kept as 4-bit codes and decoded in the backward pass.
-* *First step of nvfp4* and *of each further block*: the former lowers 29 kernels in Python, single-threaded; the latter
-  is XLA's own compile time for 39 more kernel calls in the program.
+* *fp8_block*: its matmuls promote partial accumulators to float32 every 128 elements of K
+  ([below](#matmuls-with-scales-per-128-elements)).
+* *mxfp8, nvfp4*: Hopper's tensor cores do not multiply these formats; operands are dequantised to bfloat16, which is
+  exact, and multiplied as bfloat16. NVFP4 residuals are saved as 4-bit codes and dequantised in the backward pass.
+* *First step of nvfp4*: Python lowers 29 kernels in one thread. *First step of each further block*: XLA's own compile
+  time for 39 more kernel calls in the program.
 """
 _POWER_8192 = """
 The three matmuls take nine tenths of the step, apparently at the chip's power limit, where cuBLAS is no faster. Tried
 and adopted: clusters that multicast an operand's tile. Tried and rejected: smaller tiles in the last wave, ping-pong
 scheduling of warpgroups, and autotuning, which selected the heuristic's configs. The remaining time is casts, near the
-bandwidth of a copy, and the amax pass, which delayed scaling does not need.
+bandwidth of a copy, and the pass over memory for amaxes, which delayed scaling does not need.
 """
 _POWER_4096 = """
 The three matmuls take nine tenths of the step, apparently at the chip's power limit, where cuBLAS is no faster. Tried
-and adopted: clusters that multicast an operand's tile, and autotuning, which selected another cluster dimension for
-wgrad and single CTAs for dgrad. Tried and rejected: smaller tiles in the last wave and ping-pong scheduling of
-warpgroups. The remaining time is casts, near the bandwidth of a copy, and the amax pass.
+and adopted: clusters that multicast an operand's tile, and autotuning, which selected clusters along N instead of M for
+wgrad, and no clusters for dgrad. Tried and rejected: smaller tiles in the last wave and ping-pong scheduling of
+warpgroups. The remaining time is casts, near the bandwidth of a copy, and the pass over memory for amaxes.
 """
 _HISTORY = """
 A step of this size is bound by kernel launches. Delayed scaling adds small launches per tensor for the amax history

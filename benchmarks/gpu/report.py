@@ -14,6 +14,9 @@ from benchmarks.gpu.remarks import remark
 from benchmarks.table import verdict
 
 PACKAGES = ("flax", "torch", "torchao", "qwix")
+# A change of the kernels that makes earlier results differ from those of the current code.
+AMAX_CHANGE = "XLA computed tensor amaxes and kernels were compiled in the background (2026-11-18)"
+_AMAX_CHANGE_TIME = "2026-11-18T07:03"
 
 
 def device_name() -> str:
@@ -33,6 +36,11 @@ def device_file() -> Path:
 def read(path: Path) -> dict[str, Any]:
     """Returns the results of a device by suite."""
     return json.loads(path.read_text())
+
+
+def is_before_amax_change(case: dict[str, Any]) -> bool:
+    """Whether a case was measured before AMAX_CHANGE."""
+    return case["environment"]["date"] < _AMAX_CHANGE_TIME
 
 
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
@@ -59,7 +67,7 @@ def result_line(name: str, timed: Timed, rate: str, target: float | None = None,
     return f"  {name:<44} {1e3 * timed.median:9.3f} ms  {rate:>14}  first {timed.first_s:6.1f} s {memory:>10}  {met}"
 
 
-def explain(suite: str, case: str, implementation: str, target: float | None, measured: float | None) -> None:
+def print_remark(suite: str, case: str, implementation: str, target: float | None, measured: float | None) -> None:
     """Prints what limits an implementation that missed its target."""
     text = remark(suite, case, implementation, target, measured)
     if text:
