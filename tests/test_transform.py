@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from hopper import lowered_for_hopper, needs_mosaic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -47,7 +48,7 @@ def under(recipe) -> Any:
 
 
 def ring_mesh():
-    return jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
 
 
 # One construct each, around a matmul `dot(x, w)`.
@@ -323,17 +324,46 @@ def test_a_linen_model_equals_its_hook(recipe):
     assert_same_bits(found, expected)
 
 
-def test_an_nnx_model_equals_its_hook():
-    def model():
-        return nnx.Sequential(nnx.Linear(WIDTH, 64, rngs=nnx.Rngs(0)), nnx.gelu, nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+class NnxBlock(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
 
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return self.down(nnx.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
+def test_an_nnx_model_equals_its_hook(recipe):
     def f(model, x):
         return jnp.sum(model(x) ** 2)
 
-    expected = nnx.grad(f)(sd.nnx.with_recipe(model(), "mxfp8"), inputs())
-    found = jax.grad(transform.quantized(f, {"layers/*": "mxfp8"}))(model(), inputs())
+    x = inputs().reshape(2, 8, WIDTH)
+    expected = nnx.grad(f)(sd.nnx.with_recipe(NnxBlock(), recipe), x)
+    found = jax.grad(transform.quantized(f, recipe), allow_int=True)(NnxBlock(), x)
     kernels = [nnx.state(gradient, nnx.Param) for gradient in (nnx.state(found), expected)]
     assert_same_bits(*kernels)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_the_program_for_a_gpu_has_the_kernels_of_the_hook(monkeypatch, recipe):
+    model, x = Block(), jnp.ones((2, 128, WIDTH))
+    variables = model.init(jax.random.key(0), x)
+    hooked, quantized = sd.linen.with_recipe(model, recipe), transform.quantized(model.apply, recipe)
+    functions = (
+        lambda v, key: hooked.apply(v, x, rngs={"sr_rng": key}),
+        lambda v, key: quantized(v, x, sr_key=key),
+    )
+    with lowered_for_hopper(monkeypatch):
+        step = [jax.jit(jax.grad(lambda v, key, f=f: jnp.sum(f(v, key)))) for f in functions]
+        texts = [
+            each.trace(variables, jax.random.key(0)).lower(lowering_platforms=("cuda",)).as_text() for each in step
+        ]
+    found, expected = (text.count("stablehlo.custom_call @mosaic_gpu") for text in texts)
+    assert found == expected > 0
 
 
 def test_an_equinox_model_is_quantised():
