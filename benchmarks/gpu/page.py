@@ -49,6 +49,7 @@ vocabulary of 32000, 4 × 2048 tokens, float32 parameters, bfloat16 computation,
 execution. Each kernel is traced and lowered once, during tracing, and compiled in the background at the same time, so
 further decoder blocks add mostly XLA's compile time. *Beyond bfloat16* is relative to the first step of the bfloat16
 row. The last column, peak memory less float32 parameters, gradients and both moments of AdamW, is mostly activations.
+`transform.quantized` transforms the bfloat16 model; in the other rows, Flax layers have a hook.
 NNX models start from linen's parameters.{same_losses}
 torch models have other random parameters; their baseline is torch's own bfloat16, and their first step is a total.
 *Second process* runs the same program again with JAX's persistent compilation cache. Scanned models are named by the
