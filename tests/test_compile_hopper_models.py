@@ -41,7 +41,7 @@ def hopper(monkeypatch):
 
 
 def stack(**shape) -> llama.Stack:
-    sizes = {"width": 1024, "hidden": 2048, "heads": 8, "groups": 4, "vocabulary": 1024, **shape}
+    sizes = {"width": 1024, "hidden": 2048, "heads": 8, "kv_heads": 4, "vocabulary": 1024, **shape}
     return llama.Stack(Shape(**sizes), sd.linen.make_dot_general_cls(RECIPE))
 
 
