@@ -10,7 +10,7 @@ Pallas kernels, because these are not `dot_general` primitives.
 | `checkpoint_dots_and_quantized_gemms` | results of all matmuls | casts |
 | `dots_and_quantized_gemms_with_no_batch_dims` | results of matmuls without batch dims | casts, attention |
 | `save_quantized_residuals` | codes for dgrad and wgrad | matmuls, and casts for fwd with other blocks or layouts |
-| `save_quantized_residuals_and_gemms` | both | neither |
+| `save_quantized_residuals_and_gemms` | these codes, results of matmuls under a recipe | other matmuls (attention) |
 
     jax.checkpoint(block, policy=sd.checkpoint_policies.checkpoint_dots_and_quantized_gemms)
 """

@@ -1,4 +1,8 @@
-"""Formats that reproduce the arithmetic of other libraries bit for bit (ModelOpt: not compared), as rows of the table.
+"""Formats with the arithmetic of other libraries, as rows of the table.
+
+Codes and scales of `torchao`, `compressed_tensors` and `deepgemm` are bit-identical to those that the libraries compute
+(`tests/test_golden.py`). Those of `qwix` agree with Qwix up to rounding (`tests/test_compat_qwix.py`). Those of
+`modelopt` and `te_jax` (TransformerEngine/JAX) were not compared.
 
 Loading a checkpoint never quantises again, so a variant is only needed to write codes for that library or to compare
 with its results. Each is a `dataclasses.replace` of a row of FORMATS:

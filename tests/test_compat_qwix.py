@@ -448,8 +448,8 @@ def test_plain_narrow_arrays_accumulate_as_qwix_does(operator):
         y = call(qwix, x, w)
         with jax.numpy_dtype_promotion("standard"):
             theirs = jax.eval_shape(lambda x, w: call(real, x, w), x, w)
-            # Qwix would need int4 x int4 matmuls for the others, which XLA does not have on CPUs.
-            if dtypes in ((jnp.int8,) * 2, (jnp.float8_e4m3fn,) * 2):
+            # XLA does not compile Qwix's dots and convolutions of two int4 arrays on CPUs; only types are compared.
+            if dtypes != (jnp.int4, jnp.int4):
                 np.testing.assert_array_equal(y, call(real, x, w))
         assert (y.dtype, y.shape) == (theirs.dtype, theirs.shape)
         np.testing.assert_array_equal(np.asarray(y, np.float32), np.full(y.shape, 2 * 2 * 200, np.float32))

@@ -383,19 +383,24 @@ def test_a_model_can_be_read_from_a_file(tmp_path):
             find_model(str(path))
 
 
+FILLS_DOMAIN = "at most half; the largest power of two that divides both the width "
+
+
 @pytest.mark.parametrize(
-    ("model", "devices", "mesh"),
+    ("model", "devices", "mesh", "fsdp_reason"),
     [
-        ("gpt-tiny", 8, "dp=1,fsdp=8,tp=1"),
-        ("llama3-8b", 64, "dp=8,fsdp=4,tp=2"),
-        ("llama3-405b", 10240, "dp=80,fsdp=16,tp=8"),
-        ("llama3-70b", 6, "dp=3,fsdp=1,tp=2"),
+        ("gpt-tiny", 4, "dp=1,fsdp=4,tp=1", FILLS_DOMAIN),
+        ("gpt-tiny", 8, "dp=1,fsdp=8,tp=1", FILLS_DOMAIN),
+        ("llama3-8b", 64, "dp=8,fsdp=4,tp=2", FILLS_DOMAIN),
+        ("llama3-405b", 10240, "dp=80,fsdp=16,tp=8", "at most half; the smallest power of two that divides both the "),
+        ("llama3-70b", 6, "dp=3,fsdp=1,tp=2", "more than half, and no larger power of two divides both the "),
     ],
 )
-def test_a_mesh_is_chosen_for_a_number_of_devices(model, devices, mesh):
+def test_a_mesh_is_chosen_for_a_number_of_devices(model, devices, mesh, fsdp_reason):
     found, why = choose_mesh(MODELS[model], devices, find_rates("h200"))
     assert found == parse_mesh(mesh)
     assert all(f"{axis}={size}:" in why for axis, size in found.axes)
+    assert f" GB per device, {fsdp_reason}" in why
 
 
 def test_consecutive_devices_are_along_the_last_axis():

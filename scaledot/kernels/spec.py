@@ -249,7 +249,8 @@ class CastOutput:
 class CastProblem:
     """The static description of an array and the outputs to compute from it, if possible in one pass over memory.
 
-    passed_arguments: names of the CastArguments that the caller passes, so that the kernel does not compute them.
+    passed_arguments: those of "multiplier", "scale", "tensor_scale", "zero" and "uniform" (random numbers) that the
+    caller passes, so that the kernel does not compute them.
     amax: whether to return the largest finite magnitude, float32 (). column_sums: whether to return the sums over all
     dims but the last. A kernel may return None for both, and the caller computes them.
     groups: the number of groups that rows are split into, each cast as if it were an array of its own; None without
@@ -298,7 +299,7 @@ class CastArguments(NamedTuple):
 
     @property
     def passed(self) -> frozenset[str]:
-        """Names of the arguments that are passed and determine scales or rounding, for `CastProblem`."""
+        """The `passed_arguments` of a CastProblem: names of passed scales, and "uniform" if `uniforms` has an array."""
         no_scales = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
         if no_scales and all(uniform is None for uniform in self.uniforms):
             return frozenset()

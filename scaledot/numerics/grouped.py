@@ -58,8 +58,10 @@ def quantize_tiles_leaves(
 ) -> QuantizedLeaves:
     """Quantises an array (tiles, rows, features), tile i of which belongs to group[i] of `groups`.
 
-    The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group. Arguments
-    and result are otherwise those of `quantize_grouped_leaves`.
+    Returns the leaves of a ScaledArray. Scales have one entry per block of `spec.block`, which may be several rows of a
+    tile. The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group.
+
+    key, uniform: as in `quantize_grouped_leaves`.
     """
     x = prepare(spec, x)
     uniform = uniform if key is None else uniform_of(key, x.shape)

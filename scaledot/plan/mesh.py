@@ -91,8 +91,9 @@ def parse_mesh(text: str) -> Mesh:
 def choose_mesh(model: Model, devices: int, rates: Rates) -> tuple[Mesh, str]:
     """Returns a mesh with that number of devices, and the reasons for its sizes.
 
-    tp is as large as an NVLink domain, kv_heads and MIN_WIDTH_PER_DEVICE allow; fsdp fills the NVLink domain, and is
-    larger if weights, gradients and optimizer state would take more than half of the memory; dp is the rest.
+    tp is as large as an NVLink domain, kv_heads and MIN_WIDTH_PER_DEVICE allow; fsdp fills the NVLink domain as far as
+    possible, and is larger if weights, gradients and optimizer state would take more than half of the memory; dp is the
+    rest.
     """
     domain, memory = rates.nvlink.devices, rates.memory.gb
     tp_sizes = [
@@ -106,13 +107,19 @@ def choose_mesh(model: Model, devices: int, rates: Rates) -> tuple[Mesh, str]:
     fills_domain = max(n for n in fsdp_sizes if n * tp <= domain)
     fits_half = [n for n in fsdp_sizes if state_gb / n <= memory / 2 and n >= fills_domain]
     fsdp = min(fits_half, default=max(fsdp_sizes))
+    divides = f"divides both the width {model.width} and {rest} devices"
+    if not fits_half:
+        fsdp_reason = f"more than half, and no larger power of two {divides}"
+    elif fsdp == fills_domain:
+        fsdp_reason = f"at most half; the largest power of two that {divides} with fsdp × tp within an NVLink domain"
+    else:
+        fsdp_reason = f"at most half; the smallest power of two that {divides} for which this holds"
     reasons = (
-        f"tp={tp}: the largest size within an NVLink domain of {domain} devices that divides {model.kv_heads} kv_heads "
-        f"and {devices} devices and leaves each device {MIN_WIDTH_PER_DEVICE} of the width {model.width}"
-        if tp > 1
-        else f"tp=1: no larger size divides kv_heads and devices and leaves {MIN_WIDTH_PER_DEVICE} of the width each",
+        f"tp={tp}: no larger power of two within an NVLink domain of {domain} devices divides both {model.kv_heads} "
+        f"kv_heads and {devices} devices and leaves each device at least {MIN_WIDTH_PER_DEVICE} of the width "
+        f"{model.width}",
         f"fsdp={fsdp}: weights, gradients and optimizer state take {state_gb / fsdp:.1f} of {memory:g} GB per device, "
-        f"{'at most half, and fsdp × tp fills an NVLink domain' if fits_half else 'and no larger size divides'}",
+        + fsdp_reason,
         f"dp={rest // fsdp}: the rest",
     )
     return Mesh((("dp", rest // fsdp), ("fsdp", fsdp), ("tp", tp))), "; ".join(reasons)

@@ -153,8 +153,8 @@ class CastOperands(NamedTuple):
 class TrainOp(Protocol):
     """A contraction of x and w whose operands can be cast for, and multiplied in, each of fwd, dgrad and wgrad.
 
-    matmul is "fwd", "dgrad" or "wgrad"; tensor is "x", "w" or "g"; groups has the sizes of ragged groups, int32 (G,),
-    and is None for other operations.
+    matmul is "fwd", "dgrad" or "wgrad" (in `multiply`, the `Matmul` of that name); tensor is "x", "w" or "g"; groups
+    has the sizes of ragged groups, int32 (G,), and is None for other operations.
     """
 
     @property

@@ -1,11 +1,15 @@
-"""Reads jaxprs. Parameters of some primitives differ between jax releases; nothing else here depends on the release."""
+"""Reads jaxprs.
+
+Names and parameters of some primitives differ between jax releases; nothing else here depends on the release.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-# Primitives that call one jaxpr once, by the parameter that holds it. Their operands are the inputs of that jaxpr.
+# Primitives that call one jaxpr once, and for each the name of the parameter that holds the jaxpr. Their operands are
+# the inputs of that jaxpr.
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",

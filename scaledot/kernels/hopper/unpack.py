@@ -3,7 +3,9 @@
 A packed tile, int32 (64, 32), holds the codes of 64 elements along K and of the columns of 32 words; `registers`
 interleaves its words along K. For each format there is a function from interleaved words to bfloat16 A fragments
 (64, 64): shifts and masks put the bits of a code into the sign, exponent or mantissa of a bfloat16, and arithmetic
-subtracts the contribution of the other bits. Formats with a codebook are in `codebook`.
+makes that the value of the code. For integers this is a subtraction, which removes the contribution of the other bits;
+for FP4 it is a multiplication by a power of two, which corrects the exponent bias. Formats with a codebook are in
+`codebook`.
 
 A fragment has two columns of the weights from each of the 32 words, so a packed tile of 4-bit codes, eight per word,
 becomes four fragments. `in_column_order` reorders the accumulators of several fragments by column.
@@ -50,10 +52,11 @@ class Unpacker:
     """How the codes of one format are unpacked.
 
     per_word: codes in a word.
-    unpack: (low, high, index, scales=None) -> bfloat16 (64, 64) fragments, an iterator over `terms` fragments whose sum
-    is the value. low, high: interleaved words, int32 (32, 32) each, of `registers.interleave_k`. index: of the fragment
-    in its packed tile. scales: with `block`, int32 (64 / block, 64), for each packed word and half of it the 8-bit
-    scales of the columns that this half has in each fragment of the packed tile, from the lowest byte on.
+    unpack: (low, high, index), and scales if `block` is not 0 -> bfloat16 (64, 64) fragments, an iterator over `terms`
+    fragments whose sum is the value. low, high: interleaved words, int32 (32, 32) each, of `registers.interleave_k`.
+    index: of the fragment in its packed tile. scales: int32 (64 / block, 32 * 2), one word for each block along K and
+    each half of a packed word; byte i of it, from the lowest on, is the 8-bit scale of the column that this half has in
+    fragment i.
     block: elements along K that share a scale which `unpack` applies, or 0.
     terms: the number of fragments that `unpack` yields.
     by_bytes: whether words are interleaved by bytes. If so, the two columns of a word in a fragment are neighbours;
@@ -213,7 +216,11 @@ def _reorder_registers(accumulators: tuple[Any, ...], unpacker: Unpacker, shape:
 
 
 def _accumulator_register(accumulator: Any, row_group: int, half: int) -> Any:
-    """A thread's register of an accumulator (64, rows of x): of eight rows of x, for one half of a warp's 16 rows."""
+    """A thread's register of an accumulator (64 columns of the weights, rows of x).
+
+    row_group: the index of the eight rows of x that include the register's two. half: 0 if its column of the weights is
+    among the first eight of the 16 that its warp holds, 1 if it is among the last eight.
+    """
     place = [0] * accumulator.registers.ndim
     place[COLUMN_GROUP_AXIS], place[HALF_AXIS] = row_group, half
     return accumulator.registers[tuple(place)]

@@ -102,7 +102,10 @@ def describe(problem: Problem) -> str:
 
 
 def _max_terms(problem: Problem) -> int:
-    """The number of bfloat16 terms of a codebook entry: ceil(result bits / 8), plus one guard term."""
+    """The largest number of bfloat16 terms of a codebook entry: ceil(significand bits / 8), plus one guard term.
+
+    A bfloat16 has 8 significand bits. Those of the result dtype count if the precision is the default, otherwise 24.
+    """
     bits = jnp.finfo(problem.out_dtype).nmant + 1 if is_default_precision(problem.precision) else 24
     return -(-bits // 8) + 1
 

@@ -22,7 +22,8 @@ from scaledot.numerics import blocks
 class ScaledTensorFactory:
     """Creates quantised tensors from existing codes and scales.
 
-    `dequantizer` is accepted for compatibility and ignored: the scaling mode determines dequantisation.
+    `dequantizer` is accepted for compatibility and ignored, because the scaling mode determines dequantisation; only a
+    dtype, probably meant for `dq_dtype`, raises an error.
 
     >>> codes, scale = jnp.ones((2, 64), jnp.float8_e4m3fn), jnp.full((2, 2), 2, jnp.float8_e8m0fnu)
     >>> tensor = ScaledTensorFactory.create(codes, scale, scaling_mode=ScalingMode.MXFP8_1D_SCALING)
