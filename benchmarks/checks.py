@@ -1,8 +1,8 @@
 """Checks that run before a cast is timed.
 
-Codes and scales of the jitted call are bit-identical to those of the un-jitted one, and every dequantised value is
-within half the largest gap between neighbouring codes of its format, which holds for rounding to nearest and is
-computed without the library's own arithmetic.
+Codes and scales of the jitted call are bit-identical to those of the un-jitted one, and every dequantised value differs
+from its element of the input by at most half the largest gap between neighbouring codes of its format, times the scale
+of its block. This holds for rounding to nearest and is computed without the library's own arithmetic.
 """
 
 from typing import Any
@@ -22,7 +22,10 @@ def require_same_bytes(name: str, jitted: Any, unjitted: Any) -> None:
 
 
 def require_nearest(name: str, x: jax.Array, q: ScaledArray, dequantized: jax.Array) -> None:
-    """Raises AssertionError unless every dequantised value is within half the largest gap of the element of x."""
+    """Raises AssertionError unless every dequantised value is near enough to its element of x.
+
+    They may differ by half the format's largest gap between neighbouring codes, times the scale of the block.
+    """
     error = np.abs(np.asarray(x) - np.asarray(dequantized))
     # The relative 1e-5 allows for float32 rounding of code * scale.
     allowed = _broadcast_scale(q) * np.float32(_largest_gap(q.format) / 2) + 1e-5 * np.abs(np.asarray(x))

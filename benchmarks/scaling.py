@@ -1,6 +1,6 @@
 """`python -m benchmarks.scaling`: plans large models on many devices and generates docs/notes/scaling.md.
 
-Plans are those of `scaledot plan`: layers are compiled and their collectives counted, nothing is run.
+Plans are those of `scaledot plan`: decoder blocks are compiled and their collectives counted, nothing is run.
 `--page` only regenerates the page from the results file. All numbers come from the file; the text is below.
 """
 

@@ -1,4 +1,6 @@
-"""Low-precision tensors, matmuls and training for JAX: one array type, `codes x broadcast scale`, for every format.
+"""Low-precision tensors, matmuls and training for JAX: one array type for every format.
+
+Its values are `decoded codes x broadcast scale`.
 
 >>> import jax.numpy as jnp, scaledot as sd
 >>> q = sd.quantize(jnp.ones((4, 64)), "mxfp8")

@@ -1,8 +1,8 @@
 """The table of formats.
 
-A low-precision tensor is `codes x broadcast scale`. A Format, one row of the table, defines the element type of the
-codes, the dtype of the scales, the block of elements that share a scale, and the rule that computes a scale from the
-amax of its block. All other code reads these fields and never compares names, so a new format is a
+A low-precision tensor is `decoded codes x broadcast scale`. A Format, one row of the table, defines the element type
+of the codes, the dtype of the scales, the block of elements that share a scale, and the rule that computes a scale from
+the amax of its block. All other code reads these fields and never compares names, so a new format is a
 `dataclasses.replace` of an existing row and works in every function of the library:
 
 >>> import dataclasses

@@ -270,7 +270,7 @@ def test_dtypes_before_casts_can_be_chosen(capsys):
 def _estimated_programs(monkeypatch):
     def estimate_jobs(jobs):
         estimates = {
-            "layer": lambda job: fit.estimate_layer(job.setup, find_recipe(job.recipe)),
+            "block": lambda job: fit.estimate_block(job.setup, find_recipe(job.recipe)),
             "head": lambda job: fit.estimate_head(job.setup),
         }
         return [estimates[job.module](job) for job in jobs]

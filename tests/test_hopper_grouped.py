@@ -1,4 +1,7 @@
-"""Grouped matmuls on Hopper, compared with loops over groups in JAX's interpreter."""
+"""Hopper's grouped matmuls and casts of row groups, in Pallas interpret mode.
+
+They are compared with NumPy loops over groups and with XLA's kernels.
+"""
 
 import dataclasses
 
@@ -141,7 +144,10 @@ def request(resolved, kernel: str) -> CastRequest:
 @needs_mosaic
 @pytest.mark.parametrize("sizes", SIZES)
 def test_casts_of_row_groups_are_bit_identical_to_the_reference(hopper, sizes):
-    """In the layouts of the matmuls; rows in no group are NaN."""
+    """Casts write the layouts that fwd and wgrad read, and are compared in the logical layout.
+
+    Input rows in no group are NaN and must not change any code or scale.
+    """
     rows, sizes = SIZES[sizes]
     op, cast, groups = RaggedDotOp(128), sd.Cast("fp8_e4m3", (1, 128)), jnp.array(sizes)
     resolved = {matmul: op.resolve_cast(cast, matmul, "x") for matmul in ("fwd", "wgrad")}

@@ -49,7 +49,7 @@ def setup_of(mesh: str, **options) -> Setup:
 
 
 @functools.cache
-def compiled(mesh: str, recipe: str = "bf16", module: str = "layer", **options) -> CompiledModule:
+def compiled(mesh: str, recipe: str = "bf16", module: str = "block", **options) -> CompiledModule:
     return programs.compile_module(Job(module, recipe, setup_of(mesh, **options)))
 
 
@@ -155,7 +155,7 @@ def totals(found: list[Collective], least: int = 1024) -> dict[tuple[str, tuple[
 
 
 def closed_form(setup: Setup, element_bytes: int) -> tuple[dict, dict]:
-    """Returns the bytes of a decoder layer's collectives, forward and backward.
+    """Returns the bytes of a decoder block's collectives, forward and backward.
 
     Weights are all-gathered over fsdp in both passes; their float32 gradients are reduce-scattered over fsdp and
     all-reduced over dp. Without sequence parallelism, results of row-parallel matmuls (forward) and input gradients of
@@ -182,7 +182,7 @@ def closed_form(setup: Setup, element_bytes: int) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,fsdp=2,tp=2", "fsdp=8", "dp=2,tp=4", "tp=8", "dp=8"])
-def test_bytes_of_a_layer_equal_closed_forms(mesh):
+def test_bytes_of_a_block_equal_closed_forms(mesh):
     found = compiled(mesh)
     assert (totals(found.forward), totals(found.backward)) == closed_form(setup_of(mesh), 2)
 
@@ -205,7 +205,7 @@ def fsdp_gathered(found: list[Collective]) -> int:
 
 @pytest.mark.parametrize(("recipe", "most"), [("fp8_current", 0.52), ("fp8_block", 0.52), ("nvfp4", 0.3)])
 def test_weights_are_gathered_in_fewer_bytes(recipe, most):
-    """The head has one matmul and compiles faster than a layer of four."""
+    """The head has one matmul and compiles faster than a decoder block, which has four."""
     job = Job("head", recipe, setup_of("dp=2,fsdp=2,tp=2"))
     gathered = fsdp_gathered(programs.compile_collectives(programs.trace_module(job).lower_forward(), job))
     assert 0 < gathered <= most * fsdp_gathered(compiled("dp=2,fsdp=2,tp=2", module="head").forward)
@@ -241,7 +241,7 @@ def test_a_mesh_compiled_with_dp_of_two_has_the_costs_of_the_full_mesh(monkeypat
 def test_residuals_equal_closed_forms(recipe, residual_bits):
     """Inputs of norms, attention and activation are saved in bfloat16, x and w of every matmul as codes and scales."""
     setup = setup_of("dp=2,fsdp=2,tp=2")
-    residual_bytes = programs.trace_module(Job("layer", recipe, setup)).residual_bytes
+    residual_bytes = programs.trace_module(Job("block", recipe, setup)).residual_bytes
     features = [2 * TINY.width, (TINY.linears[0].outputs + TINY.linears[2].outputs) / 2]
     bfloat16_bytes = 2 * setup.tokens * sum(features)
     operands = sum(setup.local_elements(linear)["x"] + setup.local_elements(linear)["w"] for linear in TINY.linears)
@@ -277,8 +277,8 @@ def test_estimated_memory_is_within_1_percent_of_compiled(mesh, recipe, options)
 )
 def test_estimated_residuals_are_within_5_percent_of_traced(recipe):
     setup = setup_of("dp=2,fsdp=2,tp=2")
-    saved = programs.trace_module(Job("layer", recipe, setup)).residual_bytes
-    assert fit.estimate_layer(setup, find_recipe(recipe)).residual_bytes == pytest.approx(saved, rel=0.05)
+    saved = programs.trace_module(Job("block", recipe, setup)).residual_bytes
+    assert fit.estimate_block(setup, find_recipe(recipe)).residual_bytes == pytest.approx(saved, rel=0.05)
 
 
 def test_nearest_fitting_meshes_are_ordered_by_tp_then_fsdp():
@@ -296,11 +296,11 @@ SMALL = Model("small", 3, 64, 128, 4, 2, 16, 100, 10, tied=True)
 def test_costs_equal_those_computed_by_hand():
     """With tp=2, each matmul has 2 · tokens · inputs · outputs / 2 FLOPs on a device; fsdp · tp = 4 fits NVLink."""
     setup, rates = Setup(SMALL, parse_mesh("dp=8,fsdp=2,tp=2"), 2, 10), find_rates("h200")
-    layer = CompiledModule(
+    block = CompiledModule(
         [Collective("all-gather", "u16", ("fsdp",), 1000)], [Collective("all-reduce", "f32", ("dp",), 80)], 50
     )
     head = CompiledModule([], [Collective("all-reduce", "f32", ("tp",), 600)], 70)
-    found = cost(setup, rates, BASELINE, layer, head)
+    found = cost(setup, rates, BASELINE, block, head)
     matrices = 64 * (64 + 64), 64 * 64, 64 * 256, 128 * 64
     flops = 3 * (3 * 2 * 20 * sum(matrices) / 2) + 3 * 2 * 20 * 64 * 100 / 2
     local = (3 * sum(matrices) + 6400) / 4 + 7 * 64
@@ -460,7 +460,7 @@ def test_the_command_prints_a_plan_and_writes_it(tmp_path):
     layers = 2 * 7 / 8 * MODELS["gpt-tiny"].layers * sum(linear.parameters for linear in MODELS["gpt-tiny"].linears)
     head = 2 * 7 / 8 * MODELS["gpt-tiny"].head.parameters
     assert found == {"bf16": 2 * layers + 2 * head, "fp8_current": layers + 2 * head}
-    assert "[3/3] layer of gpt-tiny, fp8_current, for 8 devices: " in done.stderr
+    assert "[3/3] block of gpt-tiny, fp8_current, for 8 devices: " in done.stderr
     for words in ("gpt-tiny, 29,365,248 parameters, on 8 × NVIDIA H200: dp=1,fsdp=8,tp=1", "comparison with bf16"):
         assert words in done.stdout
     assert f"{written['recipes']['fp8_current']['step_ms']['no_overlap']:.2f} ms, full overlap" in done.stdout

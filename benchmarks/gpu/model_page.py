@@ -136,7 +136,7 @@ def readme(results: dict[str, Any], path: str) -> str:
     if ratio is not None:
         headline = f"**A Llama-like decoder of {blocks} trains {ratio:.2f} times as fast in fp8 as in bfloat16**"
         scope = "forward pass, backward pass and AdamW, with the dense layers of the blocks in fp8"
-        others = "All other computation is bfloat16; parameters and optimizer state are float32."
+        others = "All other layers compute in bfloat16; loss, parameters and optimizer are float32."
         text = f"{headline} on one H200: {scope} ([results]({path})). {others}"
     return f"{textwrap.fill(f'{text} {README_BASELINES}', 120)}\n\n{markdown(README_TITLES, rows)}"
 

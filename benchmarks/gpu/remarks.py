@@ -1,4 +1,7 @@
-"""What limits the cases that miss their target, and which optimisations were tried; shown only for missed targets."""
+"""What limits the cases that miss their target, and which optimisations were tried.
+
+`remark` returns the remark on a case only if it missed its target; `WHOLE_MODELS` is always shown.
+"""
 
 WHOLE_MODELS = """
 What limits the missed targets:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from scaledot.plan.rates import RATES
 
     parser.description = (
-        "Estimate a training step on many devices. XLA compiles a decoder layer for the mesh on CPU devices;\n"
+        "Estimate a training step on many devices. XLA compiles a decoder block for the mesh on CPU devices;\n"
         "collectives are read from the compiled program, and times follow from a table of rates.\n\n"
         "If a step does not fit the memory of a device, another mesh with the same number of devices is proposed, or\n"
         "the smallest number of devices that fits. The exit code is 1 if --mesh does not fit, or no mesh of --devices."

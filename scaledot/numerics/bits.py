@@ -111,8 +111,8 @@ def ceil_power_of_two(x: jax.Array) -> jax.Array:
 def divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
     """Correctly rounded float32 a / b.
 
-    Subnormal operands and results are flushed to 0; x / 0 is an infinity. The hardware quotient of the significands is
-    within 2 ulp; the integer remainder, small enough to be exact modulo 2^32, gives the correction.
+    Subnormal operands and results are flushed to 0; x / 0 is an infinity, 0 / 0 is NaN. The hardware quotient of the
+    significands is within 2 ulp; the integer remainder, small enough to be exact modulo 2^32, gives the correction.
     """
     a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
     a_bits, b_bits = (lax.bitcast_convert_type(x, jnp.int32) for x in (a, b))

@@ -20,13 +20,13 @@ def run_casts(
     arguments: CastArguments,
     kernel: KernelChoice = None,
     partitioning: Partitioning = ONE_DEVICE,
-    members: tuple[tuple[int, ...], ...] | None = None,
+    flattened_sizes: tuple[tuple[int, ...], ...] | None = None,
     **fields,
 ) -> CastResult:
     """Casts x to all outputs, by one kernel that reads x once if the table has one, else by a kernel for each output.
 
-    partitioning: of the program by XLA, merged with that of the type of x. members: for each axis of x, the sizes of
-    the axes that were flattened to it. `fields` are further fields of the CastProblem.
+    partitioning: of the program by XLA, merged with that of the type of x. flattened_sizes: for each axis of x, the
+    sizes of the axes that were flattened to it. `fields` are further fields of the CastProblem.
     """
     groups = None if arguments.group_sizes is None else arguments.group_sizes.shape[0]
     partitioning = partitioning.joined(partitioning_of(x))
@@ -34,8 +34,10 @@ def run_casts(
         partitioning = partitioning._replace(is_automatic=False)  # partitioned_ops cannot partition these
     problem = _problem(x.shape, outputs, arguments.passed, groups=groups, partitioning=partitioning, **fields)
     if len(outputs) == 1 or isinstance(kernel, str):
-        return _run_problem(problem, kernel, x, arguments, members)
-    first, *others = [_run_problem(each, kernel, x, arguments, members) for each in table.split_by_kernel(problem)]
+        return _run_problem(problem, kernel, x, arguments, flattened_sizes)
+    first, *others = [
+        _run_problem(each, kernel, x, arguments, flattened_sizes) for each in table.split_by_kernel(problem)
+    ]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
 
 
@@ -46,11 +48,13 @@ def _problem(*fields, **named_fields) -> CastProblem:
 
 
 def _run_problem(
-    problem: CastProblem, kernel: KernelChoice, x: jax.Array, arguments: CastArguments, members
+    problem: CastProblem, kernel: KernelChoice, x: jax.Array, arguments: CastArguments, flattened_sizes
 ) -> CastResult:
     chosen = table.choose(problem, kernel(problem) if callable(kernel) else kernel)
     if chosen.is_opaque and problem.partitioning.devices > 1:
-        result = partitioned_ops.cast(problem, chosen, x, arguments, members or tuple((size,) for size in x.shape))
+        result = partitioned_ops.cast(
+            problem, chosen, x, arguments, flattened_sizes or tuple((size,) for size in x.shape)
+        )
     else:
         result = program(_run, problem, chosen)(x, arguments)
     return result if len(result.arrays) == 1 else result._replace(arrays=_deduplicated(problem, result.arrays))

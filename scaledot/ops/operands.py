@@ -147,12 +147,12 @@ def contract(
     kernel: KernelChoice = None,
     bias: jax.Array | None = None,
     partitioning: Partitioning = ONE_DEVICE,
-    members: dict[str, tuple[int, ...]] | None = None,
+    flattened_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> jax.Array:
     """The contraction of two checked operands, plus a bias along the free labels of rhs, rounded once.
 
-    partitioning: of the program by XLA, merged with that of the operands' types. members: for each label, the sizes of
-    the axes that were flattened to it.
+    partitioning: of the program by XLA, merged with that of the operands' types. flattened_sizes: for each label, the
+    sizes of the axes that were flattened to it.
     """
     fields = {"precision": precision, "preferred": preferred_element_type, "out_sharding": out_sharding}
     problem = make_problem("dot", contraction, lhs, rhs, partitioning, **fields)
@@ -160,7 +160,7 @@ def contract(
         name = kernel(problem) if callable(kernel) else kernel
         if choose(problem, name).is_opaque:
             lhs, rhs = constant(lhs), constant(rhs)
-            return partitioned_ops.contract(problem, name, lhs, rhs, bias, members or {})
+            return partitioned_ops.contract(problem, name, lhs, rhs, bias, flattened_sizes or {})
     return run_problem(problem, kernel, lhs, rhs, bias=bias)
 
 

@@ -87,13 +87,13 @@ def _reshaped(arrays: Arrays, shapes: Sequence[Sizes]) -> tuple[jax.Array, ...]:
     return tuple(a.reshape(shape) for a, shape in zip(arrays, shapes, strict=True))
 
 
-def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArguments, members) -> CastResult:
+def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArguments, flattened_sizes) -> CastResult:
     """Runs the casts of x by a kernel in a program that XLA partitions.
 
-    members: for each axis of x, the sizes of the dims that were collapsed to it.
+    flattened_sizes: for each axis of x, the sizes of the dims that were collapsed to it.
     """
     leaves, tree = jax.tree.flatten(arguments._replace(keys=jax.tree.map(raw_key, arguments.keys)))
-    operation = Cast(problem, kernel, members, tuple(leaf.shape for leaf in leaves), tree)
+    operation = Cast(problem, kernel, flattened_sizes, tuple(leaf.shape for leaf in leaves), tree)
     results = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
     return jax.tree.unflatten(
         operation.tree, _reshaped(results, [collapsed.shape for collapsed in operation.collapsed_shapes])
@@ -104,13 +104,13 @@ def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArgu
 class Cast:
     """The casts of one matrix, as an Operation.
 
-    members: for each dim, the sizes of the dims that were collapsed to it. argument_shapes: of the leaves of its
-    CastArguments, which are replicated.
+    flattened_sizes: for each dim, the sizes of the dims that were collapsed to it. argument_shapes: of the leaves of
+    its CastArguments, which are replicated.
     """
 
     problem: CastProblem
     kernel: Kernel
-    members: tuple[Sizes, ...]
+    flattened_sizes: tuple[Sizes, ...]
     argument_shapes: tuple[Sizes, ...]
     argument_tree: Any
 
@@ -118,9 +118,9 @@ class Cast:
 
     @functools.cached_property
     def dims(self) -> tuple[CollapsedDim, ...]:
-        fresh = iter(labels(sum(map(len, self.members))))
+        fresh = iter(labels(sum(map(len, self.flattened_sizes))))
         multiples = (self._multiple(axis) for axis in range(len(self.problem.shape)))
-        return tuple(CollapsedDim.of(fresh, *each) for each in zip(self.members, multiples, strict=True))
+        return tuple(CollapsedDim.of(fresh, *each) for each in zip(self.flattened_sizes, multiples, strict=True))
 
     def _multiple(self, axis: int) -> int:
         """What the size of shards along an axis must be a multiple of, so that no block or rotation group is cut."""
@@ -239,15 +239,15 @@ def _run_cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: Cas
     return kernel.run(problem, x, arguments)
 
 
-def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, members: dict[str, Sizes]) -> jax.Array:
+def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, flattened_sizes: dict[str, Sizes]) -> jax.Array:
     """lhs (m, k) @ rhs (k, n) + bias (n,) with quantised operands, as one Operation in a program that XLA partitions.
 
-    kernel: the name of a kernel for the shards; None for the first in the table that supports them. members: for each
-    label of the contraction, the sizes of the dims that were collapsed to it.
+    kernel: the name of a kernel for the shards; None for the first in the table that supports them. flattened_sizes:
+    for each label of the contraction, the sizes of the dims that were collapsed to it.
     """
     arrays, tree = jax.tree.flatten((lhs, rhs, bias))
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-    operation = Matmul(problem, kernel, tuple(sorted(members.items())), types, tree)
+    operation = Matmul(problem, kernel, tuple(sorted(flattened_sizes.items())), types, tree)
     (y,) = run_partitioned(operation, _reshaped(arrays, [leaf.shape for leaf in operation.operands]))
     return y.reshape([operation.sizes[c] for c in problem.contraction.out])
 
@@ -256,12 +256,13 @@ def contract(problem: Problem, kernel: str | None, lhs, rhs, bias, members: dict
 class Matmul:
     """A contraction of two scaled operands, plus a bias, as an Operation.
 
+    flattened_sizes: for each label, the sizes of the dims that were collapsed to it; a label that it lacks is one dim.
     types, tree: the leaves of (lhs, rhs, bias) and their pytree structure.
     """
 
     problem: Problem
     kernel: str | None
-    members: tuple[tuple[str, Sizes], ...]
+    flattened_sizes: tuple[tuple[str, Sizes], ...]
     types: tuple[jax.ShapeDtypeStruct, ...]
     tree: Any
 
@@ -274,10 +275,10 @@ class Matmul:
 
     @functools.cached_property
     def dims(self) -> dict[str, CollapsedDim]:
-        known = dict(self.members)
-        members = {c: known.get(c, (size,)) for c, size in self.sizes.items()}
-        fresh = iter(labels(sum(map(len, members.values()))))
-        return {c: CollapsedDim.of(fresh, sizes, self._multiple(c)) for c, sizes in members.items()}
+        known = dict(self.flattened_sizes)
+        all_sizes = {c: known.get(c, (size,)) for c, size in self.sizes.items()}
+        fresh = iter(labels(sum(map(len, all_sizes.values()))))
+        return {c: CollapsedDim.of(fresh, sizes, self._multiple(c)) for c, sizes in all_sizes.items()}
 
     def _multiple(self, label: str) -> int:
         """What the size of shards along a label must be a multiple of, so that no block or rotation group is cut."""

@@ -1,6 +1,6 @@
 """Estimates the time and memory of a training step on one device, from compiled collectives and the rates of a device.
 
-A step is forward and backward of all decoder layers and the output head, and an Adam update of float32 weights.
+A step is forward and backward of all decoder blocks and the output head, and an Adam update of float32 weights.
 Matmuls, attention and casts run one after another on a device. Collectives run on links, which at best overlap with
 compute and with each other: NVLink and the network are separate links. The time of a step is between `full_overlap`
 and `no_overlap` of its `Cost`.
@@ -86,21 +86,20 @@ class Cost(NamedTuple):
         return seconds[bottleneck], bottleneck
 
 
-def cost(setup: Setup, rates: Rates, recipe: Recipe, layer: CompiledModule, head: CompiledModule) -> Cost:
-    """Returns the cost of a step whose decoder layers use `recipe`; the output head is bfloat16."""
-    layers = setup.model.layers
-    collectives = [(collective, layers) for collective in (*layer.forward, *layer.backward)]
+def cost(setup: Setup, rates: Rates, recipe: Recipe, block: CompiledModule, head: CompiledModule) -> Cost:
+    """Returns the cost of a step whose decoder blocks use `recipe`; the output head is bfloat16."""
+    collectives = [(collective, setup.model.layers) for collective in (*block.forward, *block.backward)]
     collectives += [(collective, 1) for collective in (*head.forward, *head.backward)]
     return Cost(
-        _compute_seconds(setup, rates, recipe), _traffic(setup, rates, collectives), memory(setup, recipe, layer, head)
+        _compute_seconds(setup, rates, recipe), _traffic(setup, rates, collectives), memory(setup, recipe, block, head)
     )
 
 
 def _compute_seconds(setup: Setup, rates: Rates, recipe: Recipe) -> dict[str, float]:
     model = setup.model
     matmuls = sum(_matmul_seconds(setup, rates, recipe, linear) for linear in model.linears)
-    layer_bytes = sum(cast_bytes(recipe, setup.local_elements(linear)) for linear in model.linears)
-    casts = layer_bytes / (1e9 * rates.memory.gb_s * rates.matmuls[gemm_kind(recipe, "fwd")].casts_achieved)
+    block_bytes = sum(cast_bytes(recipe, setup.local_elements(linear)) for linear in model.linears)
+    casts = block_bytes / (1e9 * rates.memory.gb_s * rates.matmuls[gemm_kind(recipe, "fwd")].casts_achieved)
     head_casts = cast_bytes(BASELINE, setup.local_elements(model.head)) / rates.memory.bytes_s
     return {
         "matmuls": model.layers * matmuls + _matmul_seconds(setup, rates, BASELINE, model.head),
@@ -116,7 +115,7 @@ def _matmul_seconds(setup: Setup, rates: Rates, recipe: Recipe, linear: Linear) 
 
 
 def _attention_flops(setup: Setup) -> float:
-    """Returns the FLOPs of one layer's causal attention on a device, forward and backward, without the masked half."""
+    """Returns the FLOPs of one block's causal attention on a device, forward and backward, without the masked half."""
     forward = 2 * setup.tokens * setup.sequence * setup.model.attention_width / setup.mesh.sizes["tp"]
     return forward * (1 + BACKWARD_ATTENTION)
 
@@ -158,26 +157,26 @@ def _check_extrapolates(setup: Setup, collective: Collective) -> None:
         )
 
 
-def memory(setup: Setup, recipe: Recipe, layer: CompiledModule, head: CompiledModule) -> dict[str, float]:
+def memory(setup: Setup, recipe: Recipe, block: CompiledModule, head: CompiledModule) -> dict[str, float]:
     """Returns the bytes of memory on a device in a step, by what they hold."""
     model, parameters = setup.model, _local_parameters(setup)
     gathered = max(
         sum(one.bytes * one.count for one in collectives if one.kind == "all-gather" and "fsdp" in one.axes)
-        for collectives in (layer.forward, layer.backward)
+        for collectives in (block.forward, block.backward)
     )
     logits = 2 * setup.tokens * model.vocabulary / setup.mesh.sizes["tp"]
-    layer_residuals = layer.residual_bytes + _attention_residual_bytes(setup, recipe)
+    block_residuals = block.residual_bytes + _attention_residual_bytes(setup, recipe)
     return {
         "weights": 4 * parameters,
         "gradients": 4 * parameters,
         "optimizer state": 8 * parameters,
-        "residuals": model.layers * layer_residuals + head.residual_bytes + logits,
+        "residuals": model.layers * block_residuals + head.residual_bytes + logits,
         "gathered weights of one layer": gathered,
     }
 
 
 def _attention_residual_bytes(setup: Setup, recipe: Recipe) -> float:
-    """Returns the bytes that one layer's attention saves on a device, without queries, keys and values.
+    """Returns the bytes that one block's attention saves on a device, without queries, keys and values.
 
     They are the float32 log-sum-exp of each head, and the bfloat16 result unless the next matmul saves it uncast.
     """

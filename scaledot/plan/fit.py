@@ -40,7 +40,7 @@ def fewest_devices(setup: Setup, recipes: Sequence[Recipe], rates: Rates) -> lis
 
 def estimate_memory(setup: Setup, recipe: Recipe) -> float:
     """Returns the bytes of memory on a device in a step."""
-    return sum(memory(setup, recipe, estimate_layer(setup, recipe), estimate_head(setup)).values())
+    return sum(memory(setup, recipe, estimate_block(setup, recipe), estimate_head(setup)).values())
 
 
 def _fitting(setup: Setup, meshes: Iterable[Mesh], recipes: Sequence[Recipe], rates: Rates) -> list[Setup]:
@@ -72,8 +72,8 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if not number % n]
 
 
-def estimate_layer(setup: Setup, recipe: Recipe) -> CompiledModule:
-    """Returns residuals and gathered weights of a decoder layer in closed form, as `programs.compile_module` would.
+def estimate_block(setup: Setup, recipe: Recipe) -> CompiledModule:
+    """Returns residuals and gathered weights of a decoder block in closed form, as `programs.compile_module` would.
 
     Residuals that are not matmul operands are the bfloat16 inputs of two norms, of attention and of the activation.
     """

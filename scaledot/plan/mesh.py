@@ -14,7 +14,7 @@ from scaledot.plan.rates import Rates
 
 AXES = ("dp", "fsdp", "tp")
 BATCH_AXES = ("dp", "fsdp")  # sequences are sharded over these
-MAX_COMPILED_DEVICES = 2048  # XLA compiles a layer for that many in a few seconds
+MAX_COMPILED_DEVICES = 2048  # XLA compiles a decoder block for that many in a few seconds
 STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments of Adam
 MIN_WIDTH_PER_DEVICE = 2048  # of the model's width, with tensor parallelism; smaller matmuls are inefficient
 

@@ -1,6 +1,6 @@
 """Sizes of dense decoder transformers: the table `models.json`, or a JSON file with the same fields.
 
-A decoder layer has four linear layers: queries, keys and values in one; the output projection of attention; up (and
+A decoder block has four linear layers: queries, keys and values in one; the output projection of attention; up (and
 gate, if there is one, in the same matrix); and down. The model also has norms with one scale per feature, the token
 embedding, and an output head unless that is tied to the embedding.
 """
@@ -35,6 +35,7 @@ class Linear(NamedTuple):
 class Model:
     """Sizes of a decoder transformer.
 
+    layers: the number of decoder blocks.
     sequence: tokens per training sequence.
     gated: whether the MLP has a gate, as in SwiGLU.
     tied: whether the output head is the transposed embedding.
@@ -67,7 +68,7 @@ class Model:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linear layers of a decoder layer."""
+        """The linear layers of a decoder block."""
         up_and_gate = (2 if self.gated else 1) * self.hidden
         return (
             Linear("qkv", self.width, self.attention_width + 2 * self.kv_heads * self.head_size, "outputs"),

@@ -18,15 +18,18 @@ MAX_CANDIDATES = 2
 
 
 def make_plan(setup: Setup, rates: Rates, recipes: Sequence[Recipe], mesh_reason: str = "") -> Plan:
-    """Compiles the step under every recipe, and under bfloat16 for comparison, and returns its costs."""
+    """Compiles a decoder block under bfloat16 and every recipe, and the output head in bfloat16.
+
+    Returns the costs of a step under each of these recipes.
+    """
     compared = list(dict.fromkeys((BASELINE, *recipes)))
     for recipe in compared:
         setup.check(recipe)
     compiled_setup = setup.compilation_setup
     jobs = [Job("head", BASELINE.name, compiled_setup)]
-    jobs += [Job("layer", recipe.name, compiled_setup) for recipe in compared]
-    head, *layers = compile_process.compile_jobs(jobs)
-    costs = {r.name: cost(setup, rates, r, layer, head) for r, layer in zip(compared, layers, strict=True)}
+    jobs += [Job("block", recipe.name, compiled_setup) for recipe in compared]
+    head, *blocks = compile_process.compile_jobs(jobs)
+    costs = {r.name: cost(setup, rates, r, block, head) for r, block in zip(compared, blocks, strict=True)}
     return Plan(setup, rates, mesh_reason, costs, tuple(recipe.name for recipe in recipes))
 
 

@@ -1,6 +1,6 @@
-"""Compiles one decoder layer, or the output head, on a mesh from shapes alone: a forward and a backward program.
+"""Compiles one decoder block, or the output head, on a mesh from shapes alone: a forward and a backward program.
 
-Forward and backward are two programs, as in a step of many layers: weights that the forward pass gathers are freed
+Forward and backward are two programs, as in a step of many blocks: weights that the forward pass gathers are freed
 before the backward pass and gathered again. Norms, activations and attention are elementwise stand-ins that save their
 operands; heads are not split over devices, so real attention has no collectives either. The bfloat16 program differs
 from the others in its recipe only, which has no casts; all of them accumulate in float32.
@@ -30,7 +30,7 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # programs are read, n
 class Job:
     """One module to compile.
 
-    module: "layer" (a decoder layer) or "head" (the output head).
+    module: "block" (a decoder block) or "head" (the output head).
     """
 
     module: str
@@ -78,7 +78,7 @@ def trace_module(job: Job) -> TracedModule:
     sizes = job.setup.mesh.sizes
     devices = np.array(jax.devices()[: job.setup.mesh.devices]).reshape(tuple(sizes.values()))
     mesh = jax.sharding.Mesh(devices, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
-    run = functools.partial(_result_and_vjp, _layer if job.module == "layer" else _head, job)
+    run = functools.partial(_result_and_vjp, _block if job.module == "block" else _head, job)
     arguments = _arguments(job, mesh)
     with jax.set_mesh(mesh):
         return TracedModule(mesh, run, arguments, *jax.eval_shape(run, *arguments))
@@ -133,7 +133,7 @@ def _stream_spec(job: Job) -> P:
     return P(BATCH_AXES, "tp" if job.setup.sequence_parallel else None, None)
 
 
-def _layer(job: Job, weights, x, state, key):
+def _block(job: Job, weights, x, state, key):
     linear = functools.partial(_linear, job, weights, state, key)
     qkv = linear("qkv", "bsd,dkh->bskh", _norm(x), P(BATCH_AXES, None, "tp", None))
     x = x + linear("out", "bskh,khd->bsd", _attention_stand_in(qkv, job.setup.model.head_size), _stream_spec(job))
@@ -177,7 +177,7 @@ def _activation(x: jax.Array) -> jax.Array:
 
 def _local_bytes(leaf: Any) -> int:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 0  # one key for the whole step, not a residual of each layer
+        return 0  # one key for the whole step, not a residual of each block
     bits = (jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo)(leaf.dtype).bits
     sizes = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return -(-int(np.prod(sizes)) * bits // 8)

@@ -194,7 +194,7 @@ class NonRaggedOp:
             request.arguments(multiplier),
             request.kernel,
             self.partitioning,
-            self.flattened_dim_sizes(next(iter(request.resolved)), request.tensor),
+            self.flattened_sizes_of(next(iter(request.resolved)), request.tensor),
             amax=request.amax,
             column_sums=request.column_sums and self.out.endswith(self.features),
             row_length=request.row_length,
@@ -205,7 +205,7 @@ class NonRaggedOp:
         """The contracting dim, if the cast kernel may choose the layout; None requires the logical layout."""
         return None
 
-    def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+    def flattened_sizes_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
         """For each dim of a tensor, the sizes of the dims flattened to it; None if XLA partitions nothing."""
         return None
 

@@ -109,10 +109,11 @@ def dense(
     preferred_element_type=None,
     **options: Unpack[Keywords],
 ):
-    """Returns x (..., k) times w (k, ...) plus b, which has the trailing dims of w, as has the result after those of x.
+    """Returns x (..., k) times w (k, ...) plus b.
 
-    The bias is added to the float32 accumulator, before the result is rounded once, to `preferred_element_type` or the
-    dtype of x: w may be a float32 master weight. Other arguments as in `dot_general`.
+    The result has the leading dims of x, then the dims of w after the first; b has the latter. The bias is added
+    to the float32 accumulator, before the result is rounded once, to `preferred_element_type` or the dtype of x: w may
+    be a float32 master weight. Other arguments as in `dot_general`.
 
     >>> import jax.numpy as jnp
     >>> dense(jnp.ones((2, 32)), jnp.ones((32, 2)), jnp.array([0.0, 0.5]), recipe="mxfp8")
@@ -251,11 +252,11 @@ class DotOp(NonRaggedOp):
             rhs,
             bias=bias,
             partitioning=self.partitioning,
-            members=dict(self.flattened_sizes),
+            flattened_sizes=dict(self.flattened_sizes),
             **matmul.keywords,
         )
 
-    def flattened_dim_sizes(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
+    def flattened_sizes_of(self, matmul: str, tensor: str) -> tuple[tuple[int, ...], ...] | None:
         return (
             tuple(dict(self.flattened_sizes)[c] for c in self.operand_dims(matmul, tensor).labels)
             if self.flattened_sizes

@@ -12,9 +12,12 @@ PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 class Site:
     """One contraction of a program.
 
-    path: that of the parameter among its operands, or `scope` without one. scope: the `jax.named_scope`. operands:
-    "weight" (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters"
-    or "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
+    path: that of the layer, which is the path of its weight without the last part, if it has several; of a weight
+    computed from several parameters, the paths of their layers, joined by " + "; without a weight, `scope`, or the name
+    of the primitive if that is empty. names: the strings that the pattern of a rule is compared with: `path`, the paths
+    of these parameters with and without their last part, and `scope`. scope: the `jax.named_scope`. operands: "weight"
+    (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters" or
+    "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
     with shape and dtype. flops: of one execution. lengths: those of the scans around it. in_loop: whether a while loop,
     whose number of iterations is unknown, is around it. params: those of the primitive.
     """

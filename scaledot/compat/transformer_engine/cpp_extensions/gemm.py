@@ -33,7 +33,7 @@ class CollectiveOp(enum.Enum):
     ALL_GATHER: x (dp, tpsp, -) · w (-, tpsp) -> y (dp, -, tpsp); REDUCE_SCATTER: x (dp, -, tpsp) · w (tpsp, -) ->
     y (dp, tpsp, -). `dense` overlaps the matmul with collective-permute rings of codes or float32 partial results
     (`scaledot.collective_matmul`), forward and backward; `gemm` only constrains the sharding of y, and XLA inserts the
-    collective. Without a mesh both do nothing.
+    collective. Without a mesh the collective is ignored; `gemm` still requires a result (batch, sequence, features).
 
     >>> CollectiveOp.ALL_GATHER.is_all_gather
     True

@@ -112,12 +112,12 @@ class NoScaleTensor(AbstractBaseTensor1x):
 class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     """Codes and scales of one orientation; created by `quantize` and `ScaledTensorFactory.create_1x`.
 
-    data: codes; with data_layout "T" they are stored transposed: the dims after the split come first.
+    data: codes; with data_layout "T" they are stored transposed: a tensor (a..., b...) is stored as (b..., a...).
     scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block.
     amax: float32 of shape (1,), or None if scales do not depend on it.
     tensor_scale: the tensor scale of NVFP4; if None, amax / 2688.
-    flatten_axis: the split of the dims of `data`, as stored, that flattens it to a matrix; without leading dims
-      added by vmap, scan or stacking.
+    flatten_axis: the number of dims of `data`, as stored, that form the rows of its matrix (b... for data_layout "T"),
+      without leading dims added by vmap, scan or stacking.
     rank: the number of dims, without the same leading dims.
 
     >>> codes, scale = jnp.full((2, 4), 3, jnp.float8_e4m3fn), jnp.full(1, 0.5)
