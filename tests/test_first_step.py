@@ -20,7 +20,7 @@ from scaledot.recipes import RECIPES
 pytestmark = [needs_mosaic, pytest.mark.jax_versions]
 
 WITH_KERNELS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "int8_block", "fp8_qat")
-ATTEMPTS = 6
+ATTEMPTS = 15
 MAX_SECONDS = 0.06  # CPU time per additional layer
 FEW, MANY = 4, 16
 TOKENS, WIDTH = 8192, 4096
