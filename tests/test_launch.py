@@ -1,5 +1,7 @@
 """Kernels are lowered once per process, and stored for other processes in JAX's persistent cache."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,21 @@ def test_programs_of_a_process_share_kernels(exported):
     assert len(exported) == first == 3
     lowered(512)
     assert len(exported) == first + 2
+
+
+def test_kernels_are_compiled_in_the_background_on_a_gpu(exported, monkeypatch):
+    from scaledot.kernels.hopper import launch
+
+    submitted, device = [], types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(launch, "_COMPILERS", types.SimpleNamespace(submit=submitted.append))
+    lowered()
+    assert exported
+    assert not submitted  # there is no GPU
+    forget_kernels(monkeypatch)
+    exported.clear()
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    lowered()
+    assert len(submitted) == len(exported) > 0
 
 
 @pytest.fixture

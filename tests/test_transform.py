@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
-from hopper import lowered_for_hopper, needs_mosaic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from training import assert_same_bits
 
 import scaledot as sd
 from scaledot import train, transform
@@ -73,11 +71,6 @@ CONSTRUCTS = {
 
 def loss(construct: str, dot, p, x):
     return jnp.sum(CONSTRUCTS[construct](dot, p, x) ** 2)
-
-
-def assert_same_bits(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8", "int8_qat"])
@@ -305,111 +298,6 @@ def test_activations_of_quantised_parameters_are_cast_by_the_recipe():
     q = sd.quantize(w, "mxfp8", axis=0)
     found = transform.quantized(lambda w, x: x @ w, "mxfp8")(q, x)
     assert_same_bits(found, sd.matmul(sd.quantize(x, "mxfp8"), q))
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(x)
-        return nn.Dense(WIDTH, name="down")(nn.gelu(nn.Dense(2 * WIDTH, name="up")(x)))
-
-
-@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8", "fp8_block"])
-def test_a_linen_model_equals_its_hook(recipe):
-    model, x = Block(), inputs().reshape(2, 8, WIDTH)
-    variables = model.init(jax.random.key(0), x)
-    hooked = sd.linen.with_recipe(model, recipe)
-    functions = hooked.apply, transform.quantized(model.apply, recipe)
-    found, expected = (jax.jit(jax.value_and_grad(lambda v, f=f: jnp.sum(f(v, x) ** 2)))(variables) for f in functions)
-    assert_same_bits(found, expected)
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
-        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        x = x + self.attention(x)
-        return self.down(nnx.gelu(self.up(x)))
-
-
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current"])
-def test_an_nnx_model_equals_its_hook(recipe):
-    def f(model, x):
-        return jnp.sum(model(x) ** 2)
-
-    x = inputs().reshape(2, 8, WIDTH)
-    expected = nnx.grad(f)(sd.nnx.with_recipe(NnxBlock(), recipe), x)
-    found = jax.grad(transform.quantized(f, recipe), allow_int=True)(NnxBlock(), x)
-    kernels = [nnx.state(gradient, nnx.Param) for gradient in (nnx.state(found), expected)]
-    assert_same_bits(*kernels)
-
-
-@needs_mosaic
-@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
-def test_the_program_for_a_gpu_has_the_kernels_of_the_hook(monkeypatch, recipe):
-    model, x = Block(), jnp.ones((2, 128, WIDTH))
-    variables = model.init(jax.random.key(0), x)
-    hooked, quantized = sd.linen.with_recipe(model, recipe), transform.quantized(model.apply, recipe)
-    functions = (
-        lambda v, key: hooked.apply(v, x, rngs={"sr_rng": key}),
-        lambda v, key: quantized(v, x, sr_key=key),
-    )
-    with lowered_for_hopper(monkeypatch):
-        step = [jax.jit(jax.grad(lambda v, key, f=f: jnp.sum(f(v, key)))) for f in functions]
-        texts = [
-            each.trace(variables, jax.random.key(0)).lower(lowering_platforms=("cuda",)).as_text() for each in step
-        ]
-    found, expected = (text.count("stablehlo.custom_call @mosaic_gpu") for text in texts)
-    assert found == expected > 0
-
-
-def test_an_equinox_model_is_quantised():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(WIDTH, 8, 64, 1, key=jax.random.key(0))
-
-    def f(model, x):
-        return jnp.sum(jax.vmap(model)(x) ** 2)
-
-    report = transform.report(f, "fp8_current")(model, inputs())
-    assert [row.path for row in report.rows if row.recipe] == ["layers/0", "layers/1"]
-    gradient = eqx.filter_grad(transform.quantized(f, "fp8_current"))(model, inputs())
-    assert (gradient.layers[0].weight != eqx.filter_grad(f)(model, inputs()).layers[0].weight).any()
-
-
-def test_hooked_layers_are_reported_and_left_as_they_are():
-    """Each contraction under a hook has its recipe in the report, and `quantized` changes only the others."""
-    model, x = Block(), inputs().reshape(2, 8, WIDTH)
-    variables = model.init(jax.random.key(0), x)
-    hooked = sd.linen.with_recipe(model, {"attention/*": "fp8_current", "up": "mxfp8", "*": None})
-    report = transform.report(hooked.apply)(variables, x)
-    recipes = {row.path: row.recipe for row in report.rows if row.recipe}
-    projections = dict.fromkeys([f"attention/{name}" for name in ("query", "key", "value", "out")], "fp8_current")
-    assert recipes == projections | {"up": "mxfp8"}
-    by_rules = transform.report(model.apply, {"attention/*": "fp8_current", "up": "mxfp8"})(variables, x)
-    assert [(row.path, row.flops, row.kernel) for row in report.rows] == [
-        (row.path, row.flops, row.kernel) for row in by_rules.rows
-    ]
-    assert {row.reason for row in report.rows if not row.recipe} == {"it has no recipe"}
-    together = sd.linen.with_recipe(model, {"attention/*": "fp8_current", "up": "mxfp8", "down": "fp8_block"})
-    functions = transform.quantized(hooked.apply, {"down": "fp8_block"}), together.apply
-    assert_same_bits(*(jax.jit(jax.value_and_grad(lambda v, f=f: jnp.sum(f(v, x))))(variables) for f in functions))
-    rules = transform.report(hooked.apply, "int8_qat")(variables, x)
-    assert {row.path for row in rules.rows if row.recipe == "int8_qat"} == {"down"}
-
-
-def test_hooked_nnx_layers_are_reported_in_scans_and_under_vmap():
-    model = sd.nnx.with_recipe(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), "mxfp8")
-
-    def scanned(model, x):
-        return lax.scan(lambda x, _: (jnp.tanh(model(x)), None), x, length=3)[0]
-
-    (row,) = transform.report(scanned)(model, inputs()).rows
-    assert (row.recipe, row.executions, row.flops) == ("mxfp8", 3, 3 * 2 * 16 * WIDTH * WIDTH)
-    (row,) = transform.report(lambda model, x: jax.vmap(model)(x))(model, inputs()).rows
-    assert (row.recipe, row.flops) == ("mxfp8", 2 * 16 * WIDTH * WIDTH)
 
 
 def test_convolutions_and_ragged_dots_by_hand_are_reported():

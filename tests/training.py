@@ -18,6 +18,12 @@ dense, ragged_dot, einsum, dot_general, conv_general_dilated = (
 )
 
 
+def assert_same_bits(found, expected):
+    """Asserts that two trees have equal leaves."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def with_casts(recipe, **changes):
     """The recipe with these fields of every cast changed."""
 

@@ -8,11 +8,11 @@ What limits the missed targets:
 
 * *Step, fp8_current*: half of the GPU time is in matmuls, near the power limit; casts take a twentieth, and nearly all
   the rest is in operations that stay in bfloat16 or float32. XLA computes amaxes and fuses most of them with the
-  operations that produce a tensor (SwiGLU, the conversion of weights, sums of gradients); as separate kernels they took
-  another 1.8 ms.
+  operations that produce a tensor (SwiGLU, the conversion of weights, sums of gradients).
 * *Fusing casts with the operations before them* (RMSNorm, SwiGLU) would gain little. Under current scaling the amax
-  must be known before the first code is written, so the fused operation would read its inputs twice; by bytes of memory
-  traffic this would save less than 1 % of the step. Under delayed scaling it would save at most 2.5 %.
+  must be known before the first code is written, so the fused operation would read its inputs twice. Estimated
+  from bytes of memory traffic at the rate of the casts, not measured: less than 1 % of the step; under delayed scaling,
+  where nothing is read twice, at most 2.5 %.
 * *fp8_delayed* has an amax history for each layer, so q, k and v cannot share the cast of their input, nor gate and up,
   and the histories need some six small kernels for each of 84 tensors. It is no faster than fp8_current.
 * *fp8_block*: its matmuls promote partial accumulators to float32 every 128 elements of K
