@@ -25,6 +25,7 @@ nn.scan with the collection broadcast), this needs a mutable collection:
 """
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -96,9 +97,13 @@ _RETURNED_STATES: weakref.WeakKeyDictionary[Scope, dict[tuple[str, ...], State]]
 
 
 class Quantized(nn.Module, MatmulUnderRecipe):
-    """Base class of matmuls under a recipe; its only variables are the state of delayed scaling."""
+    """Base class of matmuls under a recipe; its only variables are the state of delayed scaling.
+
+    residual_name: the `checkpoint_name` of residuals, as in `scaledot.train.dot_general`.
+    """
 
     recipe: Recipe
+    residual_name: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.nowrap
     def under_recipe(self, function: Callable[..., Any], *args, **kwargs) -> jax.Array:
@@ -111,8 +116,9 @@ class Quantized(nn.Module, MatmulUnderRecipe):
             if self.recipe.delayed:
                 self._current_state()
             return function(*args, recipe=UNQUANTISED, **kwargs)
+        kwargs["residual_name"] = self.residual_name
         if self.recipe.stochastic:
-            kwargs["key"] = self._key()
+            kwargs.setdefault("key", self._key())
         if not self.recipe.delayed:
             return function(*args, recipe=self.recipe, **kwargs)
         y, state = function(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
@@ -232,6 +238,7 @@ def make_dot_general_cls(
     specs: train.Specs | None = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ) -> type[DotGeneral]:
     """A class for `nn.Dense(..., dot_general_cls=cls)` or `nn.Dense(..., dot_general=cls())`.
 
@@ -240,7 +247,8 @@ def make_dot_general_cls(
     >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
     {'params': {'bias': (8,), 'kernel': (32, 8)}}
     """
-    return _with_default(DotGeneral, recipe, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+    on_mesh = {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
+    return _with_default(DotGeneral, recipe, residual_name=residual_name, **on_mesh)
 
 
 def make_einsum_cls(
@@ -249,21 +257,28 @@ def make_einsum_cls(
     specs: train.Specs | None = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ) -> type[Einsum]:
     """A module class with `__call__(subscripts, x, kernel)` like `jnp.einsum`, for attention projections."""
-    return _with_default(Einsum, recipe, specs=specs, overlap=overlap, on_indivisible=on_indivisible)
+    on_mesh = {"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible}
+    return _with_default(Einsum, recipe, residual_name=residual_name, **on_mesh)
 
 
 def make_conv_general_dilated_cls(
-    recipe: str | Recipe, *, specs: train.Specs | None = None, on_indivisible: str = "raise"
+    recipe: str | Recipe,
+    *,
+    specs: train.Specs | None = None,
+    on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ) -> type[ConvGeneralDilated]:
     """A class for `nn.Conv(..., conv_general_dilated_cls=cls)`."""
-    return _with_default(ConvGeneralDilated, recipe, specs=specs, on_indivisible=on_indivisible)
+    on_mesh = {"specs": specs, "on_indivisible": on_indivisible}
+    return _with_default(ConvGeneralDilated, recipe, residual_name=residual_name, **on_mesh)
 
 
-def make_grouped_dense_cls(recipe: str | Recipe) -> type[GroupedDense]:
+def make_grouped_dense_cls(recipe: str | Recipe, *, residual_name: str | None = None) -> type[GroupedDense]:
     """A module class with `__call__(x, kernel, group_sizes)`, for mixture-of-experts layers."""
-    return _with_default(GroupedDense, recipe)
+    return _with_default(GroupedDense, recipe, residual_name=residual_name)
 
 
 def merge_states(*collections: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,6 +303,7 @@ def recipes_by_path(
     specs: train.SpecsByPath | PathPatterns = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ):
     """A context manager inside which every Dense, DenseGeneral, Einsum and Conv uses the recipe of its path.
 
@@ -297,12 +313,18 @@ def recipes_by_path(
     """
     recipes = rules if isinstance(rules, RecipesByPath) else RecipesByPath(rules)
     specs = specs if isinstance(specs, PathPatterns) else PathPatterns(specs, "specs")
-    with _intercepted(recipes, specs, overlap, on_indivisible):
+    with _intercepted(recipes, specs, overlap, on_indivisible, residual_name):
         yield
     warn_of_overlooked(recipes.layers, stacklevel=3)
 
 
-def _intercepted(recipes: RecipesByPath, specs: PathPatterns, overlap: str | tuple[str, ...], on_indivisible: str):
+def _intercepted(
+    recipes: RecipesByPath,
+    specs: PathPatterns,
+    overlap: str | tuple[str, ...],
+    on_indivisible: str,
+    residual_name: str | None,
+):
     """A context manager inside which layers use the recipe and specs of their paths."""
 
     def interceptor(call, args, kwargs, context: nn.module.InterceptorContext):
@@ -311,12 +333,13 @@ def _intercepted(recipes: RecipesByPath, specs: PathPatterns, overlap: str | tup
         if recipe is None:
             return call(*args, **kwargs)
         layer_specs = specs.value_for("/".join(layer.path))
-        on_mesh = {"specs": layer_specs, "overlap": overlap, "on_indivisible": on_indivisible}
+        options = {"specs": layer_specs, "overlap": overlap, "on_indivisible": on_indivisible}
+        options["residual_name"] = residual_name
         if isinstance(layer, nn.Einsum):
             with fields_set(layer, _promotion(layer)):
-                return einsum_layer(layer, Einsum(recipe, **on_mesh), *args, **kwargs)
+                return einsum_layer(layer, Einsum(recipe, **options), *args, **kwargs)
         matmul = ConvGeneralDilated if isinstance(layer, nn.Conv) else DotGeneral
-        fields = {f"{hook_of(layer)}_cls": _with_default(matmul, recipe, **on_mesh), **_promotion(layer)}
+        fields = {f"{hook_of(layer)}_cls": _with_default(matmul, recipe, **options), **_promotion(layer)}
         with fields_set(layer, fields):
             return call(*args, **kwargs)
 
@@ -371,9 +394,11 @@ class WithRecipe(InterceptedModel):
         specs: train.SpecsByPath = None,
         overlap: str | tuple[str, ...] = (),
         on_indivisible: str = "raise",
+        residual_name: str | None = None,
     ):
         by_path = [patterns.by_path for patterns in _patterns(rules, specs)]  # raises for a misspelt recipe
-        super().__init__(model, rules, specs, overlap, on_indivisible, key=(*by_path, overlap, on_indivisible))
+        options = overlap, on_indivisible, residual_name
+        super().__init__(model, rules, specs, *options, key=(*by_path, *options))
 
     def _run(self, name: str, *args, **kwargs):
         """Calls a method of the model under the rules."""
@@ -406,6 +431,7 @@ def with_recipe(
     specs: train.SpecsByPath = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ) -> WithRecipe:
     """The model with quantised matmuls in every Dense, DenseGeneral, Einsum and Conv that the rules match.
 
@@ -417,6 +443,7 @@ def with_recipe(
       specs: PartitionSpecs of x, w and result: `train.Specs` for all layers, or {path pattern: Specs or None}.
       overlap: mesh axes along which collectives overlap with matmuls.
       on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that axis first.
+      residual_name: the `checkpoint_name` of residuals, for a policy of jax.checkpoint; None for "scaledot_residual".
 
     >>> import jax.numpy as jnp
     >>> model = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(8)])
@@ -425,7 +452,7 @@ def with_recipe(
     >>> model.apply(variables, jnp.ones((2, 32))).shape
     (2, 8)
     """
-    return WithRecipe(model, rules, specs, overlap, on_indivisible)
+    return WithRecipe(model, rules, specs, overlap, on_indivisible, residual_name)
 
 
 def explain(model: InterceptedModel, *args, **kwargs) -> str:

@@ -81,10 +81,14 @@ TRAINED = nnx.Any(nnx.Param, ScalingState)  # the filter of Variables to differe
 
 
 class Quantized(nnx.Module, MatmulUnderRecipe):
-    """Base class of matmuls under a recipe, with the state of delayed scaling and the rng stream that these need."""
+    """Base class of matmuls under a recipe, with the state of delayed scaling and the rng stream that these need.
 
-    def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None):
+    residual_name: the `checkpoint_name` of residuals, as in `scaledot.train.dot_general`.
+    """
+
+    def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None, residual_name: str | None = None):
         self.recipe = find_recipe(recipe)
+        self.residual_name = residual_name
         self.deterministic = False  # model.eval() sets it: keys are drawn only if fwd needs them
         self.keys = nnx.data(rngs[KEY_STREAM].fork() if rngs is not None and self.recipe.stochastic else None)
         for tensor, (history, multiplier) in init_state(self.recipe).items():
@@ -93,6 +97,7 @@ class Quantized(nnx.Module, MatmulUnderRecipe):
 
     def under_recipe(self, function: Callable[..., Any], *args, **kwargs) -> jax.Array:
         """Calls a function of `scaledot.train` with the recipe, the state and a key of this module."""
+        kwargs["residual_name"] = self.residual_name
         forward_needs_key = any(cast.endswith("of fwd") for cast in self.recipe.stochastic)
         if self.keys is not None and (forward_needs_key or not self.deterministic):
             kwargs["key"] = self.keys()
@@ -129,8 +134,9 @@ class OnMesh(Quantized):
         specs: train.Specs | None = None,
         overlap: str | tuple[str, ...] = (),
         on_indivisible: str = "raise",
+        residual_name: str | None = None,
     ):
-        super().__init__(recipe, rngs=rngs)
+        super().__init__(recipe, rngs=rngs, residual_name=residual_name)
         self.mesh_arguments = nnx.static({"specs": specs, "overlap": overlap, "on_indivisible": on_indivisible})
 
 
@@ -165,8 +171,15 @@ class GroupedDense(Quantized):
     specs: the PartitionSpecs of x, kernel and result.
     """
 
-    def __init__(self, recipe: str | Recipe, *, rngs: nnx.Rngs | None = None, specs: train.Specs | None = None):
-        super().__init__(recipe, rngs=rngs)
+    def __init__(
+        self,
+        recipe: str | Recipe,
+        *,
+        rngs: nnx.Rngs | None = None,
+        specs: train.Specs | None = None,
+        residual_name: str | None = None,
+    ):
+        super().__init__(recipe, rngs=rngs, residual_name=residual_name)
         self.specs = specs
 
     def __call__(
@@ -263,6 +276,7 @@ def with_recipe(
     specs: train.SpecsByPath = None,
     overlap: str | tuple[str, ...] = (),
     on_indivisible: str = "raise",
+    residual_name: str | None = None,
 ) -> nnx.Module:
     """Sets the recipes of a model's Linear, LinearGeneral, Einsum and Conv layers in place, and returns the model.
 
@@ -276,6 +290,7 @@ def with_recipe(
       specs: PartitionSpecs of x, w and result: `train.Specs` for all layers, or {path pattern: Specs or None}.
       overlap: mesh axes along which collectives overlap with matmuls.
       on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that axis first.
+      residual_name: the `checkpoint_name` of residuals, for a policy of jax.checkpoint; None for "scaledot_residual".
 
     >>> model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
     >>> model = with_recipe(model, {"layers/0": "mxfp8", "*": None})
@@ -288,8 +303,9 @@ def with_recipe(
         own = hook.attribute if hook is not None and hook.holds_other(layer) else None
         recipe = recipes.decide(path, type(layer).__name__, own, functools.partial(_obstacle, layer))
         if recipe is not None and hook is not None:
-            on_mesh: dict[str, Any] = {"specs": specs_by_path.value_for(path), "overlap": overlap}
-            matmul = _MATMULS[hook.attribute](recipe, rngs=rngs, on_indivisible=on_indivisible, **on_mesh)
+            options: dict[str, Any] = {"specs": specs_by_path.value_for(path), "overlap": overlap}
+            options |= {"on_indivisible": on_indivisible, "residual_name": residual_name}
+            matmul = _MATMULS[hook.attribute](recipe, rngs=rngs, **options)
             setattr(layer, hook.attribute, nnx.data(matmul))
             if not promotes_itself(layer):
                 setattr(layer, "promote_dtype", promote_dtype)  # noqa: B010  (not a field of every layer)

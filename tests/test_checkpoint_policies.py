@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
+from flax import linen as nn
+from flax import nnx
 from reference import equations
 from tables import params_of
 
@@ -102,3 +104,44 @@ def test_policies_distinguish_matmuls_with_batch_dims():
     saved, _ = counts(jax.checkpoint(f, policy=POLICIES.checkpoint_dots_and_quantized_gemms), x, w)
     recomputed, _ = counts(jax.checkpoint(f, policy=POLICIES.dots_and_quantized_gemms_with_no_batch_dims), x, w)
     assert saved == plain < recomputed
+
+
+def linen_layer(residual_name):
+    layer = nn.Dense(128, dot_general_cls=sd.linen.make_dot_general_cls("fp8_current", residual_name=residual_name))
+    variables = layer.init(KEY, X)
+    return lambda x: layer.apply(variables, x)
+
+
+def linen_model(residual_name):
+    model = sd.linen.with_recipe(nn.Dense(128), "fp8_current", residual_name=residual_name)
+    variables = model.init(KEY, X)
+    return lambda x: model.apply(variables, x)
+
+
+def nnx_model(residual_name):
+    layer = nnx.Linear(256, 128, rngs=nnx.Rngs(0))
+    return sd.nnx.with_recipe(layer, "fp8_current", residual_name=residual_name)
+
+
+def experts(residual_name):
+    matmul = sd.linen.make_grouped_dense_cls("fp8_current", residual_name=residual_name)()
+    return lambda x: matmul.apply({}, x, WS[0][None], jnp.array([64]))
+
+
+@pytest.mark.parametrize("layer", [linen_layer, linen_model, nnx_model, experts])
+def test_residuals_have_the_name_that_a_hook_chooses(layer):
+    def saved(residual_name, policy_name):
+        policy = jax.checkpoint_policies.save_only_these_names(policy_name)
+        matmul = layer(residual_name)
+        _, vjp = jax.vjp(jax.checkpoint(lambda x: matmul(x), policy=policy), X)
+        return sum(leaf.size for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.uint8)
+
+    codes = saved(None, "scaledot_residual")
+    assert codes > 0
+    assert saved("quantization", "quantization") == codes
+    assert saved("quantization", "scaledot_residual") == saved(None, "quantization") < codes
+
+
+def test_the_name_of_residuals_is_a_string():
+    with pytest.raises(TypeError, match="`residual_name` must be a string, or None for 'scaledot_residual', not 3"):
+        train.dense(X, WS[0], recipe="mxfp8", residual_name=3)

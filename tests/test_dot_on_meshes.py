@@ -223,8 +223,22 @@ def test_wrong_shardings_raise_errors_that_name_them():
     with jax.set_mesh(explicit):
         tokens = jax.device_put(x, NamedSharding(explicit, P(None, None, "tp")))
         kernel = jax.device_put(w, NamedSharding(explicit, P("tp")))
-        with pytest.raises(ValueError, match="is sharded, so the sharding of the result is ambiguous"):
+        with pytest.raises(ValueError, match="is sharded in both operands, so the sharding of the result is"):
             train.dense(tokens, kernel, recipe="fp8_current")
+
+
+@pytest.mark.parametrize("specs", [(P("dp"), P("dp", "tp")), (P(None, None, "tp"), P())], ids=["fsdp", "features"])
+def test_the_sharding_of_a_result_is_that_of_jax_lax(specs):
+    """On explicit axes; a contracting dim that one operand shards is all-gathered."""
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    arrays = normal(0, (4, 16, 512)), normal(1, (512, 512))
+    numbers = (((2,), (0,)), ((), ()))
+    alone = train.dot_general(*arrays, numbers, recipe="fp8_block")
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True))
+        y = train.dot_general(x, w, numbers, recipe="fp8_block")
+        assert jax.typeof(y).sharding == jax.typeof(jax.lax.dot_general(x, w, numbers)).sharding
+    np.testing.assert_array_equal(y, alone)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive), AxisType.Explicit])

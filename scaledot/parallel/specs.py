@@ -69,12 +69,16 @@ def _shardings_of_specs(contraction: Contraction, specs: Specs, out_sharding) ->
 
 
 def _inferred_result(contraction: Contraction, x: LabelSharding, w: LabelSharding) -> LabelSharding:
-    """The sharding that jax.lax infers for the result; raises where jax.lax requires `out_sharding`."""
-    sharded = [c for c, _ in (*x, *w) if c in contraction.contracting]
+    """The sharding that jax.lax infers for the result; raises where jax.lax requires `out_sharding`.
+
+    A contracting dim that only one operand shards, such as that of an FSDP weight, is all-gathered.
+    """
+    of_x, of_w = dict(x), dict(w)
+    sharded = [c for c in contraction.contracting if of_x.get(c) and of_w.get(c)]
     if sharded:
         raise ValueError(
-            f"the contracting dim {sharded[0]!r} of {contraction} is sharded, so the sharding of the result is "
-            "ambiguous; pass `out_sharding`"
+            f"the contracting dim {sharded[0]!r} of {contraction} is sharded in both operands, so the sharding of the "
+            "result is ambiguous; pass `out_sharding`"
         )
     inferred = {c: axes for c, axes in (*x, *w) if c in contraction.out}
     used = [axis for axes in inferred.values() for axis in axes]

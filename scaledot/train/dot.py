@@ -51,7 +51,7 @@ def dot_general(
         the next use within the same differentiated function. The gradient of a state is the state of the next step.
       key: for a recipe with stochastic rounding, a new one in each step. Without differentiation it is needed only if
         casts of fwd are stochastic.
-      **options: `out_sharding`, `specs`, `overlap`, `on_indivisible` and `kernel`; see
+      **options: `out_sharding`, `specs`, `overlap`, `on_indivisible`, `kernel` and `residual_name`; see
         `scaledot.train.options.Keywords`.
 
     >>> import jax.numpy as jnp

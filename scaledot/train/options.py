@@ -35,6 +35,8 @@ class Keywords(TypedDict, total=False):
     on_indivisible: for a sharding that would cut blocks, "raise" an error, or "gather" that dim first, unquantised.
     kernel: the name of a matmul kernel (`scaledot.explain` lists them), or a function from a Problem to a name; None
       for the first kernel that supports the problem.
+    residual_name: the `jax.ad_checkpoint.checkpoint_name` of the residuals, by which a policy of jax.checkpoint saves
+      them; None for "scaledot_residual", which the policies of `scaledot.checkpoint_policies` save.
     """
 
     out_sharding: Any
@@ -42,15 +44,13 @@ class Keywords(TypedDict, total=False):
     overlap: str | Axes
     on_indivisible: str
     kernel: KernelChoice
+    residual_name: str | None
 
 
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static arguments of a call; see `Keywords`.
-
-    dtype: that of the result. residual_name: the `checkpoint_name` of codes that are saved as residuals.
-    """
+    """The static arguments of a call; see `Keywords`. dtype: that of the result."""
 
     recipe: Recipe
     dtype: np.dtype
@@ -70,7 +70,6 @@ class Options:
         precision,
         keywords: Keywords,
         unsupported: Collection[str] = (),
-        residual_name: str = RESIDUAL_NAME,
     ) -> "Options":
         """The Options of checked arguments. unsupported: fields of Keywords that the calling function does not take."""
         supported = [name for name in Keywords.__annotations__ if name not in unsupported]
@@ -83,9 +82,10 @@ class Options:
         fields["specs"] = _checked_specs(fields.get("specs"))
         if fields.get("on_indivisible", "raise") not in ON_INDIVISIBLE:
             raise ValueError(f"`on_indivisible` must be 'raise' or 'gather', not {fields['on_indivisible']!r}")
+        fields["residual_name"] = _checked_name(fields.get("residual_name"))
         precision = tuple(precision) if isinstance(precision, list) else precision
         check_hashable({"precision": precision, **fields})
-        return cls(find_recipe(recipe), dtype, precision, **fields, residual_name=residual_name)
+        return cls(find_recipe(recipe), dtype, precision, **fields)
 
     def returned(self, y: jax.Array, state: State):
         """The return value of a function of `scaledot.train`: y, or (y, state) with delayed scaling."""
@@ -112,6 +112,12 @@ def _checked_specs(specs: Any) -> Specs | None:
     if not is_three or not all(isinstance(spec, PartitionSpec) for spec in specs):
         raise TypeError(f"`specs` must be Specs(x, w, y), three PartitionSpecs, not {specs!r}")
     return Specs(*specs)
+
+
+def _checked_name(name: Any) -> str:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"`residual_name` must be a string, or None for {RESIDUAL_NAME!r}, not {name!r}")
+    return name or RESIDUAL_NAME
 
 
 def result_dtype(preferred, x: np.dtype, w: np.dtype) -> np.dtype:

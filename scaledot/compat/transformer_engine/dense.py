@@ -27,7 +27,6 @@ from scaledot.state import State, is_zero, unchecked
 from scaledot.train import ragged_dot
 from scaledot.train.dot import contract_with_recipe
 from scaledot.train.options import Keywords, Options
-from scaledot.train.residuals import RESIDUAL_NAME
 
 
 def dense(
@@ -68,8 +67,8 @@ def dense(
     specs, keywords = collective_specs(collective_op_set.forward, x, kernel, kernel_axes), Keywords()
     if specs is not None:
         keywords = Keywords(specs=specs, overlap=global_mesh_resource().tpsp_resource or (), on_indivisible="gather")
-    name = quantizer_set.checkpoint_name or RESIDUAL_NAME
-    options = Options.of(recipe, x.dtype, None, keywords, residual_name=name)
+    keywords["residual_name"] = quantizer_set.checkpoint_name
+    options = Options.of(recipe, x.dtype, None, keywords)
     with unchecked():  # `_state_of` warns instead of raising
         y = _without_state(contract_with_recipe(options, contraction, x, kernel, bias, state, quantizer_set.key))
     return constrain_by_names(y, output_axes)
@@ -98,10 +97,6 @@ def grouped_dense(
     Array([32., 96., 96.], dtype=float32)
     """
     _check_set(quantizer_set)
-    if quantizer_set.checkpoint_name is not None:
-        raise ValueError(
-            f"`checkpoint_name` of a grouped_dense quantizer must be None: its residuals are named {RESIDUAL_NAME!r}"
-        )
     if group_offset is not None:
         raise ValueError("`group_offset` must be None; pass only the rows and group sizes of the local groups")
     if kernel_fsdp_info[0] is not None:
@@ -115,6 +110,7 @@ def grouped_dense(
     recipe, state = quantizer_set.core or UNQUANTISED, _state_of(quantizer_set, kernel)
     dtype = x.dtype if preferred_element_type is None else preferred_element_type
     options = {"recipe": recipe, "state": state, "key": quantizer_set.key}
+    options["residual_name"] = quantizer_set.checkpoint_name
     with unchecked():
         return _without_state(ragged_dot(x, kernel, groups, bias, precision, dtype, **options))
 
