@@ -9,11 +9,15 @@ Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_polic
 TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims
 work, and delayed-scaling states of several micro-batches are merged by maximum instead of added. The global `autocast`
 and TransformerEngine's own Flax layers are not provided; accessing one raises an error that names the replacement.
+
+Programs that cannot be edited run under an import alias: `install()`, or
+`python -m scaledot.compat.transformer_engine MODULE ARGUMENTS...`.
 """
 
 from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
 from scaledot.compat.transformer_engine.dense import grouped_dense
+from scaledot.compat.transformer_engine.install import install
 from scaledot.compat.transformer_engine.quantize import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
@@ -84,6 +88,7 @@ __all__ = [
     "dense",
     "global_shard_guard",
     "grouped_dense",
+    "install",
     "noop_quantizer_set",
     "quantize",
     "recipe",

@@ -40,7 +40,6 @@ INSTEAD = {
     "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
     "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
     "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
-    "collective_gemm_bootstrap": "no initialisation is needed: collectives are XLA's",
 }
 
 

@@ -4,6 +4,7 @@ from scaledot.compat.transformer_engine.cpp_extensions import quantization
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOp,
     CollectiveOpSet,
+    collective_gemm_bootstrap,
     gemm,
     noop_collective_op_set,
 )
@@ -18,6 +19,7 @@ from scaledot.compat.transformer_engine.unsupported import module_getattr
 __all__ = [
     "CollectiveOp",
     "CollectiveOpSet",
+    "collective_gemm_bootstrap",
     "dequantize",
     "gemm",
     "grouped_quantize",

@@ -56,6 +56,13 @@ class CollectiveOp(enum.Enum):
         return self is CollectiveOp.REDUCE_SCATTER
 
 
+def collective_gemm_bootstrap(*args, **kwargs) -> None:
+    """Does nothing, whatever its arguments: XLA's collectives need no communicators of their own.
+
+    >>> collective_gemm_bootstrap(num_total_devices=8, tensor_parallel_size=4)
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class CollectiveOpSet:
     """The collectives of a layer's forward and backward matmuls.
