@@ -6,7 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo formats moe decode processes test test-examples test-all test-mutations test-gpu-compile lint bench clean
+.PHONY: demo formats moe decode processes test test-examples test-all test-mutations test-gpu-compile test-maxtext lint \
+	bench clean
 
 demo: $(STAMP)
 	$(BIN)/python -m examples.demo
@@ -50,6 +51,22 @@ test-gpu-compile: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_blackwell.py
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_hopper.py tests/test_compile_hopper_weight_only.py \
 		tests/test_compile_hopper_meshes.py tests/test_compile_hopper_models.py
+
+# Trains unmodified MaxText on four virtual CPU devices. It needs Python 3.12 or newer and an environment of its own
+# (1.4 GB), without most of MaxText's dependencies.
+MAXTEXT := .venv-maxtext
+
+test-maxtext: $(MAXTEXT)/.installed
+	$(MAXTEXT)/bin/python -m pytest -n 2 --dist loadgroup --confcutdir=tests/maxtext_training -o addopts= -o filterwarnings= tests/maxtext_training
+
+$(MAXTEXT)/.installed: tests/maxtext_training/requirements.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("MaxText needs Python 3.12 or newer; pass PYTHON=...")'
+	rm -rf $(MAXTEXT)
+	$(PYTHON) -m venv $(MAXTEXT)
+	$(MAXTEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps maxtext==0.2.5
+	$(MAXTEXT)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/maxtext_training/requirements.txt
+	$(MAXTEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib.util
 import os
 import resource
 
@@ -28,6 +29,12 @@ CHEAP_CODEGEN = (
 LIBC = ctypes.CDLL(None)
 # Resident bytes of a worker above which it clears JAX's caches of compiled programs between two test modules.
 MAX_RESIDENT_BYTES = 1792 * 2**20
+
+
+# Modules that import MaxText, which has an environment of its own (make test-maxtext).
+collect_ignore = ["tests/maxtext_training"]
+if importlib.util.find_spec("maxtext") is None:
+    collect_ignore += [f"scaledot/compat/maxtext/{name}.py" for name in ("experts", "model")]
 
 
 def pytest_addoption(parser):

@@ -117,8 +117,8 @@ class Quantized(nn.Module, MatmulUnderRecipe):
                 self._current_state()
             return function(*args, recipe=UNQUANTISED, **kwargs)
         kwargs["residual_name"] = self.residual_name
-        if self.recipe.stochastic:
-            kwargs.setdefault("key", self._key())
+        if self.recipe.stochastic and "key" not in kwargs:
+            kwargs["key"] = self._key()
         if not self.recipe.delayed:
             return function(*args, recipe=self.recipe, **kwargs)
         y, state = function(*args, recipe=self.recipe, state=self._current_state(), **kwargs)
