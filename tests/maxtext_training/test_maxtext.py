@@ -33,7 +33,7 @@ def through_the_alias(choice: str, **options) -> Trained:
 
 
 def assert_close_to_unquantised(found: Trained, recipe: str, **options) -> None:
-    """Compares the last losses. A run with quantization="" draws other initial parameters, te_no_quant the same."""
+    """Compares the last losses. Without te_no_quant, MaxText draws other initial parameters."""
     expected = through_the_alias("te_no_quant", **options).last_loss
     tolerance = 0.35 if "nvfp4" in recipe else 0.05
     assert abs(found.last_loss - expected) <= tolerance * expected

@@ -10,8 +10,8 @@ from maxtext.kernels import megablox  # pyright: ignore[reportMissingImports]
 from maxtext.layers import moe  # pyright: ignore[reportMissingImports]
 
 from scaledot import train
-from scaledot.compat.maxtext.install import original
 from scaledot.compat.maxtext.matmuls import key_of_step
+from scaledot.compat.maxtext.replaced import original
 from scaledot.recipes import Recipe
 
 

@@ -14,8 +14,8 @@ from maxtext.layers import linears, moe, nnx_wrappers, quantizations  # pyright:
 from maxtext.utils import max_logging  # pyright: ignore[reportMissingImports]
 
 from scaledot.compat.maxtext.experts import ExpertsRecipe
-from scaledot.compat.maxtext.install import original
 from scaledot.compat.maxtext.matmuls import DotGeneral, ExpertEinsum
+from scaledot.compat.maxtext.replaced import original
 from scaledot.path_patterns import RecipesByPath, Rules, table, warn_of_overlooked
 from scaledot.recipes import UNQUANTISED, Recipe
 from scaledot.state import TENSOR_NAMES, init_state

@@ -1,6 +1,7 @@
 """Runs a program in which `import transformer_engine` imports scaledot's modules.
 
-python -m scaledot.compat.transformer_engine maxtext.trainers.pre_train.train base.yml quantization=te_mxfp8
+For example `python -m scaledot.compat.transformer_engine maxtext.trainers.pre_train.train base.yml
+quantization=te_mxfp8`.
 """
 
 import sys
