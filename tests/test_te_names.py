@@ -25,6 +25,7 @@ NAMES = {
         with_sharding_constraint_by_logical_axes grouped_dense CollectiveOp Format""",
     "dense": "dense grouped_dense",
     "flax": "make_dot_general_cls make_grouped_dense_cls",
+    "flax.module": "TransformerEngineBase make_dot_general_cls make_grouped_dense_cls",
     "sharding": "MeshResource global_shard_guard with_sharding_constraint_by_logical_axes",
     "recipe": "DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling Format",
     "quantize": """ScalingMode QuantizeLayout TensorUsage NoScaleTensor ScaledTensor1x ScaledTensor2x

@@ -25,7 +25,6 @@ INSTEAD = {
     "LayerNormDenseGeneral": _LAYER,
     "LayerNormMLP": _LAYER,
     "TransformerLayer": _LAYER,
-    "TransformerEngineBase": _LAYER,
     "MultiHeadAttention": _LAYER,
     "DotProductAttention": _ATTENTION,
     "RelativePositionBiases": _ATTENTION,

@@ -1,4 +1,4 @@
-"""TransformerEngine's factories of quantised Flax linen modules, based on `scaledot.linen`."""
+"""make_dot_general_cls and make_grouped_dense_cls: quantised matmuls for the layers of Flax, from `scaledot.linen`."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ from flax import linen as nn
 from scaledot import linen, train
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.recipe import core_recipe
-from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 
 def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
@@ -58,7 +57,3 @@ def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_nam
             "scaledot.checkpoint_policies.save_quantized_residuals saves"
         )
     return GroupedDense(core_recipe(quantization_recipe))
-
-
-__all__ = ["make_dot_general_cls", "make_grouped_dense_cls"]
-__getattr__ = module_getattr(__name__)
