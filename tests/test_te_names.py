@@ -22,16 +22,28 @@ NAMES = {
     "": """DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling ScalingMode
         QuantizeLayout TensorUsage AbstractBaseTensor AbstractBaseTensor1x ScaledTensor NoScaleTensor ScaledTensor1x
         ScaledTensor2x GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory MeshResource global_shard_guard
-        with_sharding_constraint_by_logical_axes grouped_dense CollectiveOp Format""",
+        with_sharding_constraint_by_logical_axes grouped_dense CollectiveOp Format
+        autocast fp8_autocast update_collections""",
     "dense": "dense grouped_dense",
-    "flax": "make_dot_general_cls make_grouped_dense_cls",
+    "flax": """make_dot_general_cls make_grouped_dense_cls wrap_function_in_te_state_module DenseGeneral LayerNorm
+        LayerNormDenseGeneral LayerNormMLP""",
     "flax.module": "TransformerEngineBase make_dot_general_cls make_grouped_dense_cls",
     "sharding": "MeshResource global_shard_guard with_sharding_constraint_by_logical_axes",
     "recipe": "DelayedScaling Float8CurrentScaling MXFP8BlockScaling NVFP4BlockScaling Float8BlockScaling Format",
     "quantize": """ScalingMode QuantizeLayout TensorUsage NoScaleTensor ScaledTensor1x ScaledTensor2x
-        GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory is_scaling_mode_supported""",
+        GroupedScaledTensor1x ScaledTensorFactory QuantizerFactory is_scaling_mode_supported autocast fp8_autocast
+        get_global_quantize_recipe get_quantize_config_with_recipe get_quantization_recipe TensorSource is_fp8_available
+        is_quantize_recipe_supported get_supported_scaling_modes get_supported_quantization_recipes update_collections
+        get_device_compute_capability is_fp8_gemm_with_all_layouts_supported""",
+    "quantize.helper": "autocast fp8_autocast update_collections get_quantization_recipe is_fp8_available",
+    "layernorm": "layernorm canonicalize_norm_type",
+    "activation": "activation",
+    "layernorm_dense": "layernorm_dense",
+    "layernorm_mlp": "layernorm_mlp",
     "quantize.tensor": "AbstractBaseTensor AbstractBaseTensor1x ScaledTensor ScaledTensor1x ScaledTensorFactory",
-    "cpp_extensions": "quantize quantize_dbias grouped_quantize dequantize gemm CollectiveOp",
+    "cpp_extensions": """quantize quantize_dbias grouped_quantize dequantize gemm CollectiveOp act_lu dact_lu
+        quantize_dact_dbias normalization_fwd normalization_bwd layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd""",
+    "cpp_extensions.activation": "ActivationParams ClampedSwigluParams act_lu",
     "cpp_extensions.quantization": "quantize quantize_dbias grouped_quantize",
     "quickstart_jax_utils": "speedometer compare_fwd_bwd",
 }
@@ -129,8 +141,8 @@ def test_a_recipe_must_be_an_instance():
 @pytest.mark.parametrize("module", [te, te.quantize, tex, te_flax], ids=lambda m: m.__name__)
 def test_unsupported_names_say_what_to_use_instead(module):
     for name, words in {
-        "autocast": "argument",
-        "DenseGeneral": "make_dot_general_cls",
+        "get_delayed_scaling": "get_global_quantize_recipe",
+        "TransformerLayer": "LayerNormMLP",
         "NVFP4Quantizer": "create",
     }.items():
         with pytest.raises(AttributeError, match=words):

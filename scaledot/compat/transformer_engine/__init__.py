@@ -5,20 +5,35 @@
     from scaledot.compat.transformer_engine.recipe import MXFP8BlockScaling
 
 Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`,
-`cpp_extensions`, `dense` (the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. Beyond
-TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims
-work, and delayed-scaling states of several micro-batches are merged by maximum instead of added. The global `autocast`
-and TransformerEngine's own Flax layers are not provided; accessing one raises an error that names the replacement.
+`cpp_extensions`, `dense` (the function is `te.dense.dense`), `layernorm`, `activation`, `layernorm_dense`,
+`layernorm_mlp`, and the tutorial's `quickstart_jax_utils`. Beyond TransformerEngine, every recipe runs on CPUs and any
+GPU, shapes need not be multiples of the block, vmap and batch dims work, and delayed-scaling states of several
+micro-batches are merged by maximum instead of added. Attention and whole transformer layers are not provided; accessing
+one raises an error that names the replacement.
 
 Programs that cannot be edited run under an import alias: `install()`, or
 `python -m scaledot.compat.transformer_engine MODULE ARGUMENTS...`.
 """
 
-from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding
+from scaledot.compat.transformer_engine import (
+    activation,
+    attention,
+    checkpoint_policies,
+    cpp_extensions,
+    dense,
+    layernorm,
+    layernorm_dense,
+    layernorm_mlp,
+    quantize,
+    recipe,
+    sharding,
+    softmax,
+)
 from scaledot.compat.transformer_engine.cpp_extensions import CollectiveOp, CollectiveOpSet
 from scaledot.compat.transformer_engine.dense import grouped_dense
 from scaledot.compat.transformer_engine.install import install
 from scaledot.compat.transformer_engine.quantize import (
+    NVTE_FP8_COLLECTION_NAME,
     AbstractBaseTensor,
     AbstractBaseTensor1x,
     GroupedScaledTensor1x,
@@ -33,7 +48,10 @@ from scaledot.compat.transformer_engine.quantize import (
     ScaledTensorFactory,
     ScalingMode,
     TensorUsage,
+    autocast,
+    fp8_autocast,
     noop_quantizer_set,
+    update_collections,
 )
 from scaledot.compat.transformer_engine.recipe import (
     E4M3,
@@ -52,8 +70,6 @@ from scaledot.compat.transformer_engine.sharding import (
     with_sharding_constraint_by_logical_axes,
 )
 from scaledot.compat.transformer_engine.unsupported import module_getattr
-
-NVTE_FP8_COLLECTION_NAME = "_overwrite_with_gradient"
 
 __all__ = [
     "E4M3",
@@ -83,16 +99,25 @@ __all__ = [
     "ScaledTensorFactory",
     "ScalingMode",
     "TensorUsage",
+    "activation",
+    "attention",
+    "autocast",
     "checkpoint_policies",
     "cpp_extensions",
     "dense",
+    "fp8_autocast",
     "global_shard_guard",
     "grouped_dense",
     "install",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
     "noop_quantizer_set",
     "quantize",
     "recipe",
     "sharding",
+    "softmax",
+    "update_collections",
     "with_sharding_constraint_by_logical_axes",
 ]
 

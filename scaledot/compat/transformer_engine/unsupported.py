@@ -6,31 +6,24 @@ import sys
 import types
 from collections.abc import Callable
 
-_LAYER = "use a Flax layer with flax.make_dot_general_cls(recipe) or scaledot.linen.with_recipe(model, recipe)"
-_FACTORY = "use QuantizerFactory.create(scaling_mode=..., q_dtype=..., q_layout=...)"
-_RECIPE = (
-    "pass the recipe as an argument: flax.make_dot_general_cls(recipe), or scaledot.linen.with_recipe(model, recipe)"
+LAYER = (
+    "compose it of flax.LayerNormDenseGeneral, jax.nn.dot_product_attention and flax.LayerNormMLP, or use a Flax model "
+    "with scaledot.linen.with_recipe(model, recipe)"
 )
-_ATTENTION = "use jax.nn.dot_product_attention"
+_FACTORY = "use QuantizerFactory.create(scaling_mode=..., q_dtype=..., q_layout=...)"
+ATTENTION = "use jax.nn.dot_product_attention"
+SOFTMAX = "use jax.nn.softmax with `where` for the mask"
 
 INSTEAD = {
-    "autocast": _RECIPE,
-    "fp8_autocast": _RECIPE,
-    "update_collections": "train with Flax's TrainState, which replaces `_overwrite_with_gradient` by its gradient",
-    "get_delayed_scaling": _RECIPE,
+    "get_delayed_scaling": "use get_global_quantize_recipe(), the recipe of `autocast`",
     "CustomRecipe": "pass a scaledot.Recipe of Gemms and Casts as the recipe",
-    "Dense": _LAYER,
-    "DenseGeneral": _LAYER,
-    "LayerNorm": "use flax.linen.LayerNorm or RMSNorm",
-    "LayerNormDenseGeneral": _LAYER,
-    "LayerNormMLP": _LAYER,
-    "TransformerLayer": _LAYER,
-    "MultiHeadAttention": _LAYER,
-    "DotProductAttention": _ATTENTION,
-    "RelativePositionBiases": _ATTENTION,
+    "Dense": "use flax.DenseGeneral",
+    "Softmax": SOFTMAX,
+    "TransformerLayer": LAYER,
+    "MultiHeadAttention": LAYER,
+    "DotProductAttention": ATTENTION,
+    "RelativePositionBiases": ATTENTION,
     "extend_logical_axis_rules": "use flax.linen.logical_axis_rules, or global_shard_guard to name mesh axes",
-    "layernorm_dense": "normalise, then call dense",
-    "layernorm_mlp": "normalise, then call dense twice",
     "CurrentScaleQuantizer": _FACTORY,
     "DelayedScaleQuantizer": _FACTORY,
     "BlockScaleQuantizer": _FACTORY,
@@ -42,9 +35,10 @@ INSTEAD = {
 }
 
 
-def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[str], object]:
+def module_getattr(module: str, on_demand: tuple[str, ...] = (), others: str | None = None) -> Callable[[str], object]:
     """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for names in INSTEAD.
 
+    others: the replacement of public names that are not in INSTEAD, for modules that provide nothing.
     `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
     Python would replace an AttributeError by its own ImportError, without the replacement's name.
     """
@@ -52,9 +46,10 @@ def module_getattr(module: str, on_demand: tuple[str, ...] = ()) -> Callable[[st
     def getattr_(name: str) -> object:
         if name in on_demand:
             return importlib.import_module(f"{module}.{name}")
-        if name not in INSTEAD:
+        instead = INSTEAD.get(name, None if name.startswith("_") else others)
+        if instead is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        message = f"TransformerEngine's {name!r} is not provided: {INSTEAD[name]}"
+        message = f"TransformerEngine's {name!r} is not provided: {instead}"
         if _executes_from_import(sys._getframe(1)):
             raise ImportError(message)
         raise AttributeError(message)

@@ -1,12 +1,21 @@
 """Functions on quantised tensors. TransformerEngine implements them in C++; here they call scaledot's JAX code."""
 
-from scaledot.compat.transformer_engine.cpp_extensions import quantization
+from scaledot.compat.transformer_engine.cpp_extensions import activation, normalization, quantization
+from scaledot.compat.transformer_engine.cpp_extensions.activation import act_lu, dact_lu, quantize_dact_dbias
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOp,
     CollectiveOpSet,
     collective_gemm_bootstrap,
     gemm,
     noop_collective_op_set,
+)
+from scaledot.compat.transformer_engine.cpp_extensions.normalization import (
+    layernorm_bwd,
+    layernorm_fwd,
+    normalization_bwd,
+    normalization_fwd,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import (
     dequantize,
@@ -19,13 +28,24 @@ from scaledot.compat.transformer_engine.unsupported import module_getattr
 __all__ = [
     "CollectiveOp",
     "CollectiveOpSet",
+    "act_lu",
+    "activation",
     "collective_gemm_bootstrap",
+    "dact_lu",
     "dequantize",
     "gemm",
     "grouped_quantize",
+    "layernorm_bwd",
+    "layernorm_fwd",
     "noop_collective_op_set",
+    "normalization",
+    "normalization_bwd",
+    "normalization_fwd",
     "quantization",
     "quantize",
+    "quantize_dact_dbias",
     "quantize_dbias",
+    "rmsnorm_bwd",
+    "rmsnorm_fwd",
 ]
 __getattr__ = module_getattr(__name__)

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 
+from scaledot.compat.transformer_engine.quantize.global_recipe import get_global_quantize_recipe
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
@@ -27,6 +28,7 @@ from scaledot.state import AmaxHistory
 class TransformerEngineBase(nn.Module):
     """Base class of linen modules with quantizers; only delayed scaling creates variables.
 
+    >>> import jax
     >>> from scaledot.compat.transformer_engine.recipe import DelayedScaling
     >>> class Layer(TransformerEngineBase):
     ...     @nn.compact
@@ -51,11 +53,11 @@ class TransformerEngineBase(nn.Module):
         postfix: appended to `x`, `kernel` and `grad` in the names of variables: `x{postfix}_scale`, and so on.
         variable_collection: the collection of these variables, `_overwrite_with_gradient` if None.
         quantization_checkpoint_name: the `jax.ad_checkpoint` name of the residuals of the matmul.
-        fp8_recipe: a recipe; None leaves the matmul unquantised. Stochastic rounding draws its key from the rng stream
-          `sr_rng`, or from linen's default stream if there is no such stream.
+        fp8_recipe: a recipe; None takes that of `autocast`, and outside of it leaves the matmul unquantised. Stochastic
+          rounding draws its key from the rng stream `sr_rng`, or from linen's default stream without such a stream.
         n_groups: the number of groups, for `grouped_dense`.
         """
-        recipe = core_recipe(fp8_recipe)
+        recipe = core_recipe(get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe)
         key = self.make_rng(KEY_STREAM) if recipe.stochastic else None
         quantizers = QuantizerFactory.create_set(
             n_groups=n_groups,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.compat.transformer_engine.quantize.global_recipe import get_global_quantize_recipe
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
@@ -79,12 +80,16 @@ class QuantizerFactory:
     ) -> Any:
         """Returns one QuantizerSet, or a tuple of them, for a scaling mode and two dtypes or for a recipe.
 
+        Without either, the recipe is that of `autocast`, and outside of it nothing is quantised.
+
         stochastic_rounding_rng_state: a key, for recipes with stochastic rounding; pass a new one in each step.
 
         >>> mode, dtypes = ScalingMode.CURRENT_TENSOR_SCALING, (jnp.float8_e4m3fn, jnp.float8_e5m2)
         >>> QuantizerFactory.create_set(1, mode, *dtypes).dgrad.q_dtype
         dtype(float8_e5m2)
         """
+        if scaling_mode is None and fp8_recipe is None:
+            fp8_recipe = get_global_quantize_recipe()
         if scaling_mode is not None and fp8_recipe is not None:
             raise ValueError("pass `scaling_mode` with its dtypes, or `fp8_recipe`, not both")
         layout = QuantizeLayout.ROWWISE if is_2x2x is False else QuantizeLayout.ROWWISE_COLWISE
@@ -190,12 +195,13 @@ def _quantizer_of_casts(
         options["amax_history"] = jnp.zeros(rowwise.delayed.length, jnp.float32)
         options |= {"margin": rowwise.delayed.margin, "amax_compute_algo": rowwise.delayed.algorithm}
     dtype = jnp.dtype(rowwise.format.element)
-    mode = _mode_of(recipe, rowwise)
+    mode = mode_of(recipe, rowwise)
     format = None if mode.format_of(dtype) == rowwise.format else rowwise.format
     return _quantizer(dtype, mode, format=format, use_rht=colwise.rotation is not None, **options)
 
 
-def _mode_of(recipe: Recipe, cast: Cast) -> ScalingMode:
+def mode_of(recipe: Recipe, cast: Cast) -> ScalingMode:
+    """Returns the scaling mode of a cast of a recipe."""
     block = None if cast.is_per_tensor else cast.block_2d
     for mode in ScalingMode:
         spec = mode.spec
