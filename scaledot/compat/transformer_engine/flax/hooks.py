@@ -20,7 +20,7 @@ def recipe_filled_in(module: linen.Quantized):
     return fields_set(module, {"recipe": core_recipe(recipe)})
 
 
-class AutocastDotGeneral(linen.DotGeneral):
+class DotGeneral(linen.DotGeneral):
     """`scaledot.linen.DotGeneral` under the recipe of `autocast` while it is traced."""
 
     recipe: Any = None
@@ -48,7 +48,7 @@ def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
     {'params': {'kernel': (32, 8)}}
     """
     if quantization_recipe is None:
-        return AutocastDotGeneral
+        return DotGeneral
     return linen.make_dot_general_cls(core_recipe(quantization_recipe))
 
 
