@@ -24,7 +24,7 @@ tex.collective_gemm_bootstrap(8, 8, 0, 4)
 for statement, error in {
     "import transformer_engine.pytorch": "No module named 'transformer_engine.pytorch'",
     "import transformer_engine.jax.nothing": "No module named 'transformer_engine.jax.nothing'",
-    "from transformer_engine.jax.flax import TransformerLayer": "'TransformerLayer' is not provided: use",
+    "from transformer_engine.jax.flax import TransformerLayer": "'TransformerLayer' is not provided: compose it of",
 }.items():
     try:
         exec(statement)
