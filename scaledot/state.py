@@ -94,7 +94,8 @@ def _zero_history(cast: Cast, groups: int | None) -> AmaxHistory:
 
 def is_per_group(state: Any) -> bool:
     """Whether a state has a history for each group, as that of `init_state(recipe, groups=...)`."""
-    return any(isinstance(tensor, AmaxHistory) and jnp.ndim(tensor.history) == 2 for tensor in dict(state).values())
+    histories = state.values() if isinstance(state, dict) else ()
+    return any(isinstance(tensor, AmaxHistory) and jnp.ndim(tensor.history) == 2 for tensor in histories)
 
 
 def merge(*states: Any) -> Any:
@@ -294,7 +295,7 @@ def _multiplier_for_cast(cast: Cast, amax: jax.Array) -> jax.Array:
     return multiplier_from(cast.format, amax, cast.delayed.margin)
 
 
-def multiplier_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
+def multiplier_from(format: Format, amax: jax.Array, margin: float = 0) -> jax.Array:
     """The quantisation multiplier (format.max / amax) / 2^margin, at most 2^126; 0 if amax is 0."""
     multiplier = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_MULTIPLIER)
     return jnp.where(amax > 0, multiplier, np.float32(0))

@@ -5,10 +5,11 @@
     from scaledot.compat.transformer_engine.recipe import MXFP8BlockScaling
 
 Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`,
-`cpp_extensions`, `dense` (the function is `te.dense.dense`), and the tutorial's `quickstart_jax_utils`. Beyond
-TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims
-work, and delayed-scaling states of several micro-batches are merged by maximum instead of added. The global `autocast`
-and TransformerEngine's own Flax layers are not provided; accessing one raises an error that names the replacement.
+`cpp_extensions`, `dense` (a module, which can also be called as its function `te.dense.dense`), and the tutorial's
+`quickstart_jax_utils`. Beyond TransformerEngine, every recipe runs on CPUs and any GPU, shapes need not be multiples of
+the block, vmap and batch dims work, and delayed-scaling states of several micro-batches are merged by maximum instead
+of added. The global `autocast` and TransformerEngine's own Flax layers are not provided; accessing one raises an error
+that names the replacement.
 """
 
 from scaledot.compat.transformer_engine import checkpoint_policies, cpp_extensions, dense, quantize, recipe, sharding

@@ -37,8 +37,6 @@ INSTEAD = {
     "BlockScaleQuantizer": _FACTORY,
     "NVFP4Quantizer": _FACTORY,
     "GroupedQuantizer": _FACTORY + " with n_groups=",
-    "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
-    "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
     "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
     "collective_gemm_bootstrap": "no initialisation is needed: collectives are XLA's",
 }

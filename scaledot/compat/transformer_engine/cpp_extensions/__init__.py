@@ -5,10 +5,13 @@ from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOp,
     CollectiveOpSet,
     gemm,
+    grouped_gemm,
+    grouped_gemm_copy_group_sizes,
     noop_collective_op_set,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import (
     dequantize,
+    grouped_dbias,
     grouped_quantize,
     quantize,
     quantize_dbias,
@@ -20,6 +23,9 @@ __all__ = [
     "CollectiveOpSet",
     "dequantize",
     "gemm",
+    "grouped_dbias",
+    "grouped_gemm",
+    "grouped_gemm_copy_group_sizes",
     "grouped_quantize",
     "noop_collective_op_set",
     "quantization",

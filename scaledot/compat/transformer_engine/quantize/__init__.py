@@ -1,6 +1,7 @@
 """Quantizers, scaling modes and quantised tensors, under the names of transformer_engine.jax.quantize."""
 
 from scaledot.compat.transformer_engine.quantize import tensor
+from scaledot.compat.transformer_engine.quantize.metadata import QuantizeMeta, QuantizeMetaSet
 from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
@@ -13,6 +14,7 @@ from scaledot.compat.transformer_engine.quantize.scaling_modes import (
 from scaledot.compat.transformer_engine.quantize.tensor import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
+    GroupedNoScaleTensor,
     GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor,
@@ -26,9 +28,12 @@ from scaledot.compat.transformer_engine.unsupported import module_getattr
 __all__ = [
     "AbstractBaseTensor",
     "AbstractBaseTensor1x",
+    "GroupedNoScaleTensor",
     "GroupedScaledTensor1x",
     "NoScaleTensor",
     "QuantizeLayout",
+    "QuantizeMeta",
+    "QuantizeMetaSet",
     "Quantizer",
     "QuantizerFactory",
     "QuantizerSet",

@@ -1,9 +1,10 @@
 """Quantizer: scaling mode, code dtype and orientations of one quantised tensor.
 
-One frozen class replaces TransformerEngine's five (CurrentScaleQuantizer, BlockScaleQuantizer, ...). `cast` converts a
-quantizer to a scaledot.Cast, and `quantize` applies it in each orientation. Delayed scaling stores its state in the
-quantizer, as in TransformerEngine, but nothing is updated in place: `update` returns the quantizer for the next step,
-and the gradient of a quantizer set is the set for the next step.
+One class replaces TransformerEngine's six (CurrentScaleQuantizer, GroupedQuantizer, ...). `cast` converts a quantizer
+to a scaledot.Cast, and `quantize` applies it in each orientation. Delayed scaling stores its state in the quantizer, as
+in TransformerEngine, but no function of this package updates it in place: `update` returns the quantizer for the next
+step, and the gradient of a quantizer set is the set for the next step. Users may assign fields, such as `q_dtype`, as
+in TransformerEngine; a jitted function of the quantizer is then traced again.
 """
 
 import dataclasses
@@ -24,8 +25,10 @@ from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     ScaledTensor1x,
     ScaledTensor2x,
     normalize_flatten_axis,
+    scale_per_row,
     tensor_scale_of,
 )
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.formats import Format
 from scaledot.numerics.hadamard import rotate
 from scaledot.ops.cast_spec import float_array
@@ -38,11 +41,12 @@ _STATIC: Any = {"static": True}
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Quantizer:
     """How to quantise one tensor; created by `QuantizerFactory.create`.
 
-    scale, amax_history: the state of delayed scaling; `scale` is the quantisation multiplier, as in TransformerEngine.
+    scale, amax_history: the state of delayed scaling, (1,) and (length,), or (groups,) and (groups, length) with
+      `n_groups`; `scale` is the quantisation multiplier, as in TransformerEngine.
     stochastic_rounding_rng_state: a JAX key, or TransformerEngine's uint32 state of shape (4,) or (devices, 4); None
       rounds to nearest.
     use_rht: whether NVFP4_1D_SCALING applies a random Hadamard transform before colwise quantisation.
@@ -70,6 +74,31 @@ class Quantizer:
     use_rht: bool = dataclasses.field(default=False, metadata=_STATIC)
     n_groups: int | None = dataclasses.field(default=None, metadata=_STATIC)
     format: Format | None = dataclasses.field(default=None, metadata=_STATIC)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "q_dtype":
+            value = self._checked_dtype(value)
+        super().__setattr__(name, value)
+
+    def _checked_dtype(self, q_dtype: Any) -> np.dtype:
+        """Returns the dtype; raises if an existing quantizer's mode or format does not support it."""
+        dtype = np.dtype(q_dtype)
+        if "format" not in self.__dict__:  # not yet initialised; QuantizerFactory checks
+            return dtype
+        if self.format is None:
+            self.scaling_mode.format_of(dtype)
+        elif self.format.element != dtype.name:
+            raise ValueError(f"`q_dtype` must be {self.format.element}, as the quantizer's `format`, not {dtype.name}")
+        return dtype
+
+    @property
+    def quantizers(self) -> tuple["Quantizer", ...]:
+        """The quantizers of the groups, as copies: assign to a field of the grouped quantizer itself to change it."""
+        count, scale, history = self.n_groups or 1, self.scale, self.amax_history
+        states: list[dict[str, Any]] = [{}] * count
+        if scale is not None and history is not None and history.ndim == 2:
+            states = [{"scale": scale[i : i + 1], "amax_history": history[i]} for i in range(count)]
+        return tuple(dataclasses.replace(self, n_groups=None, **state) for state in states)
 
     @property
     def data_layout(self) -> str:
@@ -149,36 +178,40 @@ class Quantizer:
         return tensors[0] if len(tensors) == 1 else ScaledTensor2x(*tensors)
 
     def update(self, new_amax) -> "Quantizer":
-        """Returns the quantizer for the next step, given the amax of this one."""
+        """Returns the quantizer for the next step, given the amax of this one, or of each group."""
         if not self.scaling_mode.spec.delayed:
             return self
-        return self.with_state(advance(self.cast(), self.state, jnp.reshape(new_amax, ())))
+        return self.with_state(advance(self.cast(), self.state, jnp.reshape(new_amax, self.amax_history.shape[:-1])))
 
 
 class _Casts:
-    """Quantises an array in one or both orientations; if both need the same codes, they are computed once."""
+    """Quantises an array in one or both orientations.
+
+    If both need the same codes, these are computed once; stochastic rounding draws different ones for each.
+    """
 
     def __init__(self, quantizer: Quantizer, x: jax.Array, flatten_axis: int, dtype, amax):
         self.quantizer, self.x, self.flatten_axis, self.dtype = quantizer, x, flatten_axis, dtype
         self.amax = None if amax is None else jnp.asarray(amax, jnp.float32).reshape(())
-        self.cache: dict[ResolvedCast, ScaledArray] = {}
+        self.cache: dict[tuple[ResolvedCast, bool], ScaledArray] = {}
 
     def tensor(self, is_colwise: bool) -> ScaledTensor1x:
         mode, ndim = self.quantizer.scaling_mode, self.x.ndim
         q = self._quantized(is_colwise)
         transposed = is_colwise and mode.is_colwise_transposed
+        flatten_axis = ndim - self.flatten_axis if transposed else self.flatten_axis
         if transposed:
             q = q.transpose(*range(self.flatten_axis, ndim), *range(self.flatten_axis))
         return ScaledTensor1x(
             q.data,
-            q.scale.reshape(1) if mode.is_tensor_scaling() else q.scale,
+            q.scale.reshape(1) if mode.is_tensor_scaling() else scale_per_row(mode, q, flatten_axis),
             self._amax(q),
             q.tensor_scale,
             scaling_mode=mode,
             dq_dtype=np.dtype(self.dtype),
             is_colwise=is_colwise,
             data_layout="T" if transposed else "N",
-            flatten_axis=ndim - self.flatten_axis if transposed else self.flatten_axis,
+            flatten_axis=flatten_axis,
             has_rht_applied=q.rotation is not None,
             rank=ndim,
             format=self.quantizer.format,
@@ -195,10 +228,11 @@ class _Casts:
                 f"axis {self.flatten_axis - 1} of {self.x.shape} must be a multiple of {cast.rotation.size} for the "
                 "Hadamard transform of colwise quantisation; pad it, or set use_rht=False"
             )
-        if resolved not in self.cache:
+        entry = resolved, is_colwise and cast.rounding == "stochastic"
+        if entry not in self.cache:
             key, tensor_scale = self.quantizer.orientation_key(is_colwise), self._tensor_scale(cast)
-            self.cache[resolved] = resolved.quantize(self.x, self._multiplier(cast), key, tensor_scale)
-        return self.cache[resolved]
+            self.cache[entry] = resolved.quantize(self.x, self._multiplier(cast), key, tensor_scale)
+        return self.cache[entry]
 
     def _multiplier(self, cast: Cast) -> jax.Array | None:
         if cast.delayed is not None:
@@ -221,3 +255,7 @@ class _Casts:
             rotated = rotate(self.x.astype(jnp.float32), dataclasses.replace(ROTATION, axis=self.flatten_axis - 1))
             return compute_amax(rotated).reshape(1)
         return (compute_amax(self.x) if self.amax is None else self.amax).reshape(1)
+
+
+__all__ = ["Quantizer"]
+__getattr__ = module_getattr(__name__)

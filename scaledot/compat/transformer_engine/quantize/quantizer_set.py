@@ -10,7 +10,7 @@ from scaledot.state import State, merge
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class QuantizerSet:
     """The quantizers of a layer's x, kernel and output gradient; None leaves a tensor unquantised.
 

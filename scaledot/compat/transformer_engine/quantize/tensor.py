@@ -4,6 +4,7 @@ from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsag
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
+    GroupedNoScaleTensor,
     GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor,
@@ -17,6 +18,7 @@ from scaledot.compat.transformer_engine.unsupported import module_getattr
 __all__ = [
     "AbstractBaseTensor",
     "AbstractBaseTensor1x",
+    "GroupedNoScaleTensor",
     "GroupedScaledTensor1x",
     "NoScaleTensor",
     "ScaledTensor",
