@@ -122,7 +122,7 @@ def test_the_size_of_a_mesh_axis():
 
 @pytest.mark.parametrize(
     "module",
-    ["dense", "cpp_extensions.gemm", "cpp_extensions.quantization"]
+    ["dense", "checkpoint_policies", "cpp_extensions.gemm", "cpp_extensions.quantization"]
     + [f"quantize.{name}" for name in ("quantizer", "metadata", "scaling_modes", "misc")],
 )
 def test_modules_of_transformer_engine_say_what_replaces_a_missing_name(module):

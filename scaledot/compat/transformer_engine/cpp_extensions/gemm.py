@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from scaledot.compat.transformer_engine.cpp_extensions.dims import Dims, check_bias, normalize_dims
 from scaledot.compat.transformer_engine.cpp_extensions.grouped import grouped_gemm, grouped_gemm_copy_group_sizes
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
 from scaledot.compat.transformer_engine.sharding import (
     Names,

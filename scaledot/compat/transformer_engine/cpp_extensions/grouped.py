@@ -16,13 +16,10 @@ from jax import lax
 
 from scaledot.compat.transformer_engine.cpp_extensions.dims import Dims, normalize_dims
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
-from scaledot.compat.transformer_engine.quantize.tensor_classes import (
-    GroupedNoScaleTensor,
-    GroupedScaledTensor1x,
-    ScaledTensor2x,
-)
+from scaledot.compat.transformer_engine.quantize.tensor_classes import ScaledTensor2x
 from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics.grouped import group_of
 from scaledot.ops.ragged import ragged_dot_general

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
-    GroupedNoScaleTensor,
     NoScaleTensor,
     normalize_flatten_axis,
 )

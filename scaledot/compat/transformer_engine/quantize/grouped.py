@@ -8,7 +8,8 @@ import numpy as np
 from jax.core import Tracer
 
 from scaledot.array import ScaledArray
-from scaledot.compat.transformer_engine.quantize.tensor_classes import GroupedScaledTensor1x, normalize_flatten_axis
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedScaledTensor1x
+from scaledot.compat.transformer_engine.quantize.tensor_classes import normalize_flatten_axis
 from scaledot.ops.cast_spec import checked_groups
 from scaledot.ops.quantize import amax, amax_of_groups, quantize, quantize_grouped
 from scaledot.state import multiplier_of

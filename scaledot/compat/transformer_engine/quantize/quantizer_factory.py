@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.compat.transformer_engine.quantize.metadata import QuantizeMeta, QuantizeMetaSet
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.recipe import core_recipe

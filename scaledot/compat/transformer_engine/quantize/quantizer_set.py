@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.recipes import Gemm, Recipe
 from scaledot.state import State, merge
 

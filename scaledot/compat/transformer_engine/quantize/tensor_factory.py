@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
-    GroupedNoScaleTensor,
-    GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor1x,
     ScaledTensor2x,
