@@ -18,6 +18,7 @@ full-precision gradients by the dequantised forward operands, and the gradient i
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -44,15 +45,15 @@ class Delayed:
 
     length: int = 1024
     algorithm: str = "max"
-    margin: int = 0
+    margin: float = 0
 
     def __post_init__(self):
         if not isinstance(self.length, int) or self.length < 1:
             raise ValueError(f"`length` of a Delayed must be a whole number of at least 1, not {self.length!r}")
         if self.algorithm not in ("max", "most_recent"):
             raise ValueError(f"`algorithm` {self.algorithm!r} is not known; use 'max' or 'most_recent'")
-        if not isinstance(self.margin, int):
-            raise TypeError(f"`margin` must be a whole number of powers of two, not {self.margin!r}")
+        if not isinstance(self.margin, (int, float)) or not math.isfinite(self.margin):
+            raise TypeError(f"`margin` must be a finite number, the exponent of a power of two, not {self.margin!r}")
 
 
 @dataclasses.dataclass(frozen=True)

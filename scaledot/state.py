@@ -16,6 +16,8 @@ If a state is used twice without passing it on, JAX returns the sum of two next 
 multiplier of a valid state is at most format.max / amax of its history: the smaller of the two is used, which saturates
 no element that a valid state would not, and the history is cleared.
 
+`ragged_dot` also takes the state of `init_state(recipe, groups=...)`: a history and a multiplier for each group.
+
 A state that is not differentiated never advances: its history stays all zeros and its multiplier 1, at which small
 gradients underflow to zero. `checked_use` raises if w is differentiated without the state, and warns once if a forward
 pass uses a concrete state with an all-zero history. The elements of a traced state are not known, so it does not warn.
@@ -46,6 +48,7 @@ class AmaxHistory(NamedTuple):
     """The amax history and the quantisation multiplier of one tensor, both float32.
 
     history: (length,), newest last; slot 0 is for the next step. multiplier: a scalar, or of shape (1,) in Flax.
+    With one state per group, history is (groups, length) and multiplier (groups,).
     """
 
     history: Any
@@ -67,19 +70,32 @@ State = dict[str, AmaxHistory]
 TENSOR_NAMES = {"x": "x", "w": "kernel", "g": "grad"}
 
 
-def init_state(recipe: str | Recipe) -> State:
+def init_state(recipe: str | Recipe, groups: int | None = None) -> State:
     """The initial state of one matmul; {} for a recipe without delayed scaling.
+
+    groups: the number of groups of a `ragged_dot`, each with its own history and multiplier; None for one of all.
 
     >>> state = init_state("fp8_delayed")
     >>> sorted(state), state["x"].history.shape, float(state["x"].multiplier)
     (['g', 'w', 'x'], (1024,), 1.0)
+    >>> init_state("fp8_delayed", groups=4)["w"].multiplier
+    Array([1., 1., 1., 1.], dtype=float32)
     """
-    return {tensor: _zero_history(cast) for tensor, cast in find_recipe(recipe).delayed.items()}
+    if groups is not None and groups < 1:
+        raise ValueError(f"`groups` must be at least 1, not {groups}")
+    return {tensor: _zero_history(cast, groups) for tensor, cast in find_recipe(recipe).delayed.items()}
 
 
-def _zero_history(cast: Cast) -> AmaxHistory:
+def _zero_history(cast: Cast, groups: int | None) -> AmaxHistory:
     assert cast.delayed is not None
-    return AmaxHistory(jnp.zeros(cast.delayed.length, jnp.float32), jnp.ones((), jnp.float32))
+    lead = () if groups is None else (groups,)
+    return AmaxHistory(jnp.zeros((*lead, cast.delayed.length), jnp.float32), jnp.ones(lead, jnp.float32))
+
+
+def is_per_group(state: Any) -> bool:
+    """Whether a state has a history for each group, as that of `init_state(recipe, groups=...)`."""
+    histories = state.values() if isinstance(state, dict) else ()
+    return any(isinstance(tensor, AmaxHistory) and jnp.ndim(tensor.history) == 2 for tensor in histories)
 
 
 def merge(*states: Any) -> Any:
@@ -131,9 +147,9 @@ def merge_named(*flat: Mapping[tuple, Any]) -> dict[tuple, Any]:
     return variables
 
 
-def check_state(recipe: Recipe, state: Any, name: str = "state") -> None:
-    """Raises unless `state` has the structure of init_state(recipe), with the first path that differs."""
-    expected = {path: f"float32[{size}]" for path, size in _leaves(recipe)}
+def check_state(recipe: Recipe, state: Any, name: str = "state", groups: int | None = None) -> None:
+    """Raises unless `state` has the structure of init_state(recipe, groups), with the first path that differs."""
+    expected = {path: f"float32[{size}]" for path, size in _leaves(recipe, groups)}
     if not isinstance(state, dict) and expected:
         raise TypeError(f"`{name}` must be a state from init_state({recipe.name!r}), not {type(state).__name__}")
     check_tree(state, expected, name, recipe.name)
@@ -222,12 +238,12 @@ def _warn_once(recipe_name: str) -> None:
     )
 
 
-def _leaves(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The path and the shape, as text, of each leaf of init_state(recipe)."""
+def _leaves(recipe: Recipe, groups: int | None) -> Iterator[tuple[str, str]]:
+    """The path and the shape, as text, of each leaf of init_state(recipe, groups)."""
     for tensor, cast in recipe.delayed.items():
         assert cast.delayed is not None
-        yield f"{tensor}/history", str(cast.delayed.length)
-        yield f"{tensor}/multiplier", ""
+        yield f"{tensor}/history", f"{'' if groups is None else f'{groups},'}{cast.delayed.length}"
+        yield f"{tensor}/multiplier", "" if groups in (None, 1) else str(groups)
 
 
 def check_tree(tree: Any, expected: dict[str, str], name: str, owner: str) -> None:
@@ -256,14 +272,16 @@ def _inline(cache_key: Hashable, f: Callable[..., jax.Array], *scalars: jax.Arra
 
 
 def multiplier_of(cast: Cast, state: AmaxHistory, compute: Compute = _inline) -> jax.Array:
-    """The quantisation multiplier of this step: the stored one, at most format.max / amax of the history.
+    """The quantisation multiplier of this step, () or (groups,): the stored one, at most format.max / amax of history.
 
     The limit only applies to an invalid state, such as a sum of two. A multiplier of 0, the zero gradient of a state
     that no matmul used in the last step, is replaced by 1.
     """
     assert cast.delayed is not None
-    amax = jnp.max(state.history) if cast.delayed.algorithm == "max" else state.history[-1]
-    return compute(("multiplier", cast), functools.partial(_clamp_multiplier, cast), state.multiplier.reshape(()), amax)
+    amax = jnp.max(state.history, axis=-1) if cast.delayed.algorithm == "max" else state.history[..., -1]
+    compute = compute if amax.ndim == 0 else _inline
+    multiplier = state.multiplier.reshape(amax.shape)
+    return compute(("multiplier", cast), functools.partial(_clamp_multiplier, cast), multiplier, amax)
 
 
 def _clamp_multiplier(cast: Cast, multiplier: jax.Array, amax: jax.Array) -> jax.Array:
@@ -277,7 +295,7 @@ def _multiplier_for_cast(cast: Cast, amax: jax.Array) -> jax.Array:
     return multiplier_from(cast.format, amax, cast.delayed.margin)
 
 
-def multiplier_from(format: Format, amax: jax.Array, margin: int = 0) -> jax.Array:
+def multiplier_from(format: Format, amax: jax.Array, margin: float = 0) -> jax.Array:
     """The quantisation multiplier (format.max / amax) / 2^margin, at most 2^126; 0 if amax is 0."""
     multiplier = jnp.minimum(divide(np.float32(format.max), amax) * np.float32(2.0**-margin), LARGEST_MULTIPLIER)
     return jnp.where(amax > 0, multiplier, np.float32(0))
@@ -289,16 +307,20 @@ def step(recipe: Recipe, state: State, amax: dict[str, jax.Array]) -> State:
 
 
 def advance(cast: Cast, state: AmaxHistory, amax: jax.Array, compute: Compute = _inline) -> AmaxHistory:
-    """The next state of one tensor: records `amax`, computes the multiplier, and clears the slot of the next amax."""
+    """The next state of one tensor: records `amax`, computes the multiplier, and clears the slot of the next amax.
+
+    amax: (), or (groups,) for a state with a history for each group.
+    """
     delayed = cast.delayed
     assert delayed is not None
     current = multiplier_of(cast, state, compute)
-    is_valid = current == state.multiplier.reshape(())
-    history = jnp.where(is_valid, state.history, np.float32(0)).at[0].set(amax)
-    largest = jnp.max(history) if delayed.algorithm == "max" else amax
+    is_valid = current == state.multiplier.reshape(current.shape)
+    history = jnp.where(is_valid[..., None], state.history, np.float32(0)).at[..., 0].set(amax)
+    largest = jnp.max(history, axis=-1) if delayed.algorithm == "max" else amax
+    compute = compute if amax.ndim == 0 else _inline
     multiplier = compute(("next multiplier", cast), functools.partial(_next_multiplier, cast), largest, current)
     if delayed.length > 1:  # a single slot is overwritten by the next step anyway
-        history = jnp.roll(history, -1).at[0].set(np.float32(0))
+        history = jnp.roll(history, -1, axis=-1).at[..., 0].set(np.float32(0))
     return AmaxHistory(history, multiplier.reshape(state.multiplier.shape))
 
 

@@ -54,7 +54,12 @@ AMAXES = [2.0, 8.0, 1.0, 1.0, 1.0, 1.0, 0.0, 3.0]
 
 @pytest.mark.parametrize(
     "options",
-    [{"length": 4}, {"length": 4, "margin": 2}, {"length": 4, "algorithm": "most_recent"}, {"length": 2}],
+    [
+        {"length": 4},
+        {"length": 4, "margin": 2},
+        {"length": 4, "algorithm": "most_recent"},
+        {"length": 2},
+    ],
     ids=str,
 )
 def test_multipliers_over_several_steps(options):
@@ -321,7 +326,7 @@ def test_a_state_of_another_recipe_is_refused(state, message):
     [
         (lambda: Delayed(length=0), "at least 1"),
         (lambda: Delayed(algorithm="mean"), "'max' or 'most_recent'"),
-        (lambda: Delayed(margin=0.5), "whole number"),
+        (lambda: Delayed(margin=float("nan")), "finite number"),
         (lambda: Cast("mxfp8", delayed=Delayed()), "one float32 scale per tensor"),
         (lambda: Cast("int8", (0, 0), delayed=Delayed()), "one float32 scale per tensor"),
         (lambda: merge(), "at least one state"),

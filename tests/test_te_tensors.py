@@ -124,13 +124,25 @@ def test_the_factory_builds_the_tensors_of_quantize_from_codes_and_scales(mode):
     np.testing.assert_array_equal(one.dequantize(), columns.dequantize())
 
 
-def test_scales_of_square_blocks_can_be_repeated_for_each_row():
-    held = tex.quantize(normal(0, (32, 64)), quantizer(ScalingMode.NVFP4_2D_SCALING)).rowwise
-    repeated = te.ScaledTensorFactory.create_1x(
-        held.data, jnp.repeat(held.scale_inv, 16, axis=0), held.amax, held.scaling_mode, dq_dtype=jnp.float32
+def test_scales_of_square_nvfp4_blocks_are_repeated_for_each_row():
+    x = normal(0, (3, 40, 64))
+    tensor = tex.quantize(x, quantizer(ScalingMode.NVFP4_2D_SCALING), flatten_axis=2)
+    held, expected = tensor.rowwise, sd.quantize(x, "nvfp4", block=(16, 16), pad=True)
+    assert (held.scale_inv.shape, tensor.colwise.scale_inv.shape) == ((3, 40, 4), (64, 3, 3))
+    np.testing.assert_array_equal(held.scale_inv, jnp.repeat(expected.scale, 16, axis=1)[:, :40])
+    assert held.array.block == expected.block
+    np.testing.assert_array_equal(held.array.scale, expected.scale)
+    one_per_block = te.ScaledTensorFactory.create_1x(
+        held.data, expected.scale, held.amax, held.scaling_mode, dq_dtype=jnp.float32
     )
-    assert repeated.scale_inv.shape == (32, 4)
-    np.testing.assert_array_equal(repeated.dequantize(), held.dequantize())
+    np.testing.assert_array_equal(one_per_block.dequantize(), held.dequantize())
+
+
+def test_orientations_of_square_blocks_are_rounded_with_independent_bits():
+    x, key = normal(0, (32, 64)), jax.random.key(0)
+    tensor = tex.quantize(x, quantizer(ScalingMode.NVFP4_2D_SCALING, stochastic_rounding_rng_state=key))
+    np.testing.assert_array_equal(tensor.rowwise.array.scale, tensor.colwise.array.scale)
+    assert np.any(np.asarray(tensor.rowwise.data, np.float32) != np.asarray(tensor.colwise.data, np.float32).T)
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ class CastProblem:
     """The static description of an array and the outputs to compute from it, if possible in one pass over memory.
 
     passed_arguments: those of "multiplier", "scale", "tensor_scale", "zero" and "uniform" (random numbers) that the
-    caller passes, so that the kernel does not compute them.
+    caller passes, so that the kernel does not compute them; "group_multiplier" is a multiplier for each group.
     amax: whether to return the largest finite magnitude, float32 (). column_sums: whether to return the sums over all
     dims but the last. A kernel may return None for both, and the caller computes them.
     groups: the number of groups that rows are split into, each cast as if it were an array of its own; None without
@@ -284,7 +284,8 @@ class CastArguments(NamedTuple):
     """The arrays that a cast reads in addition to x; None for those that are computed or not needed.
 
     keys: random keys, indexed by `CastOutput.key`. uniforms: random numbers in [0, 1) that replace keys; each is None
-    or has the shape of x. multiplier, scale, tensor_scale, zero: as in `sd.quantize`. group_sizes: (groups,).
+    or has the shape of x. multiplier, scale, tensor_scale, zero: as in `sd.quantize`. group_sizes: (groups,); the
+    multiplier is then (1, 1) for all groups, or (groups, 1).
     offset: if x is a shard, the flat index of its first element in the whole matrix, uint32 ().
     """
 
@@ -303,7 +304,9 @@ class CastArguments(NamedTuple):
         no_scales = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
         if no_scales and all(uniform is None for uniform in self.uniforms):
             return frozenset()
-        passed = {name for name in ("multiplier", "scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        passed = {name for name in ("scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        if self.multiplier is not None:
+            passed.add("multiplier" if self.group_sizes is None or self.multiplier.size == 1 else "group_multiplier")
         return frozenset(passed | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))
 
     def key(self, output: CastOutput) -> Key | None:

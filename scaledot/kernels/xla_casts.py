@@ -86,6 +86,8 @@ def _cast_groups(
     assert arguments.group_sizes is not None
     x, sizes = align_groups(x, arguments.group_sizes, multiple), aligned_group_sizes(arguments.group_sizes, multiple)
     key, uniform = arguments.key(output), arguments.uniform(output)
+    if arguments.multiplier is not None and arguments.multiplier.size > 1:
+        return _cast_with_group_multipliers(output, x, sizes, arguments)
     if arguments.multiplier is not None:
         parts = _quantize(
             spec, zero_ungrouped_rows(x, sizes), multiplier=arguments.multiplier, uniform=uniform, key=key
@@ -98,6 +100,19 @@ def _cast_groups(
     along = dataclasses.replace(spec, block=blocks.trim((1, features)))
     q = scaled_array(along, _quantize_grouped(along, padded(x, spec), sizes, row_block, key, uniform))
     return q if row_block or output.contracted is None else _per_group(q, sizes)
+
+
+def _cast_with_group_multipliers(
+    output: CastOutput, x: jax.Array, sizes: jax.Array, arguments: CastArguments
+) -> PerGroup | ScaledArray:
+    """Casts each row with the quantisation multiplier of its group, one of (groups, 1)."""
+    assert arguments.multiplier is not None
+    group = jnp.minimum(group_of(sizes, x.shape[0]), sizes.shape[0] - 1)
+    spec = dataclasses.replace(output.spec, block=(0,))  # one scale for each row
+    key, uniform = arguments.key(output), arguments.uniform(output)
+    x, multiplier = zero_ungrouped_rows(x, sizes), arguments.multiplier[group]
+    q = scaled_array(spec, _quantize(spec, x, multiplier=multiplier, uniform=uniform, key=key))
+    return q if output.contracted is None else _per_group(q, sizes)
 
 
 def _per_group(q: ScaledArray, sizes: jax.Array) -> PerGroup:

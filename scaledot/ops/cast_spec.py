@@ -335,12 +335,26 @@ def checked_multiplier(spec: CastSpec, x: jax.Array, scale, multiplier) -> jax.A
         return None
     if scale is not None or spec.calibration != calibrate.Calibration("absmax"):
         raise ValueError("`multiplier` determines the scale; drop `scale` and `calibration`")
+    return _one_per_block("multiplier", _float32_multiplier(spec, multiplier), spec, x)
+
+
+def checked_group_multiplier(spec: CastSpec, multiplier, groups: int) -> jax.Array:
+    """The argument `multiplier` of a grouped cast, (groups,), as an array (groups, 1)."""
+    if blocks.expand(spec.block, 2) != (0, 0) or spec.rotation is not None:
+        raise ValueError("`multiplier` needs one scale per group, block=(0, 0), and no `rotation`")
+    multiplier = _float32_multiplier(spec, multiplier)
+    if multiplier.shape != (groups,):
+        raise ValueError(f"`multiplier` has shape {multiplier.shape}; it must have one entry per group, ({groups},)")
+    return multiplier[:, None]
+
+
+def _float32_multiplier(spec: CastSpec, multiplier) -> jax.Array:
     if spec.format.scale != "float32" or spec.format.codebook is not None:
         raise ValueError(f"`multiplier` is for formats with float32 scales; {spec.format.name} has {spec.format.scale}")
     multiplier = _array("multiplier", multiplier)
     if multiplier.dtype != np.float32:
         raise TypeError(f"`multiplier` must be float32, not {multiplier.dtype}")
-    return _one_per_block("multiplier", multiplier, spec, x)
+    return multiplier
 
 
 def checked_zero(spec: CastSpec, x: jax.Array, scale, zero) -> jax.Array | None:

@@ -19,6 +19,7 @@ from scaledot.formats import Format, find_format
 from scaledot.kernels.spec import CastArguments, CastOutput, accumulation_dtype
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.cast import CastSpec, QuantizedLeaves, dequantize_values
+from scaledot.numerics.grouped import group_of
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import flushed_float32
 from scaledot.ops.cast_spec import (
@@ -28,6 +29,7 @@ from scaledot.ops.cast_spec import (
     check_consistent,
     check_nan,
     checked_amax_axes,
+    checked_group_multiplier,
     checked_groups,
     checked_key,
     checked_multiplier,
@@ -243,6 +245,7 @@ def quantize_grouped(
     key=None,
     uniform=None,
     rotation: Hadamard | None = None,
+    multiplier=None,
     pad: bool = False,
     dtype=None,
     amax_axes: tuple[str, ...] = (),
@@ -254,6 +257,7 @@ def quantize_grouped(
     in each group, and the last block of a group may be short. Because group sizes may be traced, scales are stored per
     row (`q.scale` has one row, and `q.tensor_scale` one entry, for each row of x), so the result is an ordinary
     ScaledArray. Inside a shard_map `amax_axes` are mesh axes that shard the features; rows are not sharded.
+    multiplier: the quantisation multiplier of each group, float32 (groups,), for one scale per group, block=(0, 0).
 
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0], [50.0, 60.0]])
     >>> q = quantize_grouped(x, jnp.array([2, 0, 1]), "int8", block=(0, 0))
@@ -266,7 +270,15 @@ def quantize_grouped(
     group_sizes = checked_groups(group_sizes, x.shape[0])
     spec = grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad, amax_axes)
     checked = make_cast_arguments(spec, x, rounding, key, uniform)._replace(group_sizes=group_sizes)
-    return run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
+    if multiplier is not None:
+        checked = checked._replace(multiplier=checked_group_multiplier(spec, multiplier, group_sizes.shape[0]))
+    q = run_casts(x, (single_output(spec, rounding),), checked, kernel).arrays[0]
+    return q if multiplier is None else _scale_by_row(q)
+
+
+def _scale_by_row(q: ScaledArray) -> ScaledArray:
+    """A ScaledArray with one scale per row; a multiplier of one group, (1, 1), gives a single scale."""
+    return dataclasses.replace(q, scale=jnp.broadcast_to(q.scale, (q.shape[0], 1)), block=(0,))
 
 
 def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, amax_axes=()) -> CastSpec:
@@ -298,6 +310,17 @@ def amax(x, *, axis: Axis = -1, block: int | tuple[int, ...] | None = None) -> j
     if block is None:
         return _amax((0,) * x.ndim, x).reshape(())
     return _amax(blocks.block_on_axes(block_tuple(block), as_axis(axis), x.ndim), x)
+
+
+def amax_of_groups(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The largest finite magnitude of each group of rows of a matrix, float32 (groups,); 0 for an empty group.
+
+    >>> amax_of_groups(jnp.array([[1.0], [-3.0], [2.0]]), jnp.array([1, 0, 2]))
+    Array([1., 0., 3.], dtype=float32)
+    """
+    count = group_sizes.shape[0]
+    rows = amax(x, block=(0,)).reshape(-1)
+    return jnp.maximum(jax.ops.segment_max(rows, group_of(group_sizes, x.shape[0]), count + 1)[:count], 0)
 
 
 @functools.partial(jax.jit, static_argnums=0)

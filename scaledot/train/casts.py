@@ -125,7 +125,7 @@ class OperandCaster:
         cast = cast_of(self.recipe, "fwd", tensor)
         if cast is None or not cast.clips or getattr(self.recipe, backward) is not None:
             return None
-        return self.op.unclipped_mask(self.op.resolve_cast(cast, "fwd", tensor), x, q)
+        return self.op.unclipped_mask(self.op.resolve_cast(cast, "fwd", tensor), x, q, self.groups)
 
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
@@ -215,7 +215,7 @@ class NonRaggedOp:
     def to_logical_layout(self, q) -> Any:
         return q
 
-    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
+    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q, groups) -> jax.Array | None:
         return resolved.unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:

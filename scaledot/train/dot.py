@@ -236,8 +236,8 @@ class DotOp(NonRaggedOp):
     def contracting_axis(self, matmul: str, tensor: str, ndim: int) -> int | None:
         return self.operand_dims(matmul, tensor).axis if ndim == 2 else None
 
-    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q) -> jax.Array | None:
-        return super().unclipped_mask(resolved, x, logical(q))
+    def unclipped_mask(self, resolved: ResolvedCast, x: jax.Array, q, groups) -> jax.Array | None:
+        return super().unclipped_mask(resolved, x, logical(q), groups)
 
     def to_logical_layout(self, q) -> Any:
         return logical(q)

@@ -118,9 +118,9 @@ class ShardedOp:
     def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self._flattening(tensor).flatten(x)
 
-    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
+    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q, groups) -> jax.Array | None:
         flattening = self._flattening(resolved.tensor)
-        mask = self.local.unclipped_mask(resolved.resolved, flattening.flatten(x), q)
+        mask = self.local.unclipped_mask(resolved.resolved, flattening.flatten(x), q, groups)
         return None if mask is None else flattening.unflatten(mask, dict(zip(flattening.labels, x.shape, strict=True)))
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:

@@ -16,7 +16,7 @@ from scaledot.ops.operands import KernelChoice, element_type
 from scaledot.parallel.specs import Specs
 from scaledot.parallel.transfers import Axes
 from scaledot.recipes import Recipe, find_recipe
-from scaledot.state import State, check_state, checked_use
+from scaledot.state import State, check_state, checked_use, is_per_group
 from scaledot.train.residuals import RESIDUAL_NAME
 
 ON_INDIVISIBLE = ("raise", "gather")
@@ -91,8 +91,11 @@ class Options:
         """The return value of a function of `scaledot.train`: y, or (y, state) with delayed scaling."""
         return (y, state) if self.recipe.delayed else y
 
-    def checked_state(self, state: State | None, w: jax.Array) -> State:
-        """The checked state, {} without delayed scaling; raises ValueError if w is differentiated and state is not."""
+    def checked_state(self, state: State | None, w: jax.Array, groups: int | None = None) -> State:
+        """The checked state, {} without delayed scaling; raises ValueError if w is differentiated and state is not.
+
+        groups: the number of groups of a ragged matmul, whose state may have a history for each.
+        """
         recipe = self.recipe
         if recipe.delayed and state is None:
             raise ValueError(
@@ -101,7 +104,7 @@ class Options:
             )
         if not recipe.delayed and state:
             raise ValueError(f"`state` is passed, but {recipe.name} has no delayed scaling; leave it out")
-        check_state(recipe, state or {})
+        check_state(recipe, state or {}, groups=groups if is_per_group(state or {}) else None)
         return checked_use(recipe, state, w) if state else {}
 
 

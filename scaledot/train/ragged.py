@@ -27,11 +27,11 @@ from scaledot.numerics.rounding import fold_in_traced
 from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice, float_operand
-from scaledot.ops.quantize import amax, grouped_cast_spec
+from scaledot.ops.quantize import amax, amax_of_groups, grouped_cast_spec
 from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Gemm, Recipe
-from scaledot.state import State
+from scaledot.state import State, is_per_group
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
@@ -57,9 +57,10 @@ def ragged_dot(
     """`jax.lax.ragged_dot` quantised by a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
 
     Groups are consecutive rows of x and may be empty. Rows after the last group give zeros; they enter neither scales
-    nor gradients. Every group is quantised as if it were an array of its own, except that delayed scaling has one
-    quantisation multiplier for all groups. Other arguments as in `dot_general`, without `overlap` and `on_indivisible`.
-    With expert parallelism, w and b are sharded along groups, and `group_sizes` of all groups is replicated.
+    nor gradients. Every group is quantised as if it were an array of its own; under delayed scaling, each has its own
+    quantisation multiplier if `state` comes from init_state(recipe, groups=...), otherwise all share one. Other
+    arguments as in `dot_general`, without `overlap` and `on_indivisible`. With expert parallelism, w and b are sharded
+    along groups, and `group_sizes` and a state of all groups are replicated.
 
     >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]
@@ -78,12 +79,15 @@ def ragged_dot(
         raise ValueError(f"`group_sizes` has {groups.shape[0]} groups, but `w` {w.shape} has {count} matrices")
     if b is not None and b.shape != (w.shape[0], w.shape[2]):
         raise ValueError(f"`b` {b.shape} must have one row of {w.shape[2]} for each of {w.shape[0]} groups")
-    operands, state, partitioning = Operands(x, w, b, groups), opts.checked_state(state, w), _partitioning(x, w)
+    operands, partitioning = Operands(x, w, b, groups), _partitioning(x, w)
+    state = opts.checked_state(state, w, count)
+    per_group = is_per_group(state)
     opts = dataclasses.replace(opts, out_sharding=None)  # `experts` has it; unsharded results need none
 
     def local_op(groups: int, rows: int, k: int, n: int) -> RaggedDotOp:
         arrays = jax.ShapeDtypeStruct((rows, k), x.dtype), jax.ShapeDtypeStruct((rows, n), dtype)
-        return RaggedDotOp(_group_alignment(opts.recipe.wgrad, groups, opts.kernel, arrays, partitioning), partitioning)
+        alignment = _group_alignment(opts.recipe.wgrad, groups, opts.kernel, arrays, partitioning, per_group)
+        return RaggedDotOp(alignment, per_group, partitioning)
 
     scope = ContractionScope(opts.recipe.name, "ragged_dot_general", x.shape[1]).named_scope
     if experts is not None:
@@ -102,7 +106,12 @@ def _partitioning(x: jax.Array, w: jax.Array) -> Partitioning:
 
 
 def _group_alignment(
-    wgrad: Gemm | None, groups: int, kernel: KernelChoice, rows: tuple[Any, Any], partitioning: Partitioning
+    wgrad: Gemm | None,
+    groups: int,
+    kernel: KernelChoice,
+    rows: tuple[Any, Any],
+    partitioning: Partitioning,
+    per_group: bool,
 ) -> int:
     """The number of rows that group sizes are rounded up to in wgrad.
 
@@ -117,7 +126,8 @@ def _group_alignment(
         if cast is None or not cast.is_per_tensor or cast.rounding != "nearest":
             return needed
         output = CastOutput(ResolvedRowCast(cast, cast.block_2d, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
-        names = frozenset() if cast.delayed is None else frozenset({"multiplier"})
+        multiplier = "group_multiplier" if per_group else "multiplier"
+        names = frozenset() if cast.delayed is None else frozenset({multiplier})
         problem = CastProblem(
             x.shape, (output,), names, groups=groups, group_multiple=needed, partitioning=partitioning
         )
@@ -186,10 +196,12 @@ class ResolvedRowCast(NamedTuple):
 class RaggedDotOp:
     """x (m, k) and g (m, n) are rows in groups, w is (groups, k, n).
 
-    In wgrad, groups start at multiples of `row_alignment` rows.
+    In wgrad, groups start at multiples of `row_alignment` rows. per_group: whether delayed scaling has a history for
+    each group.
     """
 
     row_alignment: int
+    per_group: bool = False
     partitioning: Partitioning = ONE_DEVICE
     has_batch = False
 
@@ -225,7 +237,7 @@ class RaggedDotOp:
         """Rows cast for one matmul, each group as if it were an array of its own."""
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
         output = CastOutput(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
-        multiplier = None if request.multiplier is None else request.multiplier.reshape(1, 1)
+        multiplier = None if request.multiplier is None else request.multiplier.reshape(-1, 1)
         return run_casts(
             x,
             (output,),
@@ -239,14 +251,20 @@ class RaggedDotOp:
     def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return align_groups(x, groups, self.row_alignment) if matmul == "wgrad" else x
 
-    def unclipped_mask(self, resolved, x: jax.Array, q) -> jax.Array | None:
+    def unclipped_mask(self, resolved, x: jax.Array, q, groups) -> jax.Array | None:
         if isinstance(resolved, ResolvedCast):
             return jax.vmap(resolved.unclipped_mask)(x, q)
-        # Among casts of rows only those with delayed scaling clip, and these have one scale.
+        # Among casts of rows only those with delayed scaling clip, and these have one scale, or one for each group.
+        if isinstance(q, PerGroup):
+            return ResolvedCast(resolved.cast, (1, 0), None).unclipped_mask(x, _by_row(q, groups))
         return ResolvedCast(resolved.cast, (0, 0), None).unclipped_mask(x, q)
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return amax(x if tensor == "w" else zero_ungrouped_rows(x, groups))
+        if not self.per_group:
+            return amax(x if tensor == "w" else zero_ungrouped_rows(x, groups))
+        if tensor == "w":
+            return amax(x, axis=(1, 2), block=(0, 0)).reshape(-1)
+        return amax_of_groups(x, groups)
 
     def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
         if bias is not None:
@@ -297,7 +315,11 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
     if key is not None and uniform is None:
         keys = fold_in_traced(key, jnp.arange(w.shape[0]))
     quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
-    codes = jax.vmap(lambda w, key, uniform: quantize(w, request.multiplier, key, None, uniform))(w, keys, uniform)
+    multiplier = request.multiplier
+    axes = (0, 0 if multiplier is not None and multiplier.ndim else None, 0, 0)
+    codes = jax.vmap(lambda w, multiplier, key, uniform: quantize(w, multiplier, key, None, uniform), axes)(
+        w, multiplier, keys, uniform
+    )
     return CastResult((codes,))
 
 

@@ -238,16 +238,23 @@ class ShardedRaggedDotOp:
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """The casts of a shard, bit-identical to the same elements of the global array cast on one device."""
         request = request.on_shards(lambda cast, key: self._uniform(cast, key, x.shape, groups))
+        if request.multiplier is not None and request.multiplier.ndim:
+            request = dataclasses.replace(request, multiplier=self._own(request.multiplier))
         return self.local.cast(request, x, self._own(groups))
 
     def unquantised_operand(self, matmul: str, tensor: str, x: jax.Array, groups) -> jax.Array:
         return self.local.unquantised_operand(matmul, tensor, x, self._own(groups))
 
-    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q) -> jax.Array | None:
-        return self.local.unclipped_mask(resolved.resolved, x, q)
+    def unclipped_mask(self, resolved: ShardCast, x: jax.Array, q, groups) -> jax.Array | None:
+        return self.local.unclipped_mask(resolved.resolved, x, q, self._own(groups))
 
     def amax(self, tensor: str, x: jax.Array, groups) -> jax.Array:
-        return self.local.amax(tensor, x, self._own(groups))
+        """The amax of this device's rows and groups; of each group, with 0 for the groups of other devices."""
+        amax = self.local.amax(tensor, x, self._own(groups))
+        if not amax.ndim:
+            return amax
+        first = _first_group(groups, self._axes("g"))
+        return lax.dynamic_update_slice(jnp.zeros(groups.shape, amax.dtype), amax, (first,))
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         return self.local.bias_gradient(g, self._own(groups))
@@ -264,7 +271,7 @@ class ShardedRaggedDotOp:
         return dict(self.work).get(label, ())
 
     def _own(self, groups: jax.Array) -> jax.Array:
-        """The sizes of this device's groups."""
+        """The elements of an array (groups,) for this device's groups."""
         axes = self._axes("g")
         return own_shard(groups, 0, axes) if axes else groups
 

@@ -79,7 +79,7 @@ class CastRequest:
         ShardCast); equal ones give equal codes.
       keys: for each resolved cast, the key of its stochastic rounding, or None.
       residual_gemm: the matmul whose operand is saved as a residual.
-      multiplier: the quantisation multiplier of delayed scaling.
+      multiplier: the quantisation multiplier of delayed scaling, () or (groups,).
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
       amax_axes: for each resolved cast of a shard, the mesh axes over which its amax is reduced.
@@ -179,12 +179,12 @@ class TrainOp(Protocol):
         """x unquantised, in the layout that `multiply` takes."""
         ...
 
-    def unclipped_mask(self, resolved: Any, x: jax.Array, q: Any) -> jax.Array | None:
+    def unclipped_mask(self, resolved: Any, x: jax.Array, q: Any, groups: jax.Array | None) -> jax.Array | None:
         """A boolean array that is true where the cast did not clip x; None if it never clips."""
         ...
 
     def amax(self, tensor: str, x: jax.Array, groups: jax.Array | None) -> jax.Array:
-        """The largest finite magnitude of x, without rows that belong to no group."""
+        """The largest finite magnitude of x, without rows that belong to no group, or of each group, float32 (G,)."""
         ...
 
     def multiply(self, matmul: Matmul, lhs: Any, rhs: Any, groups, bias: jax.Array | None = None) -> jax.Array:

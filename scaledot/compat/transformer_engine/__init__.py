@@ -5,11 +5,11 @@
     from scaledot.compat.transformer_engine.recipe import MXFP8BlockScaling
 
 Submodules have TransformerEngine's names: `flax`, `sharding`, `checkpoint_policies`, `recipe`, `quantize`,
-`cpp_extensions`, `dense` (the function is `te.dense.dense`), `layernorm`, `activation`, `layernorm_dense`,
-`layernorm_mlp`, and the tutorial's `quickstart_jax_utils`. Beyond TransformerEngine, every recipe runs on CPUs and any
-GPU, shapes need not be multiples of the block, vmap and batch dims work, and delayed-scaling states of several
-micro-batches are merged by maximum instead of added. Attention and whole transformer layers are not provided; accessing
-one raises an error that names the replacement.
+`cpp_extensions`, `dense` (a module, which can also be called as its function `te.dense.dense`), `layernorm`,
+`activation`, `layernorm_dense`, `layernorm_mlp`, and the tutorial's `quickstart_jax_utils`. Beyond TransformerEngine,
+every recipe runs on CPUs and any GPU, shapes need not be multiples of the block, vmap and batch dims work, and
+delayed-scaling states of several micro-batches are merged by maximum instead of added. Attention and whole transformer
+layers are not provided; accessing one raises an error that names the replacement.
 
 Programs that cannot be edited run under an import alias: `install()`, or
 `python -m scaledot.compat.transformer_engine MODULE ARGUMENTS...`.

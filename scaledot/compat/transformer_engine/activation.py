@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from scaledot.compat.transformer_engine.cpp_extensions.activation import Activation, ActivationParams, activate
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.straight_through import quantize_dequantize
 
 

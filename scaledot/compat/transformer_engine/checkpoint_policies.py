@@ -14,5 +14,7 @@ from scaledot.checkpoint_policies import (
 from scaledot.checkpoint_policies import (
     dots_and_quantized_gemms_with_no_batch_dims as dots_and_te_gemms_with_no_batch_dims,
 )
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 
 __all__ = ["checkpoint_dots_and_te_gemms", "dots_and_te_gemms_with_no_batch_dims"]
+__getattr__ = module_getattr(__name__)

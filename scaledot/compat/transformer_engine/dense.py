@@ -1,6 +1,11 @@
-"""dense and grouped_dense: differentiable matmuls, quantised forward and backward by a QuantizerSet."""
+"""dense and grouped_dense: differentiable matmuls, quantised forward and backward by a QuantizerSet.
+
+`te.dense` is this module, as in TransformerEngine; calling the module calls the function, `te.dense(x, kernel)`.
+"""
 
 import functools
+import sys
+import types
 import warnings
 from typing import Any, cast
 
@@ -8,18 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from scaledot.compat.transformer_engine.cpp_extensions.dims import Dims, check_bias, normalize_dims
 from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOpSet,
-    Dims,
-    check_bias,
     collective_specs,
     noop_collective_op_set,
-    normalize_dims,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
 from scaledot.compat.transformer_engine.sharding import Names, constrain_by_names, global_mesh_resource
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.contraction import from_dimension_numbers
 from scaledot.ops.operands import float_operand
 from scaledot.recipes import UNQUANTISED
@@ -88,7 +92,8 @@ def grouped_dense(
 ) -> jax.Array:
     """Grouped matmul of x (m, k) with kernel (groups, k, n) to (m, n), plus bias (groups, n).
 
-    Consecutive rows of x form groups of `group_sizes` rows, which sum to m; each is multiplied by its own matrix.
+    Consecutive rows of x form groups of `group_sizes` rows, which sum to m; each is multiplied by its own matrix. With
+    delayed scaling and quantizers of `n_groups`, each group has its own state, which is updated as that of `dense`.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
     >>> quantizers = QuantizerFactory.create_set(fp8_recipe="mxfp8", n_groups=2)
@@ -154,6 +159,20 @@ def _warn_about_constant_set() -> None:
     )
 
 
+class _CallableModule(types.ModuleType):
+    """The class of this module, which calls `dense`."""
+
+    def __call__(self, *args, **kwargs) -> jax.Array:
+        return dense(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
 def _without_state(result: jax.Array | tuple[jax.Array, State]) -> jax.Array:
     """Drops the returned delayed-scaling state; the gradient with respect to the input state still updates it."""
     return result[0] if isinstance(result, tuple) else result
+
+
+__all__ = ["dense", "grouped_dense"]
+__getattr__ = module_getattr(__name__)

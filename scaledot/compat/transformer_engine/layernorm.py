@@ -3,7 +3,7 @@
 import jax
 
 from scaledot.compat.transformer_engine.cpp_extensions.normalization import normalize
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.straight_through import quantize_dequantize
 
 

@@ -22,12 +22,13 @@ _BLOCK = 128
 
 
 class Format(enum.Enum):
-    """FP8 dtypes of the forward and the backward pass.
+    """Code dtypes of the forward and the backward pass.
 
     >>> Format.HYBRID.value
     ('e4m3', 'e5m2')
     """
 
+    E2M1 = ("e2m1", "e2m1")
     E4M3 = ("e4m3", "e4m3")
     E5M2 = ("e5m2", "e5m2")
     HYBRID = ("e4m3", "e5m2")
@@ -67,10 +68,9 @@ class Recipe:
         fp8_format = getattr(self, "fp8_format", Format.HYBRID)
         if not isinstance(fp8_format, Format):
             raise TypeError(f"`fp8_format` must be Format.HYBRID or Format.E4M3, not {fp8_format!r}")
-        if fp8_format is Format.E5M2:
-            raise ValueError(
-                "`fp8_format` E5M2 has only two mantissa bits for weights; use Format.HYBRID or Format.E4M3"
-            )
+        if fp8_format in (Format.E5M2, Format.E2M1):
+            bits = "only two mantissa bits for weights" if fp8_format is Format.E5M2 else "four bits"
+            raise ValueError(f"`fp8_format` {fp8_format.name} has {bits}; use Format.HYBRID or Format.E4M3")
 
     @property
     def core(self) -> recipes.Recipe:
@@ -103,6 +103,14 @@ class Recipe:
         return issubclass(cls, Float8CurrentScaling)
 
     @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def custom(cls) -> bool:
+        return False
+
+    @classmethod
     def float8_block_scaling(cls) -> bool:
         return issubclass(cls, Float8BlockScaling)
 
@@ -122,7 +130,7 @@ class DelayedScaling(Recipe):
     Delayed(length=16, algorithm='max', margin=1)
     """
 
-    margin: int = 0
+    margin: float = 0
     _: dataclasses.KW_ONLY
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -235,6 +243,7 @@ class NVFP4BlockScaling(Recipe):
     """
 
     _: dataclasses.KW_ONLY
+    fp4_format: Format = Format.E2M1
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
@@ -242,6 +251,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: str = "none"
 
     FIXED: ClassVar[dict[str, str]] = {
+        "fp4_format": "NVFP4 has no other code dtype",
         "row_scaled_activation": "activations have one tensor scale",
         "nvfp4_4over6": "pass scaledot.recipes.NVFP4_FOUR_OVER_SIX as the recipe",
     }

@@ -86,6 +86,20 @@ def global_mesh_resource() -> MeshResource:
     return _RESOURCE.get(_NO_AXES)
 
 
+def get_mesh_axis_size(axis: str | None, mesh: Any = None) -> int:
+    """Returns the number of devices along a mesh axis, of the current mesh if `mesh` is None; 1 for an axis of None.
+
+    >>> get_mesh_axis_size(None)
+    1
+    """
+    if axis is None:
+        return 1
+    sizes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    if axis not in sizes:
+        raise ValueError(f"`axis` {axis!r} is not one of the mesh axes {tuple(sizes)}")
+    return sizes[axis]
+
+
 def with_sharding_constraint_by_logical_axes(x: Any, logical_axis_names: Names) -> Any:
     """Constrains the sharding of x, an array or a quantised tensor, by Flax's logical axis rules or the guard.
 

@@ -29,8 +29,9 @@ INSTEAD = {
     "BlockScaleQuantizer": _FACTORY,
     "NVFP4Quantizer": _FACTORY,
     "GroupedQuantizer": _FACTORY + " with n_groups=",
-    "grouped_gemm": "use grouped_dense, or scaledot.ragged_dot",
-    "GroupedNoScaleTensor": "pass the unquantised array to grouped_dense",
+    "compute_scale_from_amax": "use `update` of a Quantizer, or scaledot.state.multiplier_from",
+    "apply_padding_to_scale_inv": "scales are not padded",
+    "remove_padding_from_scale_inv": "scales are not padded",
     "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
 }
 

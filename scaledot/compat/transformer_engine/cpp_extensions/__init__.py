@@ -7,6 +7,8 @@ from scaledot.compat.transformer_engine.cpp_extensions.gemm import (
     CollectiveOpSet,
     collective_gemm_bootstrap,
     gemm,
+    grouped_gemm,
+    grouped_gemm_copy_group_sizes,
     noop_collective_op_set,
 )
 from scaledot.compat.transformer_engine.cpp_extensions.normalization import (
@@ -19,6 +21,7 @@ from scaledot.compat.transformer_engine.cpp_extensions.normalization import (
 )
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import (
     dequantize,
+    grouped_dbias,
     grouped_quantize,
     quantize,
     quantize_dbias,
@@ -34,6 +37,9 @@ __all__ = [
     "dact_lu",
     "dequantize",
     "gemm",
+    "grouped_dbias",
+    "grouped_gemm",
+    "grouped_gemm_copy_group_sizes",
     "grouped_quantize",
     "layernorm_bwd",
     "layernorm_fwd",

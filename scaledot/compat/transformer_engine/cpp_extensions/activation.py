@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import quantize, quantize_dbias
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor
 
 Activation = str | Callable[[jax.Array], jax.Array]

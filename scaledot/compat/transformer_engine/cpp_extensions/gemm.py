@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from scaledot.compat.transformer_engine.cpp_extensions.dims import Dims, check_bias, normalize_dims
+from scaledot.compat.transformer_engine.cpp_extensions.grouped import grouped_gemm, grouped_gemm_copy_group_sizes
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import check_untransposed
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor, ScaledTensor1x, ScaledTensor2x
 from scaledot.compat.transformer_engine.sharding import (
     Names,
@@ -19,12 +21,11 @@ from scaledot.compat.transformer_engine.sharding import (
     global_mesh_resource,
     mesh_axes,
 )
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics import blocks
 from scaledot.ops.dot import dot_general
 from scaledot.train import Specs
-
-Dims = tuple[Any, Any]
 
 
 class CollectiveOp(enum.Enum):
@@ -125,12 +126,13 @@ def gemm(
     transpose_batch_sequence: bool = False,
     collective_op: CollectiveOp = CollectiveOp.NONE,
     quantizer_set=None,
+    **_ignored,
 ) -> jax.Array:
     """Contracts two quantised tensors or arrays and adds a bias; rounds once, to the dtype of lhs.
 
     Arrays are quantised first if their quantizer is passed. `contracting_dims` refer to untransposed dims; of a
     ScaledTensor2x, the orientation with blocks along the contracting dims is used. Quantised operands have no gradient:
-    differentiate `dense` instead.
+    differentiate `dense` instead. Other keyword arguments are ignored, as TransformerEngine does.
 
     >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory, ScalingMode
     >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
@@ -153,15 +155,6 @@ def gemm(
         check_bias(bias, y.shape[lhs.ndim - len(dims[0]) :])
         y = (y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)).astype(dtype)
     return constrain_output(y, collective_op)
-
-
-def check_bias(bias: Any, shape: tuple[int, ...]) -> None:
-    if bias is not None and bias.shape != shape:
-        raise ValueError(f"`bias` {bias.shape} must have the shape of the kernel's free dims, {shape}")
-
-
-def normalize_dims(dims: Any, ndim: int) -> tuple[int, ...]:
-    return tuple(blocks.positive_axis(d, ndim) for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
 
 
 def _operand(x: Any, dims: Any, quantizer: Quantizer | None, name: str) -> Any:
@@ -187,3 +180,14 @@ def _operand(x: Any, dims: Any, quantizer: Quantizer | None, name: str) -> Any:
             f"{present} one, with blocks along axis {block_axes[0]}"
         )
     return q
+
+
+__all__ = [
+    "CollectiveOp",
+    "CollectiveOpSet",
+    "gemm",
+    "grouped_gemm",
+    "grouped_gemm_copy_group_sizes",
+    "noop_collective_op_set",
+]
+__getattr__ = module_getattr(__name__)

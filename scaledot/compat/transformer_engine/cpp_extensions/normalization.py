@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import quantize
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor
 
 NORM_TYPES = ("layernorm", "rmsnorm")

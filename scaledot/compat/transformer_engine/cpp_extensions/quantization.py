@@ -5,12 +5,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
     NoScaleTensor,
     normalize_flatten_axis,
 )
+from scaledot.compat.transformer_engine.unsupported import module_getattr
+from scaledot.numerics.grouped import group_of
+from scaledot.ops.cast_spec import float_array
 
 
 def quantize(x, quantizer: Quantizer | None, flatten_axis: int = -1, amax_scope=None, transpose_batch_sequence=False):
@@ -65,9 +70,22 @@ def grouped_quantize(x, quantizer: Quantizer | None, group_sizes=None, flatten_a
     Array([ 2., 40.], dtype=float32)
     """
     if quantizer is None:
-        return NoScaleTensor(jnp.asarray(x))
+        return GroupedNoScaleTensor(jnp.asarray(x), first_dims=group_sizes)
     groups = jnp.shape(x)[0] if group_sizes is None else jnp.shape(group_sizes)[0]
     return _for_groups(quantizer, groups).quantize(x, flatten_axis=flatten_axis, group_sizes=group_sizes)
+
+
+def grouped_dbias(grad, group_sizes) -> jax.Array:
+    """Returns the bias gradients (groups, n) of a gradient (m, n): sums over each group's rows, in grad's dtype.
+
+    >>> grouped_dbias(jnp.ones((4, 2)), jnp.array([1, 3]))
+    Array([[1., 1.],
+           [3., 3.]], dtype=float32)
+    """
+    grad = float_array(grad)
+    groups = checked_group_sizes(group_sizes, grad.shape[0])
+    sums = jax.ops.segment_sum(grad.astype(jnp.float32), group_of(groups, grad.shape[0]), groups.shape[0])
+    return sums.astype(grad.dtype)
 
 
 def _for_groups(quantizer: Quantizer, groups: int) -> Quantizer:
@@ -94,4 +112,5 @@ def check_untransposed(transpose_batch_sequence: bool) -> None:
         raise ValueError("`transpose_batch_sequence` must be False; transpose x instead, by jnp.swapaxes(x, 0, 1)")
 
 
-__all__ = ["dequantize", "grouped_quantize", "quantize", "quantize_dbias"]
+__all__ = ["dequantize", "grouped_dbias", "grouped_quantize", "quantize", "quantize_dbias"]
+__getattr__ = module_getattr(__name__)

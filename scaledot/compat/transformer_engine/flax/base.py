@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from scaledot.compat.transformer_engine.quantize.global_recipe import get_global_quantize_recipe
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.recipe import core_recipe

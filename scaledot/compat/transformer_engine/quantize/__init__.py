@@ -19,7 +19,8 @@ from scaledot.compat.transformer_engine.quantize.helper import (
     is_quantize_recipe_supported,
     update_collections,
 )
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.metadata import QuantizeMeta, QuantizeMetaSet
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import QuantizerFactory
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet, noop_quantizer_set
 from scaledot.compat.transformer_engine.quantize.scaling_modes import (
@@ -31,6 +32,7 @@ from scaledot.compat.transformer_engine.quantize.scaling_modes import (
 from scaledot.compat.transformer_engine.quantize.tensor import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
+    GroupedNoScaleTensor,
     GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor,
@@ -45,9 +47,12 @@ __all__ = [
     "NVTE_FP8_COLLECTION_NAME",
     "AbstractBaseTensor",
     "AbstractBaseTensor1x",
+    "GroupedNoScaleTensor",
     "GroupedScaledTensor1x",
     "NoScaleTensor",
     "QuantizeLayout",
+    "QuantizeMeta",
+    "QuantizeMetaSet",
     "Quantizer",
     "QuantizerFactory",
     "QuantizerSet",

@@ -3,13 +3,16 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from scaledot.array import ScaledArray
-from scaledot.compat.transformer_engine.quantize.tensor_classes import GroupedScaledTensor1x, normalize_flatten_axis
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedScaledTensor1x
+from scaledot.compat.transformer_engine.quantize.tensor_classes import normalize_flatten_axis
 from scaledot.ops.cast_spec import checked_groups
-from scaledot.ops.quantize import quantize, quantize_grouped
+from scaledot.ops.quantize import amax, amax_of_groups, quantize, quantize_grouped
+from scaledot.state import multiplier_of
 
 
 class GroupedCasts:
@@ -19,13 +22,14 @@ class GroupedCasts:
         self.quantizer, self.x, self.dtype = quantizer, x, dtype
         if normalize_flatten_axis(flatten_axis, x.ndim) != x.ndim - 1:
             raise ValueError(f"`flatten_axis` {flatten_axis} of a grouped tensor must be -1")
-        if quantizer.use_rht or quantizer.scaling_mode.spec.delayed:
-            feature = "a Hadamard transform" if quantizer.use_rht else "delayed scaling"
-            raise ValueError(f"grouped_quantize does not support {feature}; use `grouped_dense`, which does")
+        if quantizer.use_rht:
+            raise ValueError("grouped_quantize does not support a Hadamard transform; use `grouped_dense`, which does")
         self.group_sizes = group_sizes if group_sizes is None else checked_group_sizes(group_sizes, x.shape[0])
-        num_groups = (x if self.group_sizes is None else self.group_sizes).shape[0]
-        if quantizer.n_groups not in (None, num_groups):
-            raise ValueError(f"`n_groups` of the quantizer is {quantizer.n_groups}, but there are {num_groups} groups")
+        self.num_groups = (x if self.group_sizes is None else self.group_sizes).shape[0]
+        if quantizer.n_groups not in (None, self.num_groups):
+            raise ValueError(
+                f"`n_groups` of the quantizer is {quantizer.n_groups}, but there are {self.num_groups} groups"
+            )
         rank = 3 if group_sizes is None else 2
         if x.ndim != rank:
             shape = "(groups, m, k) without `group_sizes`" if group_sizes is None else "(m, k) with `group_sizes`"
@@ -36,7 +40,7 @@ class GroupedCasts:
         return GroupedScaledTensor1x(
             q.data,
             q.scale,
-            None,
+            self._amax() if self.quantizer.scaling_mode.is_tensor_scaling() else None,
             q.tensor_scale,
             self.group_sizes,
             scaling_mode=self.quantizer.scaling_mode,
@@ -48,24 +52,37 @@ class GroupedCasts:
             original_shape=self.x.shape,
         )
 
+    def _amax(self) -> jax.Array:
+        """The amax of each group, (groups,)."""
+        if self.group_sizes is None:
+            return amax(self.x, axis=(1, 2), block=(0, 0)).reshape(-1)
+        return amax_of_groups(self.x, self.group_sizes)
+
+    def _multipliers(self) -> jax.Array | None:
+        """The quantisation multiplier of each group under delayed scaling, (groups,)."""
+        cast = self.quantizer.cast()
+        if cast.delayed is None:
+            return None
+        return jnp.broadcast_to(multiplier_of(cast, self.quantizer.state), (self.num_groups,))
+
     def _quantize_row_groups(self, is_colwise: bool) -> ScaledArray:
         cast = self.quantizer.cast(is_colwise)
         axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.block_2d
         options = {"rounding": cast.rounding, "key": self.quantizer.orientation_key(is_colwise), "pad": True}
+        options["multiplier"] = self._multipliers()
         return quantize_grouped(self.x, self.group_sizes, cast.format, axis=axes, block=cast.block_2d, **options)
 
     def _quantize_matrices(self, is_colwise: bool) -> ScaledArray:
         key = self.quantizer.orientation_key(is_colwise)
-        if key is None:
-            return jax.vmap(lambda matrix: _quantize_matrix(self.quantizer, matrix, is_colwise, None))(self.x)
-        keys = jax.random.split(key, self.x.shape[0])
-        return jax.vmap(lambda matrix, key: _quantize_matrix(self.quantizer, matrix, is_colwise, key))(self.x, keys)
+        keys = None if key is None else jax.random.split(key, self.num_groups)
+        cast = self.quantizer.cast(is_colwise)
+        axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.block_2d
+        options = {"axis": axes, "block": cast.block_2d, "rounding": cast.rounding, "pad": True}
 
+        def quantize_matrix(x: jax.Array, key, multiplier) -> ScaledArray:
+            return quantize(x, cast.format, key=key, multiplier=multiplier, **options)
 
-def _quantize_matrix(quantizer: Any, x: jax.Array, is_colwise: bool, key: jax.Array | None) -> ScaledArray:
-    cast = quantizer.cast(is_colwise)
-    axes = (1, 0) if is_colwise else (0, 1)  # (free, contracting), the order of cast.block_2d
-    return quantize(x, cast.format, axis=axes, block=cast.block_2d, rounding=cast.rounding, key=key, pad=True)
+        return jax.vmap(quantize_matrix)(self.x, keys, self._multipliers())
 
 
 def checked_group_sizes(group_sizes, rows: int) -> jax.Array:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.compat.transformer_engine.quantize.global_recipe import get_global_quantize_recipe
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.metadata import QuantizeMeta, QuantizeMetaSet
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.compat.transformer_engine.quantize.quantizer_set import QuantizerSet
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.recipe import core_recipe
-from scaledot.recipes import UNQUANTISED, Cast, Recipe
+from scaledot.recipes import UNQUANTISED, Cast, Gemm, Recipe
 
 _RNG_STATE = "stochastic_rounding_rng_state"
 _OPTIONS = {
@@ -35,13 +36,14 @@ class QuantizerFactory:
         n_quantizers: int = 1,
         scaling_mode: ScalingMode | None = None,
         q_dtype=None,
-        q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE,
+        q_layout: QuantizeLayout | None = None,
         n_groups: int | None = None,
         checkpoint_name: str | None = None,
         **options,
     ) -> Any:
         """Returns one quantizer, or a tuple of `n_quantizers`; None for NO_SCALING.
 
+        q_layout: ROWWISE_COLWISE if None. n_groups: of grouped tensors; delayed scaling then has a state for each.
         options: `scale`, `amax_history`, `margin` and `amax_compute_algo` for delayed scaling;
           `stochastic_rounding_rng_state` and `use_rht` for NVFP4.
 
@@ -50,12 +52,8 @@ class QuantizerFactory:
         """
         if not isinstance(scaling_mode, ScalingMode):
             raise TypeError(f"`scaling_mode` must be a ScalingMode, not {scaling_mode!r}")
-        allowed = _OPTIONS.get(scaling_mode, ())
-        unknown = [name for name in options if name not in allowed]
-        if unknown:
-            raise TypeError(
-                f"{scaling_mode.name} has no option {unknown[0]!r}; it takes {', '.join(allowed) or 'none'}"
-            )
+        _check_options(scaling_mode, options)
+        q_layout = QuantizeLayout.ROWWISE_COLWISE if q_layout is None else q_layout
         if not isinstance(q_layout, QuantizeLayout):
             raise TypeError(f"`q_layout` must be a QuantizeLayout, not {q_layout!r}")
         if scaling_mode is ScalingMode.NO_SCALING:
@@ -77,12 +75,15 @@ class QuantizerFactory:
         checkpoint_name: str | None = None,
         fp8_recipe: Any = None,
         stochastic_rounding_rng_state=None,
+        quantize_meta_set: QuantizeMetaSet | None = None,
     ) -> Any:
         """Returns one QuantizerSet, or a tuple of them, for a scaling mode and two dtypes or for a recipe.
 
         Without either, the recipe is that of `autocast`, and outside of it nothing is quantised.
 
         stochastic_rounding_rng_state: a key, for recipes with stochastic rounding; pass a new one in each step.
+        quantize_meta_set: options of each quantizer, as in TransformerEngine: only those for which it has
+          `stochastic_rounding_rng_state` and `use_rht` use stochastic rounding and a Hadamard transform.
 
         >>> mode, dtypes = ScalingMode.CURRENT_TENSOR_SCALING, (jnp.float8_e4m3fn, jnp.float8_e5m2)
         >>> QuantizerFactory.create_set(1, mode, *dtypes).dgrad.q_dtype
@@ -100,10 +101,11 @@ class QuantizerFactory:
         for i in range(n_quantizer_sets):
             key = _own_key(stochastic_rounding_rng_state, i)
             if fp8_recipe is not None:
-                sets.append(_set_by_recipe(core_recipe(fp8_recipe), key, shared))
+                sets.append(_set_by_recipe(core_recipe(fp8_recipe), key, shared, quantize_meta_set))
             else:
                 mode = ScalingMode.NO_SCALING if scaling_mode is None else scaling_mode
-                sets.append(_set_by_mode(mode, fwd_dtype, bwd_dtype, key, shared))
+                quantizers = _set_by_mode(mode, fwd_dtype, bwd_dtype, key, shared)
+                sets.append(_with_metas(quantizers, quantize_meta_set))
         return sets[0] if n_quantizer_sets == 1 else tuple(sets)
 
 
@@ -114,9 +116,35 @@ def _quantizer(q_dtype, scaling_mode: ScalingMode, **options) -> Quantizer:
     if options.get("format") is None:
         scaling_mode.format_of(q_dtype)  # raises if the mode does not support the dtype
     if scaling_mode.spec.delayed:
-        options.setdefault("scale", jnp.ones(1, jnp.float32))
-        options.setdefault("amax_history", jnp.zeros(1024, jnp.float32))
+        groups = options.get("n_groups")
+        options.setdefault("scale", jnp.ones(groups or 1, jnp.float32))
+        options.setdefault("amax_history", _empty_history(1024, groups))
     return Quantizer(q_dtype=np.dtype(q_dtype), scaling_mode=scaling_mode, **options)
+
+
+def _empty_history(length: int, groups: int | None) -> jax.Array:
+    return jnp.zeros((length,) if groups is None else (groups, length), jnp.float32)
+
+
+def _check_options(mode: ScalingMode, options: dict[str, Any]) -> None:
+    allowed = _OPTIONS.get(mode, ())
+    unknown = [name for name in options if name not in allowed]
+    if unknown:
+        raise TypeError(f"{mode.name} has no option {unknown[0]!r}; it takes {', '.join(allowed) or 'none'}")
+
+
+def _with_metas(quantizers: QuantizerSet, metas: QuantizeMetaSet | None) -> QuantizerSet:
+    """Returns the quantizers with the options of their QuantizeMetas."""
+    if metas is None:
+        return quantizers
+    pairs = ((quantizers.x, metas.x), (quantizers.kernel, metas.kernel), (quantizers.dgrad, metas.grad))
+    return QuantizerSet(*(None if quantizer is None else _with_meta(quantizer, meta) for quantizer, meta in pairs))
+
+
+def _with_meta(quantizer: Quantizer, meta: QuantizeMeta) -> Quantizer:
+    options = meta.get_kwargs_dictionary()
+    _check_options(quantizer.scaling_mode, options)
+    return dataclasses.replace(quantizer, **options)
 
 
 def _set_by_mode(mode: ScalingMode, fwd_dtype, bwd_dtype, key, shared: dict[str, Any]) -> QuantizerSet:
@@ -155,8 +183,13 @@ def _own_key(state, index: int):
     return state.at[..., -1].add(index)
 
 
-def _set_by_recipe(recipe: Recipe, key, shared: dict[str, Any]) -> QuantizerSet:
-    """Returns the quantizers with the casts of a recipe; raises if no three quantizers have them."""
+def _set_by_recipe(recipe: Recipe, key, shared: dict[str, Any], metas: QuantizeMetaSet | None = None) -> QuantizerSet:
+    """Returns the quantizers with the casts of a recipe; raises if no three quantizers have them.
+
+    metas: if passed, they decide which quantizers use stochastic rounding and a Hadamard transform.
+    """
+    if metas is not None:
+        recipe, key = _without_randomness(recipe), None
     if recipe.dgrad is None or recipe.wgrad is None:
         raise ValueError(
             f"recipe {recipe.name} has a straight-through backward pass, which a QuantizerSet cannot express; "
@@ -180,7 +213,19 @@ def _set_by_recipe(recipe: Recipe, key, shared: dict[str, Any]) -> QuantizerSet:
         )
     if dataclasses.replace(quantizers.core or UNQUANTISED, name=recipe.name) != recipe:
         raise ValueError(f"no QuantizerSet has the casts of\n{recipe}\nuse `scaledot.train`, which takes the recipe")
-    return quantizers
+    return _with_metas(quantizers, metas)
+
+
+def _without_randomness(recipe: Recipe) -> Recipe:
+    """Returns the recipe with rounding to nearest and no Hadamard transforms."""
+
+    def plain(cast: Cast | None) -> Cast | None:
+        return None if cast is None else dataclasses.replace(cast, rounding="nearest", rotation=None)
+
+    gemms = (None if gemm is None else Gemm(plain(gemm.lhs), plain(gemm.rhs)) for gemm in (recipe.dgrad, recipe.wgrad))
+    dgrad, wgrad = gemms
+    fwd = Gemm(plain(recipe.fwd.lhs), plain(recipe.fwd.rhs))
+    return dataclasses.replace(recipe, fwd=fwd, dgrad=dgrad, wgrad=wgrad)
 
 
 def _quantizer_of_casts(
@@ -192,7 +237,7 @@ def _quantizer_of_casts(
     if rowwise.rounding == "stochastic":
         options[_RNG_STATE] = key
     if rowwise.delayed is not None:
-        options["amax_history"] = jnp.zeros(rowwise.delayed.length, jnp.float32)
+        options["amax_history"] = _empty_history(rowwise.delayed.length, shared["n_groups"])
         options |= {"margin": rowwise.delayed.margin, "amax_compute_algo": rowwise.delayed.algorithm}
     dtype = jnp.dtype(rowwise.format.element)
     mode = mode_of(recipe, rowwise)

@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 
-from scaledot.compat.transformer_engine.quantize.quantizer import Quantizer
+from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
 from scaledot.recipes import Gemm, Recipe
 from scaledot.state import State, merge
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class QuantizerSet:
     """The quantizers of a layer's x, kernel and output gradient; None leaves a tensor unquantised.
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.formats import FORMATS, Format
 
 
@@ -215,3 +216,7 @@ def is_scaling_mode_supported(scaling_mode: ScalingMode, gpu_id: int | None = No
     (True, '')
     """
     return True, ""
+
+
+__all__ = ["QuantizeLayout", "ScalingMode", "TensorUsage"]
+__getattr__ = module_getattr(__name__)

@@ -1,10 +1,10 @@
 """Tensor classes and their factory, under the module name that TransformerEngine has for them."""
 
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from scaledot.compat.transformer_engine.quantize.scaling_modes import TensorUsage
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
     AbstractBaseTensor,
     AbstractBaseTensor1x,
-    GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor,
     ScaledTensor1x,
@@ -17,6 +17,7 @@ from scaledot.compat.transformer_engine.unsupported import module_getattr
 __all__ = [
     "AbstractBaseTensor",
     "AbstractBaseTensor1x",
+    "GroupedNoScaleTensor",
     "GroupedScaledTensor1x",
     "NoScaleTensor",
     "ScaledTensor",

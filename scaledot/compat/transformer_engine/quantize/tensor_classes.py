@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 
 from scaledot.array import ScaledArray
 from scaledot.compat.transformer_engine.quantize.scaling_modes import ScalingMode, TensorUsage
@@ -113,7 +113,8 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
     """Codes and scales of one orientation; created by `quantize` and `ScaledTensorFactory.create_1x`.
 
     data: codes; with data_layout "T" they are stored transposed: a tensor (a..., b...) is stored as (b..., a...).
-    scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block.
+    scale_inv: the scale, which multiplies codes; (1,) for one scale per tensor, otherwise one entry per block; those of
+      square blocks may be repeated for each row, and `quantize` does so for NVFP4_2D_SCALING.
     amax: float32 of shape (1,), or None if scales do not depend on it.
     tensor_scale: the tensor scale of NVFP4; if None, amax / 2688.
     flatten_axis: the number of dims of `data`, as stored, that form the rows of its matrix (b... for data_layout "T"),
@@ -201,17 +202,24 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
         mode_block, rank = self.scaling_mode.spec.block, self._rank
         if mode_block is None:
             return (0,) * rank
-        block, left = [1] * rank, self.flatten_axis - 1
-        free, contracting = (rank - 1, left) if self.is_colwise and self.data_layout == "N" else (left, rank - 1)
-        block[contracting] = mode_block[1]
-        # TransformerEngine's GEMM takes scales of square blocks repeated for each row: blocks are then 1×n.
-        if self.scale_inv.shape[free - rank] != self.data.shape[free - rank]:
-            block[free] = mode_block[0]
+        block = [1] * rank
+        for axis, size in zip(self._block_axes(), mode_block, strict=True):
+            block[axis] = size
         return blocks.trim(tuple(block))
 
+    def _block_axes(self) -> tuple[int, int]:
+        """The dims (free, contracting) along which blocks have the sizes of the mode."""
+        last, left = self._rank - 1, self.flatten_axis - 1
+        return (last, left) if self.is_colwise and self.data_layout == "N" else (left, last)
+
     def _scale(self) -> jax.Array:
-        per_tensor = self.scaling_mode.is_tensor_scaling()
-        return self.scale_inv.reshape(*self._batch_shape, *(1,) * self._rank) if per_tensor else self.scale_inv
+        if self.scaling_mode.is_tensor_scaling():
+            return self.scale_inv.reshape(*self._batch_shape, *(1,) * self._rank)
+        free, size = self._block_axes()[0], (self.scaling_mode.spec.block or (1, 1))[0]
+        axis = free - self._rank
+        if size == 1 or self.scale_inv.shape[axis] != self.data.shape[axis]:
+            return self.scale_inv
+        return self.scale_inv[..., ::size, *(slice(None),) * (-axis - 1)]  # square blocks, repeated for each row
 
     def _tensor_scale(self) -> jax.Array:
         if self.tensor_scale is not None:
@@ -221,48 +229,6 @@ class ScaledTensor1x(AbstractBaseTensor1x, ScaledTensor):
                 f"`amax` of a {self.scaling_mode.name} tensor must be set: its tensor scale is amax / 2688"
             )
         return tensor_scale_of(self.amax).reshape(self._batch_shape)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class GroupedScaledTensor1x(ScaledTensor1x):
-    """Codes of (m, k) with `group_sizes`, or of (groups, m, k) without; each group is quantised independently.
-
-    `data` has `original_shape` and is never transposed. With `group_sizes`, which may be traced, scales are stored per
-    row, not per group.
-
-    >>> from scaledot.compat.transformer_engine.cpp_extensions import grouped_quantize
-    >>> from scaledot.compat.transformer_engine.quantize import QuantizerFactory
-    >>> quantizer = QuantizerFactory.create(1, ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn, n_groups=2)
-    >>> tensor = grouped_quantize(jnp.ones((4, 32)), quantizer, jnp.array([1, 3]))
-    >>> [group.shape for group in tensor.rowwise.dequantize()]
-    [(1, 32), (3, 32)]
-    """
-
-    group_sizes: Any = None
-    _: dataclasses.KW_ONLY
-    original_shape: tuple[int, ...] = dataclasses.field(default=(), metadata=_STATIC)
-
-    def dequantize(self) -> list[jax.Array]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns one dequantised array per group; `group_sizes` must be concrete."""
-        dequantized = dequantize(self.stored_array, self.dq_dtype)
-        if self.group_sizes is None:
-            return list(dequantized)
-        if isinstance(self.group_sizes, Tracer):
-            raise TypeError("dequantize returns one array per group and needs concrete sizes; use `array` under jit")
-        return jnp.split(dequantized, np.cumsum(np.asarray(self.group_sizes)))[:-1]
-
-    def _block(self) -> blocks.Block:
-        free, contracting = self.scaling_mode.spec.block or (0, 0)
-        if self.group_sizes is not None:
-            return blocks.trim((1, free if self.is_colwise else contracting))
-        return blocks.trim((1, contracting, free) if self.is_colwise else (1, free, contracting))
-
-    def _scale(self) -> jax.Array:
-        return self.scale_inv
-
-    def _tensor_scale(self) -> jax.Array:
-        return self.tensor_scale
 
 
 @jax.tree_util.register_dataclass
@@ -316,6 +282,15 @@ def tensor_scale_of(amax: Any) -> jax.Array:
     """Returns NVFP4's tensor scale, amax / (6 * 448): the largest FP4 code times the largest E4M3 block scale."""
     amax = jnp.asarray(amax, jnp.float32)
     return jnp.where(amax == 0, ONE, jnp.maximum(divide(amax, np.float32(6 * 448)), SMALLEST_SCALE))
+
+
+def scale_per_row(mode: ScalingMode, q: ScaledArray, flatten_axis: int) -> jax.Array:
+    """Returns the scales of q; those of NVFP4's 16×16 blocks are repeated for each row, as in TransformerEngine."""
+    if mode is not ScalingMode.NVFP4_2D_SCALING or mode.spec.block is None:
+        return q.scale
+    axis = flatten_axis - 1
+    repeated = jnp.repeat(q.scale, mode.spec.block[0], axis=axis)
+    return lax.slice_in_dim(repeated, 0, q.shape[axis], axis=axis)
 
 
 def _checkpoint_named(tensor: Any, quantizer: Any) -> Any:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.compat.transformer_engine.quantize.grouped import checked_group_sizes
+from scaledot.compat.transformer_engine.quantize.grouped_tensors import GroupedNoScaleTensor, GroupedScaledTensor1x
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
-    GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor1x,
     ScaledTensor2x,
@@ -45,10 +45,13 @@ class ScaledTensorFactory:
         group_sizes=None,
         original_shape: tuple[int, ...] | None = None,
         has_rht_applied: bool = False,
+        first_dims=None,
+        last_dims=None,
     ) -> Any:
         """Returns a tensor of one orientation. `flatten_axis` refers to the untransposed tensor.
 
-        With `original_shape` the tensor is grouped: (m, k) with `group_sizes`, or (groups, m, k) without.
+        With `original_shape` the tensor is grouped: (m, k) with `first_dims`, the number of rows of each group (also
+        accepted as `group_sizes`), or (groups, m, k) without.
 
         >>> codes = jnp.ones((3, 2), jnp.float8_e4m3fn)
         >>> mode = ScalingMode.CURRENT_TENSOR_SCALING
@@ -56,6 +59,11 @@ class ScaledTensorFactory:
         >>> tensor.array.shape
         (2, 3)
         """
+        if last_dims is not None:
+            raise ValueError("`last_dims` must be None: groups are along the first dim")
+        group_sizes = first_dims if group_sizes is None else group_sizes
+        if scaling_mode is ScalingMode.NO_SCALING and original_shape is not None:
+            return GroupedNoScaleTensor(data.reshape(original_shape), amax, group_sizes)
         if scaling_mode is ScalingMode.NO_SCALING:
             return NoScaleTensor(data, amax)
         if isinstance(dequantizer, np.dtype) or hasattr(dequantizer, "dtype"):
@@ -108,6 +116,8 @@ class ScaledTensorFactory:
         original_shape: tuple[int, ...] | None = None,
         rowwise_has_rht_applied: bool = False,
         colwise_has_rht_applied: bool = False,
+        first_dims=None,
+        last_dims=None,
     ) -> Any:
         """Returns a tensor in the orientations of `q_layout`.
 
@@ -131,6 +141,8 @@ class ScaledTensorFactory:
             "flatten_axis": flatten_axis,
             "group_sizes": group_sizes,
             "original_shape": original_shape,
+            "first_dims": first_dims,
+            "last_dims": last_dims,
         }
         tensors = []
         if q_layout.has_rowwise:
