@@ -89,7 +89,12 @@ def _dot_ops(problem: Problem) -> ContractionOps:
             preferred_element_type=accumulator,
             out_sharding=reordered(problem.out_sharding, contraction.out, contraction.dot_general_out),
         )
-        y = _int8_contraction(contraction, contraction.dot_general_out, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
+        if a.dtype == jnp.int8:
+            y = _int8_contraction(contraction, contraction.dot_general_out, dot, a, b)
+        elif a.dtype == jnp.bfloat16 and accumulator == jnp.float32 and _fails_on_cpu(contraction):
+            y = lax.platform_dependent(a, b, cpu=functools.partial(_in_float32, dot), default=dot)
+        else:
+            y = dot(a, b)
         if a.dtype == jnp.bfloat16 != y.dtype:
             # XLA's CPU backend folds a later transpose into the dot, and then cannot compile a bfloat16 dot with a
             # float32 result.
@@ -100,6 +105,21 @@ def _dot_ops(problem: Problem) -> ContractionOps:
         return align_to(_sum_codes(problem, operand, codes), contraction.out)
 
     return ContractionOps(contract, lambda scale: align_to(scale, contraction.out), operand_sums)
+
+
+def _fails_on_cpu(contraction: Contraction) -> bool:
+    """Whether XLA's CPU backend rejects the contraction of bfloat16 operands with a float32 result.
+
+    It does ("Unsupported element type for DotThunk::Execute", jax 0.10.2 and 0.11.2) for "km,kab->mab": if lhs is a
+    matrix that contracts its first dim and rhs has several free dims.
+    """
+    lhs_is_transposed = len(contraction.lhs) == 2 and contraction.lhs[0] in contraction.contracting
+    return lhs_is_transposed and len(contraction.rhs_free) > 1
+
+
+def _in_float32(dot: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
+    """The contraction of the same numbers in float32, whose products are exact as well."""
+    return dot(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 def _sum_codes(problem: Problem, operand: int, codes: jax.Array) -> LabeledScale:
