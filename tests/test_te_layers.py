@@ -353,3 +353,42 @@ def test_a_wrapped_function_owns_its_quantizers():
     x, w = X.reshape(8, 32), normal(1, (32, 8))
     state = module().init(jax.random.key(0), x, w)["_overwrite_with_gradient"]
     assert state["grad_p_amax_history"].shape == (4,)
+
+
+@pytest.mark.jax_versions
+@pytest.mark.parametrize("recipe", [te.Float8CurrentScaling(), te.MXFP8BlockScaling()], ids=["current", "mxfp8"])
+def test_a_bfloat16_mlp_of_a_matrix_has_gradients(recipe):
+    """XLA's CPU backend rejects the bfloat16 dot "km,kab->mab" that wgrad of `wi_kernel` would be."""
+    layer, x = te_flax.LayerNormMLP(64, activations=("silu", "linear")), X.reshape(8, 32).astype(jnp.bfloat16)
+    with te.autocast(enabled=True, recipe=recipe):
+        variables = init(layer, x)
+        matrix, batch = (
+            jax.jit(jax.grad(lambda v, x=x: layer.apply(v, x)[0].astype(jnp.float32).sum()))(variables)["params"]
+            for x in (x, x.reshape(1, 8, 32))
+        )
+    assert_same(matrix["wi_kernel"], batch["wi_kernel"])
+
+
+def test_block_scales_of_a_norm_come_from_float32():
+    quantizer = te.QuantizerFactory.create(1, te.ScalingMode.MXFP8_1D_SCALING, jnp.float8_e4m3fn)
+    x, gamma = normal(0, (4, 64), jnp.bfloat16), normal(1, (64,))
+    tensor, _ = tex.rmsnorm_fwd(x, gamma, False, 1e-6, quantizer)
+    exact = quantizer.quantize(layernorm(x.astype(jnp.float32), gamma, None, "rmsnorm"))
+    np.testing.assert_array_equal(tensor.rowwise.data, exact.rowwise.data)
+    assert tensor.rowwise.dq_dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("recipe", [te.MXFP8BlockScaling(), None], ids=["argument", "autocast"])
+def test_residuals_of_hooks_have_the_checkpoint_name_of_the_call(recipe):
+    x, w, sizes = X.reshape(8, 32), normal(1, (2, 32, 8)), jnp.array([3, 5])
+    dense = te_flax.make_dot_general_cls(recipe, "named")()
+    experts = te_flax.make_grouped_dense_cls(recipe, "named")
+
+    def loss(w):
+        y = dense.apply({}, x, w[0], (((1,), (0,)), ((), ())))
+        return y.sum() + experts.apply({}, x, w, sizes).sum()
+
+    with te.autocast(enabled=True, recipe=te.MXFP8BlockScaling()):
+        found = set(names_in(jax.make_jaxpr(jax.grad(loss))(w).jaxpr))
+    assert "named" in found
+    assert RESIDUAL_NAME not in found

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from scaledot.compat.transformer_engine.cpp_extensions.quantization import quantize
 from scaledot.compat.transformer_engine.quantize.quantizer_class import Quantizer
+from scaledot.compat.transformer_engine.quantize.scaling_modes import ScalingMode
 from scaledot.compat.transformer_engine.quantize.tensor_classes import NoScaleTensor
 
 NORM_TYPES = ("layernorm", "rmsnorm")
@@ -27,6 +28,12 @@ def normalize(
     >>> y, mu, rsigma
     (Array([-1.,  1.], dtype=float32), Array(2., dtype=float32), Array(1., dtype=float32))
     """
+    y, mu, rsigma = _normalize_float32(x, gamma, beta, zero_centered_gamma, epsilon, norm_type)
+    return y.astype(jnp.asarray(x).dtype), mu, rsigma
+
+
+def _normalize_float32(x, gamma, beta, zero_centered_gamma: bool, epsilon: float, norm_type: str):
+    """`normalize` without rounding of y to the dtype of x."""
     if norm_type not in NORM_TYPES:
         raise ValueError(f"`norm_type` must be 'layernorm' or 'rmsnorm', not {norm_type!r}")
     if norm_type == "rmsnorm" and beta is not None:
@@ -38,7 +45,7 @@ def normalize(
     rsigma = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + epsilon)
     y = centred * rsigma * (gamma + 1 if zero_centered_gamma else gamma)
     y = y if beta is None else y + _along_last_axis(beta, x.ndim)
-    return y.astype(x.dtype), None if mu is None else mu[..., 0], rsigma[..., 0]
+    return y, None if mu is None else mu[..., 0], rsigma[..., 0]
 
 
 def _along_last_axis(parameter, ndim: int) -> jax.Array:
@@ -58,12 +65,17 @@ def normalization_fwd(
 ) -> tuple[Any, jax.Array | None, jax.Array]:
     """Returns (y, mu, rsigma) with y quantised, or a NoScaleTensor without a quantizer; mu is None for RMSNorm.
 
+    y is quantised from float32; with current scaling, from the dtype of x, as in TransformerEngine.
+
     >>> y, mu, rsigma = normalization_fwd(jnp.array([[3.0, 4.0]]), jnp.ones(2), None, False, 0.0, "rmsnorm")
     >>> y.data.shape, mu, rsigma.shape
     ((1, 2), None, (1,))
     """
-    y, mu, rsigma = normalize(x, gamma, beta, zero_centered_gamma, epsilon, norm_type)
-    return quantize(y, quantizer, -1, amax_scope, transpose_batch_sequence), mu, rsigma
+    y, mu, rsigma = _normalize_float32(x, gamma, beta, zero_centered_gamma, epsilon, norm_type)
+    dtype = jnp.asarray(x).dtype
+    if quantizer is None or quantizer.scaling_mode is ScalingMode.CURRENT_TENSOR_SCALING:
+        return quantize(y.astype(dtype), quantizer, -1, amax_scope, transpose_batch_sequence), mu, rsigma
+    return quantizer.quantize(y, dq_dtype=dtype), mu, rsigma
 
 
 def normalization_bwd(

@@ -31,10 +31,13 @@ class DotGeneral(linen.DotGeneral):
             return super().under_recipe(function, *args, **kwargs)
 
 
-def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
+def make_dot_general_cls(
+    quantization_recipe: Any, quantization_checkpoint_name: str | None = None
+) -> type[linen.DotGeneral]:
     """Returns a module class for `nn.Dense(..., dot_general=cls())` or `nn.Dense(..., dot_general_cls=cls)`.
 
     quantization_recipe: None takes that of `autocast`, and outside of it leaves the matmul unquantised.
+    quantization_checkpoint_name: the `jax.ad_checkpoint` name of the residuals.
 
     The module has no parameters. Only DelayedScaling creates variables, in the collection `_overwrite_with_gradient`;
     NVFP4 draws its keys from the RNG stream `sr_rng`. Batch dims, `precision` and `preferred_element_type` are
@@ -47,9 +50,14 @@ def make_dot_general_cls(quantization_recipe: Any) -> type[linen.DotGeneral]:
     >>> jax.tree.map(jnp.shape, layer.init(jax.random.key(0), jnp.ones((2, 32))))
     {'params': {'kernel': (32, 8)}}
     """
-    if quantization_recipe is None:
-        return DotGeneral
-    return linen.make_dot_general_cls(core_recipe(quantization_recipe))
+    if quantization_recipe is not None:
+        return linen.make_dot_general_cls(core_recipe(quantization_recipe), residual_name=quantization_checkpoint_name)
+
+    class Named(DotGeneral):
+        residual_name: str | None = quantization_checkpoint_name
+
+    Named.__name__ = DotGeneral.__name__  # part of the path of its variables
+    return Named
 
 
 class GroupedDense(linen.GroupedDense):
@@ -75,6 +83,7 @@ def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_nam
     """Returns a module that is called with (x, kernel, group_sizes).
 
     quantization_recipe: None takes that of `autocast`, and outside of it leaves the matmul unquantised.
+    quantization_checkpoint_name: the `jax.ad_checkpoint` name of the residuals.
 
     >>> import jax.numpy as jnp
     >>> experts = make_grouped_dense_cls("mxfp8")
@@ -82,12 +91,8 @@ def make_grouped_dense_cls(quantization_recipe: Any, quantization_checkpoint_nam
     >>> experts.apply({}, x, kernel, jnp.array([1, 3])).shape
     (4, 8)
     """
-    if quantization_checkpoint_name is not None:
-        raise ValueError(
-            "`quantization_checkpoint_name` must be None: residuals are named 'scaledot_residual', which "
-            "scaledot.checkpoint_policies.save_quantized_residuals saves"
-        )
-    return GroupedDense(None if quantization_recipe is None else core_recipe(quantization_recipe))
+    recipe = None if quantization_recipe is None else core_recipe(quantization_recipe)
+    return GroupedDense(recipe, residual_name=quantization_checkpoint_name)
 
 
 def wrap_function_in_te_state_module(
