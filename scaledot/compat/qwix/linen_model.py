@@ -66,7 +66,7 @@ class PtqModel(QuantizedModel):
         self._hows: dict[Hashable, dict[str, HowToQuantize]] = {}
 
     def _run(self, name: str, *args, **kwargs):
-        result = super()._run(name, *args, **kwargs)
+        result: Any = super()._run(name, *args, **kwargs)
         if name == "init":
             return self._quantized_variables(result, *args, **kwargs)
         if name == "init_with_output":

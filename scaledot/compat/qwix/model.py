@@ -47,8 +47,9 @@ def quantize_model(
     if isinstance(model, linen.Module):
         if model_inputs or model_inputs_kwargs:
             raise ValueError("`model_inputs` are for NNX models; a linen model takes them in `init` and `apply`")
-        kind = linen_model.PtqModel if isinstance(provider, PtqProvider) else linen_model.QuantizedModel
-        return kind(model, provider, methods)
+        if isinstance(provider, PtqProvider):
+            return linen_model.PtqModel(model, provider, methods)
+        return linen_model.QuantizedModel(model, provider, methods)
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` must be a linen or an NNX Module, not {type(model).__name__}")
     if not model_inputs and not model_inputs_kwargs:

@@ -14,6 +14,7 @@ from scaledot.train.weights import keyed_leaves
 from scaledot.transform import Rule, quantized
 
 NOISE_STREAM = "stochastic_rounding"
+RNGS = "qwix_rngs"  # Qwix's name of the attribute
 PARTS = ("qvalue", "scale", "zero_point")
 
 
@@ -32,7 +33,7 @@ def quantize_nnx_model(
         _quantize_weights(model, provider, original, args, kwargs)
     fields = {"unquantized_type": original_class, method: _under_rules(original, provider.site_rules())}
     model.__class__ = type(original_class.__name__, (original_class,), fields)
-    model.qwix_rngs = nnx.data(rngs)  # Qwix's name
+    setattr(model, RNGS, nnx.data(rngs))
     return model
 
 
@@ -57,7 +58,7 @@ def _under_rules(original: Callable[..., Any], rules: tuple[Rule, ...]) -> Calla
 
 def _noise_key(model: nnx.Module) -> dict[str, jax.Array]:
     """The keyword argument with the key of stochastic rounding, from `model.qwix_rngs` as in Qwix, if it has any."""
-    rngs = getattr(model, "qwix_rngs", None)
+    rngs = getattr(model, RNGS, None)
     return {} if rngs is None else {"sr_key": rngs[NOISE_STREAM]()}
 
 
@@ -103,7 +104,7 @@ def _quantize_attribute(model: Any, path: list[str], how: HowToQuantize) -> None
     setattr(owner, name, nnx.data(WithAux(QArray(**parts, qtype=q.qtype), how)))
 
 
-def _like(param: nnx.Param, part: jax.Array | None) -> nnx.Param | None:
+def _like(param: nnx.Param, part: jax.Array | None) -> nnx.Variable | None:
     """`part` as a Param with the metadata of `param`; its sharding does not name axes of size 1."""
     if part is None:
         return None
@@ -129,8 +130,7 @@ def _with_scaled_params(model: nnx.Module) -> nnx.Module:
     modules = dict(nnx.iter_modules(model))
     for path, name in found:
         weight: WithAux = getattr(modules[path], name)
-        array = QArray(
-            *(None if (part := getattr(weight.array, n)) is None else part[...] for n in PARTS), weight.array.qtype
-        )
+        parts = {part: getattr(weight.array, part) for part in PARTS}
+        array = QArray(**{part: v if v is None else v[...] for part, v in parts.items()}, qtype=weight.array.qtype)
         setattr(modules[path], name, nnx.Param(WithAux(array, weight.how).to_scaled()))
     return model

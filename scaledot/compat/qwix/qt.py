@@ -18,7 +18,7 @@ which Qwix shares, and gradients of `ragged_dot_qt` with respect to rhs have sca
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from scaledot.compat.qwix.qt_config import (
     keeps_codes,
     recipe_of,
 )
-from scaledot.compat.qwix.quantizers import calibrate, compute_scale_zero_point, unclipped_mask
+from scaledot.compat.qwix.quantizers import calibrate, compute_scale_zero_point, may_clip, unclipped_mask
 from scaledot.compat.qwix.stochastic_rounding import NoiseFn
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels.spec import promoted
@@ -64,8 +64,8 @@ def einsum_qt(einsum_str: str, lhs: jax.Array, rhs: jax.Array, config: DotGenera
     >>> einsum_qt("bsd,dhk->bshk", jnp.ones((2, 5, 32)), jnp.ones((32, 4, 8)), config).shape
     (2, 5, 4, 8)
     """
-    (lhs_labels, lhs), (rhs_labels, rhs), out = two_operands(einsum_str, lhs, rhs)
-    return _contract(Contraction(lhs_labels, rhs_labels, out), lhs, rhs, config)
+    (lhs_labels, x), (rhs_labels, w), out = two_operands(einsum_str, lhs, rhs)
+    return _contract(Contraction(lhs_labels, rhs_labels, out), x, w, config)
 
 
 def ragged_dot_qt(
@@ -86,7 +86,7 @@ def ragged_dot_qt(
     x = _operand(dot_config, "lhs", lhs, (1,), in_groups=True)
     w = _operand(dot_config, "rhs", rhs, (0, 1), in_groups=True)
     dtype = _result_dtype(lhs, rhs)
-    y = train.ragged_dot(
+    y: Any = train.ragged_dot(
         x.value,
         w.value,
         group_sizes,
@@ -116,7 +116,7 @@ def conv_general_qt(
     x = _operand(dot_config, "lhs", lhs, numbers.lhs_spec[1:])
     w = _operand(dot_config, "rhs", rhs, numbers.rhs_spec[1:])
     dtype = _result_dtype(lhs, rhs)
-    y = train.conv_general_dilated(
+    y: Any = train.conv_general_dilated(
         x.value,
         w.value,
         window_strides,
@@ -140,7 +140,7 @@ def _as_dot_config(config: RaggedDotQtConfig | ConvGeneralQtConfig) -> DotGenera
     return DotGeneralQtConfig(**fields, disable_gradient_clipping=True)
 
 
-def _contract(contraction: Contraction, lhs: jax.Array, rhs: jax.Array, config: DotGeneralQtConfig) -> jax.Array:
+def _contract(contraction: Contraction, lhs: Any, rhs: Any, config: DotGeneralQtConfig) -> jax.Array:
     labels = contraction.lhs, contraction.rhs, contraction.out
     x, w = (
         _operand(config, name, array, tuple(names.index(c) for c in contraction.contracting))
@@ -148,7 +148,7 @@ def _contract(contraction: Contraction, lhs: jax.Array, rhs: jax.Array, config: 
     )
     recipe, dtype = recipe_of(config, _dims(contraction, lhs, rhs), _unit(x, w)), _result_dtype(lhs, rhs)
     keywords = {"key": _key(config, recipe), "preferred_element_type": _at_least_float32(dtype)}
-    y = train.einsum("{},{}->{}".format(*labels), x.value, w.value, recipe=recipe, **keywords)
+    y: Any = train.einsum("{},{}->{}".format(*labels), x.value, w.value, recipe=recipe, **keywords)
     scales = (
         None if scale is None else transpose_array(scale, [names.index(c) if c in names else None for c in labels[2]])
         for scale, names in ((x.scale, contraction.lhs), (w.scale, contraction.rhs))
@@ -178,11 +178,9 @@ def _operand(
     if getattr(config, f"{name}_disable_channelwise_axes"):
         quantization = dataclasses.replace(quantization, channelwise_axes=())
     calibration = jax.lax.stop_gradient(calibrate(x, quantization))
-    keeps_clipped = quantization.clips and config.disable_gradient_clipping
     if quantization.clips and not config.disable_gradient_clipping:
         x = jnp.where(unclipped_mask(x, calibration), x, jax.lax.stop_gradient(x))
-    gradient_qtype = config.drhs_grad_qtype if name == "lhs" else config.dlhs_grad_qtype
-    if not keeps_codes(config, name) or not (gradient_qtype is not None or in_groups or keeps_clipped):
+    if not keeps_codes(config, name) or not (in_groups or _needs_units(config)):
         return _Operand(x, None)
     if "absmax" not in calibration:
         raise ValueError(
@@ -191,6 +189,16 @@ def _operand(
         )
     scale, _ = compute_scale_zero_point(calibration, qtype)
     return _Operand(_divided(x, scale), scale)
+
+
+def _needs_units(config: DotGeneralQtConfig) -> bool:
+    """Whether operands are divided by their scales: not if both gradients of the recipe are straight through.
+
+    These are zero where an operand is clipped, so they do not serve a config that keeps such gradients.
+    """
+    methods = config.lhs_calibration_method, config.rhs_calibration_method
+    keeps_clipped = config.disable_gradient_clipping and any(map(may_clip, methods))
+    return config.dlhs_grad_qtype is not None or config.drhs_grad_qtype is not None or keeps_clipped
 
 
 def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:

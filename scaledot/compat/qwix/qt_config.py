@@ -185,9 +185,9 @@ class _Casts(NamedTuple):
         """The cast of lhs or rhs with its forward qtype."""
         qtype, method, per_tensor = self._settings(operand)
         if operand in self.unit:
-            # Rows in groups take no fixed range; their amax is that of the codes, up to the rounding of the scale.
-            largest = f"fixed,{format_of(qtype).max}"
-            return Cast(format_of(qtype), (0, 0), calibration="absmax" if self.in_groups else largest)
+            # Rows in groups take no fixed range; the amax of each is the largest code, up to the rounding of its scale.
+            method = "absmax" if self.in_groups and operand == "lhs" else f"fixed,{format_of(qtype).max}"
+            return Cast(format_of(qtype), (0, 0), calibration=method)
         return _cast(qtype, method, tile, axes, not per_tensor)
 
     def backward(self, gradient: str, residual: str, g: _Axes, y: _Axes) -> Gemm | None:
@@ -235,7 +235,7 @@ def _block(tile: TileSize, axes: _Axes, channelwise: bool) -> tuple[int, int]:
     if isinstance(tile, Mapping):
         if axes.free is None or axes.contracting is None or not all(isinstance(size, int) for size in tile.values()):
             raise ValueError(f"tiles {dict(tile)} need 2-D operands and whole numbers of elements; pass one number")
-        return tile.get(axes.free, free), tile.get(axes.contracting, contracting)
+        return int(tile.get(axes.free, free)), int(tile.get(axes.contracting, contracting))
     if not tile:
         return free, contracting
     if isinstance(tile, float) and axes.size is None:

@@ -65,11 +65,11 @@ class HowToQuantize:
 
     @property
     def clips(self) -> bool:
-        """Whether the calibrated range may not cover the whole range of the data."""
-        return _may_clip(self.calibration_method)
+        return may_clip(self.calibration_method)
 
 
-def _may_clip(calibration_method: str) -> bool:
+def may_clip(calibration_method: str) -> bool:
+    """Whether the range of a calibration method may not cover the data: not of absmax and minmax, times 1 or more."""
     parsed = statistics.parse(calibration_method.lower())
     return parsed.method not in ("absmax", "minmax") or (bool(parsed.values) and parsed.values[0] < 1)
 
@@ -250,7 +250,7 @@ def clip_gradient_to_calibration(
     `absmax` and `minmax` with a multiplier of at least 1 cover the whole range of the data, so g is returned as is.
     """
     mask = unclipped_mask(array, calibration)
-    return jnp.where(mask, g, jnp.zeros_like(g)) if _may_clip(calibration_method) else g
+    return jnp.where(mask, g, jnp.zeros_like(g)) if may_clip(calibration_method) else g
 
 
 def unclipped_mask(array: jax.Array, calibration: Mapping[str, jax.Array]) -> jax.Array:
