@@ -120,7 +120,7 @@ def test_ptq_of_an_nnx_model_and_of_its_parameters_agree():
     y = nnx.jit(lambda m, x: m(x))(quantized, X)
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(abstract, X), y)
     tiles = {"channelwise_axes": [1], "tiled_axes": {0: 16}}
-    hidden = X @ fake(model.up.kernel[...], "int4", **tiles) + model.up.bias[...]
+    hidden = X @ fake(model.up.kernel[...], "int4", **tiles) + model.up.bias[None]
     expected = hidden @ fake(model.w[...], "int4", **tiles)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
 
