@@ -199,4 +199,4 @@ def test_arguments_of_quantize_model_are_checked():
     with pytest.raises(TypeError, match="`model` must be"):
         qwix.quantize_model(lambda x: x, provider)
     with pytest.raises(TypeError, match="`provider` must be"):
-        qwix.quantize_model(Model(), "int8")
+        qwix.quantize_model(Model(), "int8")  # pyright: ignore[reportArgumentType]

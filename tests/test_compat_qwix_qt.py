@@ -14,6 +14,7 @@ from scaledot.compat import qwix
 from scaledot.compat.qwix import ConvGeneralQtConfig, DotGeneralQtConfig, HowToQuantize, RaggedDotQtConfig
 from scaledot.compat.qwix.qt_config import recipe_of
 from scaledot.transform.analysis import contractions_of
+from scaledot.transform.jaxprs import type_of
 
 MATRIX = (((1,), (0,)), ((), ()))
 INT8 = DotGeneralQtConfig(lhs_qtype="int8", rhs_qtype="int8")
@@ -108,8 +109,7 @@ def test_every_matmul_of_a_training_step_multiplies_int8_codes():
     avals = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*avals)
     dtypes = [
-        (*(atom.aval.dtype.name for atom in eqn.invars), eqn.outvars[0].aval.dtype.name)
-        for eqn in contractions_of(jaxpr.jaxpr)
+        tuple(type_of(atom).dtype.name for atom in (*eqn.invars, *eqn.outvars)) for eqn in contractions_of(jaxpr.jaxpr)
     ]
     assert len(dtypes) >= 6
     assert set(dtypes) == {("int8", "int8", "int32")}
