@@ -77,11 +77,21 @@ def _qwix(row: Format, **changed) -> Format:
     return replace(row, scale="input", block=None, rule="amax_over_f", quirks=_IN_INPUT_DTYPE, **changed)
 
 
+_FLOAT8 = (
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e3m4",
+    "float8_e4m3",  # IEEE 754: its largest number is 240, below which infinity and NaN have codes of their own
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+)
+
 qwix = _variants(
     "qwix",
     **{f"int{bits}": _qwix(FORMATS[f"int{bits}"], bound="half") for bits in range(2, 9)},
-    float8_e4m3fn=_qwix(_FP8),
-    float8_e5m2=_qwix(FORMATS["fp8_e5m2"]),
+    **{f"uint{bits}": _qwix(Format("", f"uint{bits}"), bound="half") for bits in (4, 8)},
+    **{element: _qwix(Format("", element)) for element in _FLOAT8},
     float4_e2m1fn=_qwix(FORMATS["mxfp4"]),
     mxfp8=_qwix(FORMATS["mxfp8"], pow2=True),
     mxfp4=_qwix(FORMATS["mxfp4"], pow2=True),

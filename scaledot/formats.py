@@ -107,14 +107,16 @@ class Format:
     """A low-precision format: element type, scale dtype, block shape and scale rule.
 
     name: used in error messages and reports only.
-    element: dtype name of the codes: a float with a finite maximum, `intN`, or `uintN` with a `codebook`.
+    element: dtype name of the codes: a float with a finite maximum, `intN`, or `uintN`, whose codes index a `codebook`
+        or, without one, are the values themselves, from 0 on.
     scale: dtype name of the stored scale; "input" is the dtype of the array that is quantised.
     block: shape of the elements that share a scale, on the axes that end at `axis`; 0 is a whole axis, None the whole
         tensor.
     rule: how the scale is computed from the block amax: one of `rules_of(format)`, explained at the top of this module.
     pow2: round a float32 scale up to a power of two.
     codebook: sorted dequantised values that unsigned codes index.
-    bound: "full" maps the amax of an integer format to 2^(b-1) - 1, "half" to 2^(b-1) - 1/2.
+    bound: "full" maps the amax of an integer format to its largest code, 2^(b-1) - 1, and "half" to 1/2 more; of
+        unsigned codes the largest is 2^b - 1.
     two_level: E4M3 block scales are relative to one float32 scale per tensor (`tensor_scale`).
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
@@ -145,8 +147,18 @@ class Format:
         return self.element.startswith("int")
 
     @property
+    def is_unsigned(self) -> bool:
+        """Whether codes are unsigned integers that are values, not indices; negative elements are encoded as 0."""
+        return self.element.startswith("uint") and self.codebook is None
+
+    @property
     def is_float(self) -> bool:
         return "float" in self.element
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether a float element has a code of -0; that of the `fnuz` dtypes is NaN."""
+        return self.is_float and not self.element.endswith("fnuz")
 
     @property
     def bits(self) -> int:
@@ -160,8 +172,8 @@ class Format:
         """The magnitude that the block amax is mapped to."""
         if self.codebook is not None:
             return max(abs(v) for v in self.codebook)
-        if self.is_integer:
-            return 2.0 ** (self.bits - 1) - (1.0 if self.bound == "full" else 0.5)
+        if not self.is_float:
+            return self.integer_range[1] + (0.0 if self.bound == "full" else 0.5)
         return float(ml_dtypes.finfo(self.element_dtype).max)
 
     @property
@@ -189,7 +201,9 @@ class Format:
 
     @property
     def integer_range(self) -> tuple[int, int]:
-        """Smallest and largest code of a symmetric integer format."""
+        """Smallest and largest code of a symmetric or unsigned integer format."""
+        if self.is_unsigned:
+            return 0, 2**self.bits - 1
         top = 2 ** (self.bits - 1) - 1
         return (-top if self.bound == "full" else -top - 1), top
 

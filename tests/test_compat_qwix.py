@@ -9,15 +9,20 @@ from jax import lax
 from tables import EACH_FORMAT, params_of
 
 import scaledot as sd
+from scaledot import format_variants
 from scaledot.compat import qwix
 from scaledot.compat.qwix import HowToQuantize, QArray
+from scaledot.numerics import encode
 
 MATRIX = (((1,), (0,)), ((), ()))
 NAMES = """QArray HowToQuantize quantize quantize_api dequantize calibrate compute_scale_zero_point
 quantize_with_scale_zero_point get_scale_shape split_axis transpose_array get_tiled_axes call_with_generic_broadcast
 validate_qarray reshape rewriting_take MaybeQArray ShapeT clip_to_calibration clip_gradient_to_calibration
 get_accumulator_and_result_type dot_general einsum ragged_dot ragged_dot_general conv_general_dilated
-to_qwix from_qwix"""
+to_qwix from_qwix dot quantize_model quantize_params PtqProvider QtProvider QtRule QuantizationProvider
+QuantizationRule DotGeneralQtConfig RaggedDotQtConfig ConvGeneralQtConfig dot_general_qt einsum_qt ragged_dot_qt
+conv_general_qt get_noise_fn broadcast_to"""
+FLOAT8 = ["float8_e3m4", "float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"]
 QTYPES = [
     jnp.int8,
     jnp.int4,
@@ -31,6 +36,9 @@ QTYPES = [
     "nf4",
     "mxfp8",
     "mxfp4",
+    "uint8",
+    "uint4",
+    *FLOAT8,
 ]
 
 
@@ -38,12 +46,94 @@ def name(qtype):
     return qtype if isinstance(qtype, str) else np.dtype(qtype).name
 
 
-EACH_QTYPE = params_of(QTYPES, ("int2", "int3", "int5", "int6", "int7", "float8_e5m2"), name)
+EACH_QTYPE = params_of(QTYPES, ("int2", "int3", "int5", "int6", "int7", "uint4", "float8_e5m2", *FLOAT8), name)
 
 
 def test_all_names_exist():
     assert sorted(NAMES.split()) == sorted(qwix.__all__)
     assert all(hasattr(qwix, each) for each in NAMES.split())
+
+
+@pytest.mark.jax_versions
+def test_public_names_of_qwix_exist_or_say_what_to_use():
+    real = pytest.importorskip("qwix")
+    for each in sorted(vars(real)):
+        if each.startswith("_"):
+            continue
+        if not hasattr(qwix, each):
+            with pytest.raises(AttributeError, match=f"Qwix's '{each}' is not provided: "):
+                getattr(qwix, each)
+
+
+def test_importing_a_name_that_is_not_provided_says_what_to_use():
+    with pytest.raises(ImportError, match=r"'OdmlQatProvider' is not provided: .* train with QtProvider"):
+        from scaledot.compat.qwix import OdmlQatProvider  # noqa: F401
+    with pytest.raises(AttributeError, match="has no attribute 'quantise'"):
+        qwix.quantise  # noqa: B018
+
+
+def test_quantize_takes_the_arguments_of_qwix_or_a_howtoquantize():
+    x, how = normal(0, (8, 64)), HowToQuantize(qtype=jnp.int8, channelwise_axes=[0], tiled_axes={1: 16})
+    by_arguments = qwix.quantize(x, jnp.int8, channelwise_axes=[0], tiled_axes={1: 16}, scale_dtype=jnp.bfloat16)
+    by_how = qwix.quantize(x, how, scale_dtype=jnp.bfloat16)
+    assert by_how.dtype == by_arguments.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(by_arguments.qvalue, by_how.qvalue)
+    np.testing.assert_array_equal(by_arguments.scale, by_how.scale)
+    with pytest.raises(ValueError, match="`qtype` is a HowToQuantize"):
+        qwix.quantize(x, how, channelwise_axes=[1])
+
+
+# ------------------------------------------------------------------------------------------------ element types
+
+BF16 = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize("element", FLOAT8)
+def test_every_code_of_a_float_decodes_as_ml_dtypes_and_encodes_back(element):
+    format, codes = getattr(format_variants.qwix, element), np.arange(256, dtype=np.uint8)
+    expected = codes.view(format.element_dtype).astype(np.float32)
+    values = np.asarray(jax.jit(lambda c: encode.decode(c, format))(jnp.asarray(codes.view(format.element_dtype))))
+    np.testing.assert_array_equal(values, expected)
+    finite = np.isfinite(expected)
+    encoded = np.asarray(jax.jit(lambda x: encode.encode(x, format))(jnp.asarray(expected)))
+    np.testing.assert_array_equal(encoded.view(np.uint8)[finite], codes[finite])
+    assert np.isnan(encoded[np.isnan(expected)].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("element", FLOAT8)
+def test_every_bfloat16_encodes_to_the_nearest_float8_and_saturates(element):
+    format = getattr(format_variants.qwix, element)
+    x = BF16[~np.isnan(BF16)]
+    encoded = np.asarray(jax.jit(lambda x: encode.encode(x, format))(jnp.asarray(x)))
+    expected = np.clip(x, -format.max, format.max).astype(format.element_dtype)
+    np.testing.assert_array_equal(encoded.view(np.uint8), expected.view(np.uint8))
+    rounded = np.asarray(jax.jit(lambda x: encode.round_to_element(x, format))(jnp.asarray(x)))
+    np.testing.assert_array_equal(rounded.view(np.uint32), expected.astype(np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize(("element", "largest"), [("uint8", 255), ("uint4", 15)])
+def test_unsigned_integers_round_to_nearest_even_and_saturate(element, largest):
+    format = getattr(format_variants.qwix, element)
+    assert (format.max, format.integer_range) == (largest + 0.5, (0, largest))
+    x = BF16[~np.isnan(BF16)]
+    codes = np.asarray(encode.encode(jnp.asarray(x), format)).astype(np.float32)
+    np.testing.assert_array_equal(codes, np.clip(np.round(x), 0, largest))
+    np.testing.assert_array_equal(
+        encode.decode(jnp.arange(largest + 1).astype(element), format), np.arange(largest + 1)
+    )
+    q = qwix.quantize(jnp.array([[0.25, -1.0, 2.0]]), element)
+    np.testing.assert_array_equal(q.qvalue[0, 1:].astype(jnp.int32), [0, largest])  # Qwix, too, drops negative elements
+
+
+def test_mx_scales_of_bfloat16_are_those_of_float32_and_never_saturate():
+    """amax / 448 is 1.04 * 2^-20, of which a bfloat16 log2 is -20."""
+    x = jnp.full((1, 32), 1.8203125 * 2.0**-12, jnp.bfloat16)
+    q = qwix.quantize(x, "mxfp8")
+    assert float(q.scale[0, 0]) == float(qwix.quantize(x.astype(jnp.float32), "mxfp8").scale[0, 0]) == 2.0**-19
+    theirs = pytest.importorskip("qwix").quantize(x, "mxfp8", tiled_axes={1: 32})
+    assert float(theirs.scale[0, 0]) == 2.0**-20
+    error, their_error = (abs(float(y[0, 0] / x[0, 0]) - 1) for y in (qwix.dequantize(q), qwix.dequantize(theirs)))
+    assert error < their_error
 
 
 # -------------------------------------------------------------------------------------------------- QArray
@@ -191,6 +281,7 @@ def test_mx_types_have_tiles_of_32_on_the_last_axis(qtype):
 @pytest.mark.parametrize("qtype", EACH_QTYPE)
 def test_scales_have_the_dtype_of_the_array(qtype, dtype):
     x = normal(0, (8, 64), dtype)
+    x = jnp.abs(x) if name(qtype).startswith("uint") else x
     q = qwix.quantize_api(x, qtype, channelwise_axes=[0])
     assert (q.scale.dtype, q.dtype, qwix.dequantize(q).dtype, q.qtype) == (dtype, dtype, dtype, qtype)
     error = jnp.abs(qwix.dequantize(q).astype(jnp.float32) - x.astype(jnp.float32))
@@ -354,6 +445,14 @@ def test_convolutions_compute_with_dequantised_values():
     expected = lax.conv_general_dilated(
         qwix.dequantize(qi), qwix.dequantize(qk), (1, 1), "SAME", dimension_numbers=numbers, precision="highest"
     )
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+
+
+@pytest.mark.parametrize(("a", "b"), [((64,), (64,)), ((3, 64), (64,)), ((2, 3, 64), (5, 64, 4)), ((), (3, 4))])
+def test_dot_contracts_like_jnp_dot(a, b):
+    x, w = normal(0, a), normal(1, b)
+    expected = jnp.dot(x, qwix.dequantize(qwix.quantize(w, jnp.int8)), precision="highest")
+    y = qwix.dot(x, qwix.quantize(w, jnp.int8))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
 
 

@@ -60,7 +60,7 @@ def _details(format: Format) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = list(zip(TITLES[1:], _cells(format)[1:], strict=True))
     rows.append(("stored as", f"{format.code_dtype}, {format.bits} bits packed"))
     rows.append(("scale rules", ", ".join(rules_of(format))))
-    if format.is_integer:
+    if format.is_integer or format.is_unsigned:
         rows.append(("codes", f"{format.integer_range[0]} to {format.integer_range[1]}"))
     if format.codebook is not None:
         rows.append(("codebook", ", ".join(f"{value:.4g}" for value in format.codebook)))

@@ -28,6 +28,9 @@ def encode(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> ja
         return _encode_float(x, format, uniform)
     if format.codebook is not None:
         return _encode_codebook(x, format.codebook, format.code_dtype, uniform)
+    if format.is_unsigned:
+        codes = jnp.clip(round_integer(_nan_to_zero(x), uniform), *map(np.float32, format.integer_range))
+        return narrow(codes.astype(jnp.uint8), format.code_dtype)
     # XLA's conversion to int8 saturates and converts NaN to 0.
     low, high = format.integer_range
     codes = jnp.maximum(round_integer(x, uniform).astype(jnp.int8), low)
@@ -49,7 +52,7 @@ def decode(codes: jax.Array, format: Format) -> jax.Array:
     """Decodes codes to float32, without scales."""
     if format.codebook is not None:
         return _look_up(widen(codes), format.codebook)
-    if format.is_integer or format.bits >= 8:
+    if not format.is_float or format.bits >= 8:
         return codes.astype(jnp.float32)
     return decode_float(widen(codes), format)
 
@@ -96,9 +99,10 @@ def float_code(x: jax.Array, format: Format, uniform: jax.Array | None = None) -
     bits = bits_of(x)
     sign = (x < 0).astype(jnp.uint32) if format.quirks.unsigned_zero else bits >> 31
     in_ulps, field = _in_ulps(bits, format)
-    code = (round_to_uint32(in_ulps, uniform) + ((field - min_exponent_field) << mantissa)) | (
-        sign << (format.bits - 1)
-    )
+    magnitude = round_to_uint32(in_ulps, uniform) + ((field - min_exponent_field) << mantissa)
+    if not format.has_negative_zero:
+        sign = jnp.where(magnitude == 0, np.uint32(0), sign)
+    code = magnitude | (sign << (format.bits - 1))
     nan = np.array(np.nan, format.element_dtype).view(np.uint8) if format.bits == 8 else 0
     return jnp.where(_is_nan(bits), np.uint32(nan), code)
 
@@ -112,7 +116,8 @@ def round_to_element(x: jax.Array, format: Format, uniform: jax.Array | None = N
     in_ulps = float_of(clipped) * float_of(np.uint32((254 + int(info.nmant)) << 23) - binade)
     value = round_nonnegative(in_ulps, uniform) * (float_of(binade) * np.float32(2.0 ** -int(info.nmant)))
     nan = np.float32(np.nan).view(np.uint32) if format.bits == 8 else np.uint32(0)
-    return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | (bits & SIGN)))
+    sign = bits & SIGN if format.has_negative_zero else jnp.where(value == 0, np.uint32(0), bits & SIGN)
+    return float_of(jnp.where(_is_nan(bits), nan, bits_of(value) | sign))
 
 
 def _in_ulps(bits: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:

@@ -191,7 +191,7 @@ def _checked_format(format: Format, rule: str | None) -> Format:
         raise ValueError(f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six' or None")
     if format.search == "four_over_six" and format.element != "float4_e2m1fn":
         raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
-    if format.is_integer and not 2 <= format.bits <= 8:
+    if (format.is_integer or format.is_unsigned) and not 2 <= format.bits <= 8:
         raise ValueError(f"`element` {format.element!r} of {format.name} is not known; integers have 2 to 8 bits")
     if format.codebook is not None:
         _check_codebook(format, format.codebook)

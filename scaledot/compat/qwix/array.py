@@ -203,6 +203,21 @@ def split_axis(array: jax.Array, tiled_axes: Mapping[int, int | float]) -> jax.A
     return array.reshape(shape)
 
 
+def broadcast_to(operand: MaybeQArray, target_shape: tuple[int, ...]) -> MaybeQArray:
+    """Broadcasts an array, or the codes, scales and zero points of a QArray, to a shape of at least its rank.
+
+    >>> broadcast_to(QArray(jnp.ones((1, 4), jnp.int8), jnp.array([[2.0, 3.0]])), (2, 4)).scale
+    Array([[2., 2., 3., 3.],
+           [2., 2., 3., 3.]], dtype=float32)
+    """
+
+    def broadcast(x: jax.Array) -> jax.Array:
+        x = x.reshape((1,) * (len(target_shape) - x.ndim) + x.shape)
+        return call_with_generic_broadcast(lambda a, b: jnp.broadcast_to(a, b.shape), x, jnp.zeros(target_shape, bool))
+
+    return operand if operand.shape == tuple(target_shape) else jax.tree.map(broadcast, operand)
+
+
 def get_tiled_axes(array: QArray) -> dict[int, int]:
     """Returns {axis: tile size} of the axes that have more than one scale but fewer scales than elements."""
     pairs = enumerate(zip(array.shape, array.scale.shape, strict=True))

@@ -42,7 +42,7 @@ def _check_representable(q: ScaledArray, fold: bool) -> None:
 
     if q.rotation is not None:
         refuse("it is rotated; dequantize and quantize without `rotation`")
-    if q.format.code_dtype == jnp.uint8:
+    if q.format.is_float and q.format.code_dtype == jnp.uint8:
         refuse("6-bit codes are raw bits in uint8, which Qwix would read as integers")
     if q.format.codebook not in (None, NF4_CODEBOOK):
         refuse("its codebook is not nf4")
@@ -73,6 +73,6 @@ def _qtype(q: ScaledArray):
     format: Format = q.format
     if format.codebook is not None:
         return "nf4"
-    if format.is_integer:
+    if not format.is_float:
         return format.code_dtype if format.bits in (4, 8) else format.element
     return format.code_dtype

@@ -19,7 +19,8 @@ from scaledot.array import ScaledArray
 from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, validate_qarray
 from scaledot.contraction import parse_einsum
 from scaledot.kernels.spec import promoted
-from scaledot.ops import conv, dot, ragged
+from scaledot.ops import conv, ragged
+from scaledot.ops import dot as dot_ops
 from scaledot.ops import einsum as einsum_ops
 from scaledot.ops.operands import as_operand
 
@@ -92,8 +93,19 @@ def dot_general(
     >>> dot_general(jnp.array([[1.0, 1.0]]), w, (((1,), (0,)), ((), ())))
     Array([[3.]], dtype=float32)
     """
-    op = functools.partial(dot.dot_general, dimension_numbers=dimension_numbers, precision=precision, **kwargs)
+    op = functools.partial(dot_ops.dot_general, dimension_numbers=dimension_numbers, precision=precision, **kwargs)
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+
+
+def dot(a: MaybeQArray, b: MaybeQArray, precision=None, preferred_element_type=None, out_sharding=None) -> jax.Array:
+    """`jnp.dot` with QArrays: contracts the last dim of a with the last but one of b, or its only one.
+
+    >>> dot(jnp.array([1.0, 1.0]), QArray(jnp.array([2, 4], jnp.int8), jnp.array([0.5])))
+    Array(3., dtype=float32)
+    """
+    contracting = ((a.ndim - 1,), (max(b.ndim - 2, 0),)) if a.ndim and b.ndim else ((), ())
+    options = {} if out_sharding is None else {"out_sharding": out_sharding}
+    return dot_general(a, b, (contracting, ((), ())), precision, preferred_element_type, **options)
 
 
 def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None, **kwargs) -> jax.Array:
@@ -126,7 +138,7 @@ def ragged_dot(
     group_offset: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with QArrays."""
-    _refuse_offset(group_offset)
+    refuse_offset(group_offset)
     op = functools.partial(ragged.ragged_dot, group_sizes=group_sizes, precision=precision)
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
@@ -141,7 +153,7 @@ def ragged_dot_general(
     group_offset: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` with QArrays."""
-    _refuse_offset(group_offset)
+    refuse_offset(group_offset)
     op = functools.partial(
         ragged.ragged_dot_general,
         group_sizes=group_sizes,
@@ -151,7 +163,7 @@ def ragged_dot_general(
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
-def _refuse_offset(group_offset: jax.Array | None) -> None:
+def refuse_offset(group_offset: jax.Array | None) -> None:
     if group_offset is not None:
         raise NotImplementedError(
             "`group_offset` must be None, as in jax.lax.ragged_dot; slice lhs and rhs to the groups instead"

@@ -40,7 +40,7 @@ class HowToQuantize:
     tiled_axes: {axis: elements per scale}; a float is 1 / (number of tiles), so 1 is one scale per element and 1.0 one
       scale for the axis. Axes may be negative.
     calibration_method: `absmax[,f]`, `minmax[,f]`, `rms,f`, `fixed,a`, `fixed,lo,hi`.
-    noise_fn: from a shape to noise in [-0.5, 0.5], added before integers are rounded.
+    noise_fn: from a shape to noise in [-0.5, 0.5] that broadcasts to it, added before integers are rounded.
 
     mxfp8 and mxfp4 have tiles of 32 along the last axis (or the one in `tiled_axes`) and are channelwise along all
     others.
@@ -58,6 +58,20 @@ class HowToQuantize:
             raise ValueError(
                 f"`tiled_axes` of {self.qtype} must be tiles of 32 along one axis, not {dict(self.tiled_axes)}"
             )
+
+    def __hash__(self) -> int:
+        axes = tuple(self.channelwise_axes), tuple(sorted(self.tiled_axes.items()))
+        return hash((self.qtype, *axes, self.calibration_method, self.noise_fn))
+
+    @property
+    def clips(self) -> bool:
+        return may_clip(self.calibration_method)
+
+
+def may_clip(calibration_method: str) -> bool:
+    """Whether the range of a calibration method may not cover the data: not of absmax and minmax, times 1 or more."""
+    parsed = statistics.parse(calibration_method.lower())
+    return parsed.method not in ("absmax", "minmax") or (bool(parsed.values) and parsed.values[0] < 1)
 
 
 def get_scale_shape(array_shape: ShapeT, how: HowToQuantize) -> tuple[int, ...]:
@@ -158,7 +172,7 @@ def quantize_with_scale_zero_point(
         raise ValueError(f"`zero_point` has shape {zero_point.shape}, but `scale` has {scale.shape}")
     format = format_of(qtype)
     rounding: dict[str, Any] = {}
-    if noise_fn is not None and format.is_integer:
+    if noise_fn is not None and (format.is_integer or format.is_unsigned):
         # round(w + noise) rounds up if the fractional part of w exceeds 1/2 - noise, which stochastic rounding compares
         # with a uniform number.
         rounding = {"rounding": "stochastic", "uniform": np.float32(0.5) - noise_fn(array.shape)}
@@ -194,13 +208,19 @@ def quantize_api(
     calibration_method: str = "absmax",
     scale_dtype=None,
 ) -> QArray:
-    """`quantize` with the fields of HowToQuantize as arguments; Qwix exports it as `qwix.quantize`."""
-    how = HowToQuantize(
-        qtype=qtype,
-        channelwise_axes=channelwise_axes,
-        tiled_axes=tiled_axes or {},
-        calibration_method=calibration_method,
-    )
+    """Quantises like `quantize`, with the fields of HowToQuantize as arguments; Qwix exports it as `qwix.quantize`.
+
+    `quantize_api(array, how)` with a HowToQuantize as second argument is `quantize(array, how)`.
+
+    >>> quantize_api(jnp.array([[1.0, -2.0], [0.0, 0.0]]), jnp.int8, channelwise_axes=[0]).scale.shape
+    (2, 1)
+    """
+    fields = {"channelwise_axes": channelwise_axes, "tiled_axes": tiled_axes or {}}
+    how = qtype
+    if not isinstance(how, HowToQuantize):
+        how = HowToQuantize(qtype=qtype, calibration_method=calibration_method, **fields)
+    elif any(fields.values()) or calibration_method != "absmax":
+        raise ValueError("`qtype` is a HowToQuantize, which has axes and calibration method; pass these there")
     q = quantize(array, how)
     return q if scale_dtype is None else q.astype(scale_dtype)
 
@@ -216,9 +236,10 @@ def clip_to_calibration(
 ) -> jax.Array:
     """Clips an array to the calibrated range."""
     split_axis(array, tiled_axes)  # raises if a tile size does not divide its axis
-    low, high = _bounds(calibration)
-    array = call_with_generic_broadcast(jnp.maximum, array, low.astype(array.dtype))
-    return call_with_generic_broadcast(jnp.minimum, array, high.astype(array.dtype))
+    low, high = (bound.astype(array.dtype) for bound in _bounds(calibration))
+    # By selects, because the gradient of jnp.clip is 1/2 at a bound, and the amax of a block is at its bound.
+    array = call_with_generic_broadcast(lambda x, bound: jnp.where(x < bound, bound, x), array, low)
+    return call_with_generic_broadcast(lambda x, bound: jnp.where(x > bound, bound, x), array, high)
 
 
 def clip_gradient_to_calibration(
@@ -228,13 +249,15 @@ def clip_gradient_to_calibration(
 
     `absmax` and `minmax` with a multiplier of at least 1 cover the whole range of the data, so g is returned as is.
     """
-    parsed = statistics.parse(calibration_method.lower())
+    mask = unclipped_mask(array, calibration)
+    return jnp.where(mask, g, jnp.zeros_like(g)) if may_clip(calibration_method) else g
+
+
+def unclipped_mask(array: jax.Array, calibration: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns a mask that is true where the array is inside the calibrated range."""
     low, high = _bounds(calibration)
-    if parsed.method in ("absmax", "minmax") and (not parsed.values or parsed.values[0] >= 1):
-        return g
-    unclipped_mask = call_with_generic_broadcast(jnp.greater_equal, array, low.astype(array.dtype))
-    unclipped_mask &= call_with_generic_broadcast(jnp.less_equal, array, high.astype(array.dtype))
-    return jnp.where(unclipped_mask, g, jnp.zeros_like(g))
+    mask = call_with_generic_broadcast(jnp.greater_equal, array, low.astype(array.dtype))
+    return mask & call_with_generic_broadcast(jnp.less_equal, array, high.astype(array.dtype))
 
 
 def _bounds(calibration: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

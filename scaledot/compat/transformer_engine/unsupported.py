@@ -1,10 +1,8 @@
 """TransformerEngine's names that scaledot does not provide, with their replacements, and the errors that name them."""
 
-import dis
-import importlib
-import sys
-import types
-from collections.abc import Callable
+import functools
+
+from scaledot.compat import hints
 
 LAYER = (
     "compose it of flax.LayerNormDenseGeneral, jax.nn.dot_product_attention and flax.LayerNormMLP, or use a Flax model "
@@ -35,33 +33,4 @@ INSTEAD = {
     "AmaxScope": "amax is that of the global array; for shards' own, pass a scaledot.Recipe with amax_scope='local'",
 }
 
-
-def module_getattr(module: str, on_demand: tuple[str, ...] = (), others: str | None = None) -> Callable[[str], object]:
-    """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for names in INSTEAD.
-
-    others: the replacement of public names that are not in INSTEAD, for modules that provide nothing.
-    `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
-    Python would replace an AttributeError by its own ImportError, without the replacement's name.
-    """
-
-    def getattr_(name: str) -> object:
-        if name in on_demand:
-            return importlib.import_module(f"{module}.{name}")
-        instead = INSTEAD.get(name, None if name.startswith("_") else others)
-        if instead is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        message = f"TransformerEngine's {name!r} is not provided: {instead}"
-        if _executes_from_import(sys._getframe(1)):
-            raise ImportError(message)
-        raise AttributeError(message)
-
-    return getattr_
-
-
-def _executes_from_import(frame: types.FrameType) -> bool:
-    """Whether the frame's current instruction is IMPORT_FROM, that of `from module import name`.
-
-    The instruction is the only way to tell the two accesses apart: `__getattr__` gets nothing but the name, and no
-    class can derive from both AttributeError and ImportError.
-    """
-    return frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+module_getattr = functools.partial(hints.module_getattr, "TransformerEngine", INSTEAD)
