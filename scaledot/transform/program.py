@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,21 @@ from scaledot.transform.rewrite import Rewriter
 from scaledot.transform.rules import Rule, Rules, check_all_match, parse_rules
 
 ParamArgs = int | Sequence[int] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """The jaxpr of a function.
+
+    names: for each input, the path of the parameter that it is, or None. scaled: those that are ScaledArrays. origins:
+    of constants and inputs. rebuild: makes the result of the function from the outputs of the jaxpr.
+    """
+
+    jaxpr: Closed
+    names: tuple[str | None, ...]
+    scaled: frozenset[str]
+    origins: tuple[Origin, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,12 +90,11 @@ class Transform:
     programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> "Transform":
+    def of(cls, fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> Self:
         """rules: None for a function that is only looked at."""
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {fn!r}")
-        param_args = params if params is None else (params,) if isinstance(params, int) else tuple(params)
-        return cls(fn, () if rules is None else parse_rules(rules), param_args)
+        return cls(fn, () if rules is None else parse_rules(rules), positions(params))
 
     def program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False
@@ -89,26 +103,27 @@ class Transform:
 
         complete: whether to list the contractions in backward rules as well.
         """
-        paths_and_leaves, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_scaled)
+        paths_and_leaves, tree = flattened(args, kwargs)
         arrays = {i: leaf for i, (_, leaf) in enumerate(paths_and_leaves) if _is_array(leaf)}
         static = tuple((i, leaf) for i, (_, leaf) in enumerate(paths_and_leaves) if i not in arrays)
         types = tuple(_type(leaf) for leaf in arrays.values())
         key = (tree, types, static, complete) if all(isinstance(leaf, Hashable) for _, leaf in static) else None
         if key is not None and key in self.programs:
             return self.programs[key], list(arrays.values())
-        names = [self._param_name(path, len(args)) for path, _ in paths_and_leaves]
+        names = [self.param_name(path, len(args)) for path, _ in paths_and_leaves]
 
         def call(values: Sequence[Any]) -> Any:
             leaves = dict(static) | dict(zip(arrays, values, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(len(names))])
             return self.fn(*args, **kwargs)
 
-        program = self._analysed(call, [(names[i], leaf) for i, leaf in arrays.items()], complete)
-        if key is not None and not program.plan.closed.consts:  # constants may be tracers, or change between calls
+        traced = self._traced(call, [(names[i], leaf) for i, leaf in arrays.items()])
+        program = self._analysed(traced, complete)
+        if key is not None and not traced.jaxpr.consts:  # constants may be tracers, or change between calls
             self.programs[key] = program
         return program, list(arrays.values())
 
-    def _analysed(self, call: Callable[..., Any], inputs: list[tuple[str | None, Any]], complete: bool) -> Program:
+    def _traced(self, call: Callable[..., Any], inputs: list[tuple[str | None, Any]]) -> Traced:
         rebuilds = []
 
         def flat(*values: Any) -> list[Any]:
@@ -124,13 +139,17 @@ class Transform:
             return list(arrays.values())
 
         jaxpr = closed(jax.make_jaxpr(flat)(*(_abstract(leaf) for _, leaf in inputs)))
-        origins = [DATA if name is None else Origin(params=frozenset([name])) for name, _ in inputs]
+        origins = [DATA if name is None else Origin(params=frozenset([name]), view=()) for name, _ in inputs]
         scaled = frozenset(name for name, leaf in inputs if name is not None and _is_scaled(leaf))
-        analysis = Analysis(self.rules, scaled, complete)
-        plan = analysis.plan(jaxpr, [*self._constants(jaxpr), *origins], Place())
+        names = tuple(name for name, _ in inputs)
+        return Traced(jaxpr, names, scaled, (*self._constants(jaxpr), *origins), rebuilds[-1])
+
+    def _analysed(self, traced: Traced, complete: bool) -> Program:
+        analysis = Analysis(self.rules, traced.scaled, complete)
+        plan = analysis.plan(traced.jaxpr, traced.origins, Place())
         check_all_match(self.rules, [choice.site for choice in analysis.choices])
-        names = _unique([choice.site.path for choice in plan.delayed])
-        return Program(plan, names, tuple(analysis.choices), rebuilds[-1])
+        names = unique([choice.site.path for choice in plan.delayed])
+        return Program(plan, names, tuple(analysis.choices), traced.rebuild)
 
     def _constants(self, jaxpr: Closed) -> list[Origin]:
         """Origins of the arrays that the function closes over: parameters if no argument holds any."""
@@ -138,7 +157,7 @@ class Transform:
             return [CONSTANT] * len(jaxpr.consts)
         return [Origin(params=frozenset([f"constant_{i}"])) for i in range(len(jaxpr.consts))]
 
-    def _param_name(self, path: tuple[Any, ...], count: int) -> str | None:
+    def param_name(self, path: tuple[Any, ...], count: int) -> str | None:
         """The path of a parameter within its argument; None for a leaf of another argument."""
         of_kwargs, position = path[0].idx == 1, getattr(path[1], "idx", None)
         positions = {p % count if count else p for p in self.param_args or ()}
@@ -217,7 +236,7 @@ def init_state(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -
     return call
 
 
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
+def unique(names: Sequence[str]) -> tuple[str, ...]:
     """The names, with "#2", "#3", ... after repeated ones."""
     seen: dict[str, int] = {}
     unique = []
@@ -225,6 +244,16 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
         seen[name] = seen.get(name, 0) + 1
         unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return tuple(unique)
+
+
+def positions(params: ParamArgs) -> tuple[int, ...] | None:
+    """The argument `params` as a tuple."""
+    return params if params is None else (params,) if isinstance(params, int) else tuple(params)
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
+    """Paths and leaves of all arguments, where a ScaledArray is a leaf, and their tree structure."""
+    return jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_scaled)
 
 
 def _is_scaled(leaf: Any) -> bool:

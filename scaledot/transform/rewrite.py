@@ -28,6 +28,7 @@ from scaledot.ops.ragged import ragged_dot
 from scaledot.state import State
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.transform.analysis import Choice, Plan, bind
+from scaledot.transform.custom_weight import CustomWeight
 from scaledot.transform.jaxprs import CALLS, read, scan_counts, type_of
 
 States = list[State]
@@ -187,10 +188,16 @@ _HANDLERS: dict[str, Callable[..., Result]] = {
 
 def contract(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any, index: int, states: States) -> Result:
     """The result of a contraction under its recipe. index: of the equation, which is hashed into the key."""
+    weight = values[choice.site.weight]
+    if isinstance(weight, CustomWeight):
+        (y,), used = contract(eqn, choice, _bases(values), key, index, states)
+        x, *rest = values[1 - choice.site.weight], *values[2:]
+        return [weight.contract(choice.site, x, y, _fold(key, index), *rest)], used
     if any(isinstance(value, ScaledArray) for value in values):
         return [_contract_scaled(eqn, choice, values, key)], []
     recipe = choice.recipe
-    assert recipe is not None
+    if recipe is None:  # the weight was computed from a quantised parameter, and is not quantised
+        return bind(eqn, *values), []
     function, keywords = under_recipe(choice)
     keywords |= {"key": _fold(key, index)} if recipe.stochastic else {}
     keywords |= {"state": states[0]} if recipe.delayed else {}
@@ -261,11 +268,18 @@ def _cast_activation(eqn: JaxprEqn, operand: int, choice: Choice, value: Any, ke
 
 
 def _plain(values: Sequence[Any]) -> list[Any]:
+    assert not any(isinstance(value, CustomWeight) for value in values), "a CustomWeight is used without a view"
     return [dequantize(value) if isinstance(value, ScaledArray) else value for value in values]
+
+
+def _bases(values: Sequence[Any]) -> list[Any]:
+    return [value.base if isinstance(value, CustomWeight) else value for value in values]
 
 
 def _unchanged(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Binds an equation. Quantised parameters stay quantised where only their shape or dtype changes."""
+    if values and isinstance(values[0], CustomWeight):
+        return [values[0].with_base(base) for base in _unchanged(eqn, _bases(values))]
     if isinstance(values[0] if values else None, ScaledArray) and eqn.primitive.name in _SHAPE_OPS:
         changed = _SHAPE_OPS[eqn.primitive.name](values, eqn)
         if changed is not None:
@@ -306,6 +320,7 @@ _SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | None]] = {
     "slice": _sliced,
     "dynamic_slice": _indexed,
     "copy": lambda values, eqn: values[0],
+    "stop_gradient": lambda values, eqn: values[0],
 }
 
 
