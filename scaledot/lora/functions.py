@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.lora.config import Config, Rules
-from scaledot.lora.program import Adapters, AdapterTransform
+from scaledot.lora.program import Adapters, with_adapters
 from scaledot.lora.uses import Use
 from scaledot.lora.weight import Factors
 from scaledot.transform.program import ParamArgs
@@ -36,7 +36,7 @@ def init(
     >>> jax.tree.map(jnp.shape, adapters({"w": jnp.ones((32, 64))}, jnp.ones((3, 32))))
     {'w': {'a': (32, 2), 'b': (2, 64)}}
     """
-    transform = AdapterTransform.with_rules(fn, rules, params)
+    transform = with_adapters(fn, rules, params)
 
     def call(*args: Any, **kwargs: Any) -> dict[str, Factors]:
         program, _ = transform.program(args, kwargs)
@@ -79,7 +79,7 @@ def adapted(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> C
     >>> bool(jnp.all(adapted(f, rules)(adapters, params, x) == f(params, x)))
     True
     """
-    transform = AdapterTransform.with_rules(fn, rules, params)
+    transform = with_adapters(fn, rules, params)
 
     def call(adapters: Adapters, *args: Any, dropout_key: jax.Array | None = None, **kwargs: Any) -> Any:
         program, inputs = transform.program(args, kwargs)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
 from scaledot.lora.config import Rules
-from scaledot.lora.program import AdaptedParameter, Adapters, AdapterTransform
+from scaledot.lora.program import AdaptedParameter, Adapters, with_adapters
 from scaledot.ops.quantize import dequantize, quantize
 from scaledot.transform.program import ParamArgs, flattened
 
@@ -35,16 +35,16 @@ def merge(
            [2., 2.],
            [2., 2.]], dtype=float32)
     """
-    transform = AdapterTransform.with_rules(fn, rules, params)
+    transform = with_adapters(fn, rules, params)
 
     def call(adapters: Adapters, *args: Any, **kwargs: Any) -> Any:
         program, _ = transform.program(args, kwargs)
         program.check(adapters)
         leaves, tree = flattened(args, kwargs)
-        names = [transform.param_name(path, len(args)) for path, _ in leaves]
+        found = [program.parameters.get(transform.param_name(path, len(args)) or "") for path, _ in leaves]
         merged = [
-            _merged(leaf, program.parameters[name], adapters, requantize, dtype) if name in program.parameters else leaf
-            for name, (_, leaf) in zip(names, leaves, strict=True)
+            _merged(leaf, parameter, adapters, requantize, dtype) if parameter else leaf
+            for parameter, (_, leaf) in zip(found, leaves, strict=True)
         ]
         new_args, _ = jax.tree.unflatten(tree, merged)
         return new_args[params] if isinstance(params, int) else tuple(new_args[position] for position in params or ())

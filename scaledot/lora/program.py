@@ -20,8 +20,7 @@ from scaledot.lora.uses import Use, use_of
 from scaledot.lora.weight import AdaptedWeight, Factors
 from scaledot.transform.analysis import Analysis, Choice, Place, Plan, ragged_obstacle
 from scaledot.transform.custom_weight import CustomWeight
-from scaledot.transform.jaxprs import type_of
-from scaledot.transform.program import ParamArgs, Traced, Transform, positions, unique
+from scaledot.transform.program import ParamArgs, Traced, Transform, unique
 from scaledot.transform.rewrite import Rewriter
 from scaledot.transform.rules import check_all_match
 from scaledot.transform.site import Site
@@ -89,11 +88,10 @@ class AdapterProgram:
         return AdaptedWeight(frozen, factors, parameter.uses, parameter.config)
 
     def reasons_of_tables(self) -> dict[str, str]:
-        """Why parameters of at least 2 axes that no contraction uses have no adapter, by path."""
+        """Why lookup tables, such as embeddings, that no contraction uses have no adapter, by path."""
         multiplied = {path for decision in self.decisions for path in decision.site.parameters}
-        inputs = zip(self.names, self.plan.closed.jaxpr.invars, strict=True)
-        found = [name for name, atom in inputs if name in self.other_uses and len(type_of(atom).shape) > 1]
-        return {name: _also_used(self.other_uses[name]) for name in found if name not in multiplied}
+        tables = {path: uses for path, uses in self.other_uses.items() if "gather" in uses and path not in multiplied}
+        return {path: _also_used(uses) for path, uses in tables.items()}
 
     def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """The types of all adapters, as the pytree that `init` returns."""
@@ -122,31 +120,25 @@ class AdapterProgram:
                 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class AdapterTransform(Transform):
-    """A function, and rules that choose a Config for its matmuls."""
+def with_adapters(fn: Callable[..., Any], rules: Rules, params: ParamArgs) -> Transform[AdapterProgram]:
+    """The Transform of a function whose matmuls get adapters."""
+    if params is None:
+        raise TypeError("`params` must be the position of the argument with parameters, or several, not None")
+    parsed = parse_rules(rules)
 
-    adapter_rules: tuple[AdapterRule, ...] = ()
-
-    @classmethod
-    def with_rules(cls, fn: Callable[..., Any], rules: Rules, params: ParamArgs) -> "AdapterTransform":
-        if not callable(fn):
-            raise TypeError(f"`fn` must be a function, not {fn!r}")
-        if params is None:
-            raise TypeError("`params` must be the position of the argument with parameters, or several, not None")
-        return cls(fn, (), positions(params), adapter_rules=parse_rules(rules))
-
-    def _analysed(self, traced: Traced, complete: bool) -> Any:
+    def analyse(traced: Traced, complete: bool) -> AdapterProgram:
         analysis = Analysis((), traced.scaled, complete)
         analysis.plan(traced.jaxpr, traced.origins, Place())
-        decisions, parameters = _decided(analysis, self.adapter_rules)
+        decisions, parameters = _decided(analysis, parsed)
         repeated = sorted(name for name in parameters if traced.names.count(name) > 1)
         if repeated:
             raise ValueError(f"two parameters have the path {repeated[0]!r}; rename one, so that adapters have names")
-        adapted = frozenset(parameters)
         keyed = frozenset(path for path, parameter in parameters.items() if parameter.config.dropout)
-        plan = Analysis((), traced.scaled | adapted, keyed=keyed).plan(traced.jaxpr, traced.origins, Place())
+        second = Analysis((), traced.scaled.union(parameters), keyed=keyed)
+        plan = second.plan(traced.jaxpr, traced.origins, Place())
         return AdapterProgram(plan, parameters, decisions, analysis.other_uses, traced.names, traced.rebuild)
+
+    return Transform.of(fn, params, analyse)
 
 
 def _decided(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scaledot.lora.config import Config, Rules
-from scaledot.lora.program import AdapterProgram, AdapterTransform
+from scaledot.lora.program import AdapterProgram, with_adapters
 from scaledot.transform.program import ParamArgs
 
 
@@ -57,7 +57,7 @@ def report(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Ca
     embedding  -                             none: its parameter is an operand of gather, which takes no adapter
     1 of 2 with an adapter: 214 trainable elements
     """
-    transform = AdapterTransform.with_rules(fn, rules, params)
+    transform = with_adapters(fn, rules, params)
 
     def call(*args: Any, **kwargs: Any) -> Report:
         program, _ = transform.program(args, kwargs)

@@ -25,34 +25,9 @@ from scaledot.recipes import Recipe
 from scaledot.train.conv import groups_reason
 from scaledot.train.scope import ContractionScope, innermost
 from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts, type_of
+from scaledot.transform.origins import CONSTANT, DATA, Origin, join, passed, rearranged
 from scaledot.transform.rules import Rule
 from scaledot.transform.site import PRIMITIVES, Site
-from scaledot.transform.views import View, scanned, views_of_outputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """What a value depends on: the paths of parameters, and whether it depends on other arguments, too.
-
-    view: how it is read from its only parameter; None if it was computed in another way.
-    """
-
-    is_data: bool = False
-    params: frozenset[str] = frozenset()
-    view: View | None = None
-
-    @property
-    def is_weight(self) -> bool:
-        return not self.is_data and bool(self.params)
-
-
-CONSTANT = Origin()
-DATA = Origin(is_data=True)
-
-
-def join(origins: Sequence[Origin]) -> Origin:
-    """The origin, without a view, of a value that is computed from values of these origins."""
-    return Origin(any(o.is_data for o in origins), frozenset().union(*(o.params for o in origins)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +47,7 @@ class Choice:
 
     @property
     def needs_key(self) -> bool:
-        return self.is_keyed or (self.recipe is not None and self.recipe.stochastic)
+        return self.is_keyed or bool(self.recipe and self.recipe.stochastic)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,9 +151,9 @@ class Analysis:
                 plans = self._inner(eqn, origins, here, record)
                 if any(not plan.is_empty for plan in plans) or (plans and self._is_scaled(origins)):
                     inner[i] = plans
-                passed = _passed(eqn, origins) if plans else [DATA] * len(origins)
-                self._note_use([o for o, p in zip(origins, passed, strict=True) if not p.view], eqn.primitive.name)
-            elif _rearranged(eqn, origins) is None:
+                inside = passed(eqn, origins) if plans else [DATA] * len(origins)
+                self._note_use([o for o, p in zip(origins, inside, strict=True) if p.view is None], eqn.primitive.name)
+            elif rearranged(eqn, origins) is None:
                 self._note_use(origins, eqn.primitive.name)
 
         self._flow(jaxpr, ins, visit)
@@ -216,9 +191,9 @@ class Analysis:
 
     def _out_origins(self, eqn: JaxprEqn, origins: list[Origin]) -> list[Origin]:
         name, params = eqn.primitive.name, eqn.params
-        if (rearranged := _rearranged(eqn, origins)) is not None:
-            return rearranged
-        origins = _passed(eqn, origins)
+        if (outs := rearranged(eqn, origins)) is not None:
+            return outs
+        origins = passed(eqn, origins)
         if name in CALLS:
             return self._outs(params[CALLS[name]], origins)
         if name == "cond":
@@ -248,7 +223,7 @@ class Analysis:
     def _inner(self, eqn: JaxprEqn, origins: list[Origin], place: Place, record: bool) -> tuple[Plan, ...]:
         """Plans of the jaxprs of an equation; none if its primitive is not one that can be rewritten."""
         name, params = eqn.primitive.name, eqn.params
-        origins = _passed(eqn, origins)
+        origins = passed(eqn, origins)
         if name == "custom_vjp_call":
             return self._custom_vjp(eqn, origins, place, record)
         if name == "custom_jvp_call":
@@ -311,34 +286,6 @@ class Analysis:
         if reason is None and rule.recipe.delayed and place.no_state:
             reason = f"{rule.recipe.name} has a state, which cannot pass through {place.no_state}"
         return Choice(site, None, rule, reason) if reason else Choice(site, rule.recipe, rule)
-
-
-def _rearranged(eqn: JaxprEqn, origins: Sequence[Origin]) -> list[Origin] | None:
-    """Origins of the outputs of an equation that only rearranges or converts a parameter; None for other equations."""
-    if not origins or origins[0].view is None or inner_jaxprs(eqn):
-        return None
-    views = views_of_outputs(eqn, origins[0].view)
-    return views and [dataclasses.replace(origins[0], view=view) for view in views]
-
-
-def _passed(eqn: JaxprEqn, origins: list[Origin]) -> list[Origin]:
-    """Origins of the operands of an equation as its jaxprs receive them.
-
-    A scan slices stacked parameters. Values that loops carry, and those of a shard_map or of a custom derivative rule,
-    have no view: the rewritten equation takes them as plain arrays.
-    """
-    without = [dataclasses.replace(origin, view=None) for origin in origins]
-    if eqn.primitive.name in ("shard_map", "custom_jvp_call", "custom_vjp_call"):
-        return without
-    if eqn.primitive.name == "while":
-        consts = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return [*origins[:consts], *without[consts:]]
-    if eqn.primitive.name == "scan":
-        consts, carry = scan_counts(eqn)
-        end, length = consts + carry, eqn.params["length"]
-        slices = [dataclasses.replace(origin, view=scanned(origin.view, length)) for origin in origins[end:]]
-        return [*origins[:consts], *without[consts:end], *slices]
-    return origins
 
 
 def _existing(eqn: JaxprEqn, origins: list[Origin], place: Place, scope: ContractionScope) -> Choice:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ import numpy as np
 from scaledot import state
 from scaledot.array import ScaledArray
 from scaledot.state import State
-from scaledot.transform.analysis import CONSTANT, DATA, Analysis, Choice, Origin, Place, Plan
+from scaledot.transform.analysis import Analysis, Choice, Place, Plan
 from scaledot.transform.jaxprs import Closed, closed
+from scaledot.transform.origins import CONSTANT, DATA, Origin
 from scaledot.transform.rewrite import Rewriter
-from scaledot.transform.rules import Rule, Rules, check_all_match, parse_rules
+from scaledot.transform.rules import Rules, check_all_match, parse_rules
 
 ParamArgs = int | Sequence[int] | None
 
@@ -80,25 +81,32 @@ class Program:
         return [scaling_state[name] for name in self.state_names]
 
 
+AnyProgram = TypeVar("AnyProgram")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Transform:
-    """A function, rules, and the positions of the arguments that hold parameters."""
+class Transform(Generic[AnyProgram]):
+    """A function, the positions of the arguments that hold parameters, and its programs by types of arguments.
+
+    analyse: makes a program of a traced function; its second argument is `complete`, as in `program`.
+    """
 
     fn: Callable[..., Any]
-    rules: tuple[Rule, ...]
     param_args: tuple[int, ...] | None
-    programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
+    analyse: Callable[[Traced, bool], AnyProgram]
+    programs: dict[Hashable, AnyProgram] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> Self:
-        """rules: None for a function that is only looked at."""
+    def of(cls, fn: Callable[..., Any], params: ParamArgs, analyse: Callable[[Traced, bool], AnyProgram]) -> Self:
+        """The Transform of checked arguments."""
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {fn!r}")
-        return cls(fn, () if rules is None else parse_rules(rules), positions(params))
+        param_args = params if params is None else (params,) if isinstance(params, int) else tuple(params)
+        return cls(fn, param_args, analyse)
 
     def program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False
-    ) -> tuple[Program, list[Any]]:
+    ) -> tuple[AnyProgram, list[Any]]:
         """The program for arguments of these types, and the arrays among them, which are its inputs.
 
         complete: whether to list the contractions in backward rules as well.
@@ -118,7 +126,7 @@ class Transform:
             return self.fn(*args, **kwargs)
 
         traced = self._traced(call, [(names[i], leaf) for i, leaf in arrays.items()])
-        program = self._analysed(traced, complete)
+        program = self.analyse(traced, complete)
         if key is not None and not traced.jaxpr.consts:  # constants may be tracers, or change between calls
             self.programs[key] = program
         return program, list(arrays.values())
@@ -143,13 +151,6 @@ class Transform:
         scaled = frozenset(name for name, leaf in inputs if name is not None and _is_scaled(leaf))
         names = tuple(name for name, _ in inputs)
         return Traced(jaxpr, names, scaled, (*self._constants(jaxpr), *origins), rebuilds[-1])
-
-    def _analysed(self, traced: Traced, complete: bool) -> Program:
-        analysis = Analysis(self.rules, traced.scaled, complete)
-        plan = analysis.plan(traced.jaxpr, traced.origins, Place())
-        check_all_match(self.rules, [choice.site for choice in analysis.choices])
-        names = unique([choice.site.path for choice in plan.delayed])
-        return Program(plan, names, tuple(analysis.choices), traced.rebuild)
 
     def _constants(self, jaxpr: Closed) -> list[Origin]:
         """Origins of the arrays that the function closes over: parameters if no argument holds any."""
@@ -177,6 +178,20 @@ class Transform:
         return positional[position] if position < len(positional) else f"argument_{position}"
 
 
+def with_recipes(fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> Transform[Program]:
+    """The Transform of a function whose contractions get recipes; rules: None for a function that is only looked at."""
+    parsed = () if rules is None else parse_rules(rules)
+
+    def analyse(traced: Traced, complete: bool) -> Program:
+        analysis = Analysis(parsed, traced.scaled, complete)
+        plan = analysis.plan(traced.jaxpr, traced.origins, Place())
+        check_all_match(parsed, [choice.site for choice in analysis.choices])
+        names = unique([choice.site.path for choice in plan.delayed])
+        return Program(plan, names, tuple(analysis.choices), traced.rebuild)
+
+    return Transform.of(fn, params, analyse)
+
+
 def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Callable[..., Any]:
     """A function that computes what `fn` computes, with its contractions under the recipes that `rules` choose.
 
@@ -201,7 +216,7 @@ def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) ->
     >>> params = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}
     >>> grads = jax.grad(quantized(loss, {"up": "mxfp8", "down": None}))(params, jnp.ones((4, 32)))
     """
-    transform = Transform.of(fn, rules, params)
+    transform = with_recipes(fn, rules, params)
 
     def call(*args: Any, sr_key: Any = None, scaling_state: Any = None, **kwargs: Any) -> Any:
         program, inputs = transform.program(args, kwargs)
@@ -228,7 +243,7 @@ def init_state(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -
     >>> {name: sorted(tensors) for name, tensors in state.items()}
     {'w': ['g', 'w', 'x']}
     """
-    transform = Transform.of(fn, rules, params)
+    transform = with_recipes(fn, rules, params)
 
     def call(*args: Any, **kwargs: Any) -> dict[str, State]:
         return transform.program(args, kwargs)[0].init_state()
@@ -244,11 +259,6 @@ def unique(names: Sequence[str]) -> tuple[str, ...]:
         seen[name] = seen.get(name, 0) + 1
         unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return tuple(unique)
-
-
-def positions(params: ParamArgs) -> tuple[int, ...] | None:
-    """The argument `params` as a tuple."""
-    return params if params is None else (params,) if isinstance(params, int) else tuple(params)
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
