@@ -12,6 +12,7 @@ from scaledot.lora.config import Config, Rules
 from scaledot.lora.program import Adapters, with_adapters
 from scaledot.lora.uses import Use
 from scaledot.lora.weight import Factors
+from scaledot.numerics.rounding import FoldedKey, uniform_of
 from scaledot.transform.program import ParamArgs
 
 
@@ -50,9 +51,10 @@ def init(
 
 
 def _initial(key: jax.Array, name: str, use: Use, config: Config) -> Factors:
-    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    """Uniform numbers are hashes, as in stochastic rounding: Threefry takes seconds to compile for a model's shapes."""
     shapes, limit = use.factor_shapes(config.rank), 1 / math.sqrt(use.inputs)
-    a = jax.random.uniform(key, shapes["a"], config.dtype, -limit, limit)
+    uniform = uniform_of(FoldedKey(key, zlib.crc32(name.encode())), shapes["a"])
+    a = (limit * (2 * uniform - 1)).astype(config.dtype)
     return {"a": a, "b": jnp.zeros(shapes["b"], config.dtype)}
 
 
