@@ -389,6 +389,24 @@ def test_a_batch_of_adapters_equals_a_loop():
         assert_same(y, g(one, p, x))
 
 
+def of_x_and_g(recipe: str) -> sd.Recipe:
+    """The recipe without casts of w."""
+    casts = sd.RECIPES[recipe]
+    return sd.Recipe("of x and g", sd.Gemm(casts.fwd.lhs, None), sd.Gemm(casts.dgrad.lhs, None))
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
+@pytest.mark.parametrize("construct", ["plain", "weight first", "two contracting dims", "batch dims", "scan", "ragged"])
+def test_recipes_cast_activations_and_gradients_of_quantised_parameters(construct, recipe):
+    f, p, x = CONSTRUCTS[construct], quantized(used_params(construct), "int8"), inputs()
+
+    def grad(recipe, p):
+        return jax.jit(jax.grad(lambda x: jnp.sum(transform.quantized(f, recipe)(p, x) ** 2)))(x)
+
+    expected = grad(of_x_and_g(recipe), jax.tree.map(sd.dequantize, p, is_leaf=lambda q: isinstance(q, sd.ScaledArray)))
+    assert_same(grad(recipe, p), expected)
+
+
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("name", [None, "nf4"])
 def test_recipes_quantise_the_base_of_an_adapted_function(recipe, name):
@@ -397,13 +415,10 @@ def test_recipes_quantise_the_base_of_an_adapted_function(recipe, name):
     adapters = with_adapters(mlp, p, x)
     g = transform.quantized(lora.adapted(mlp, CONFIG), recipe, params=1)
 
-    casts = sd.RECIPES[recipe]
-    of_x_and_g = sd.Recipe("of x and g", sd.Gemm(casts.fwd.lhs, None), sd.Gemm(casts.dgrad.lhs, None))
-
     def by_hand(adapters, x):
         for layer in ("up", "down"):
             kernel, factors = p[layer]["kernel"], adapters[f"{layer}/kernel"]
-            w, used = (kernel, recipe) if name is None else (sd.dequantize(kernel), of_x_and_g)
+            w, used = (kernel, recipe) if name is None else (sd.dequantize(kernel), of_x_and_g(recipe))
             y = train.dense(x, w, recipe=used) + CONFIG.scaling * dot(dot(x, factors["a"]), factors["b"])
             x = jnp.tanh(y) if layer == "up" else y
         return jnp.sum(x**2)
