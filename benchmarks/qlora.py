@@ -79,6 +79,7 @@ def step_bytes(step: Any, trained: Any, *rest: Any) -> dict[str, int]:
     """Bytes of a step that the compiler reports, and the number of trained elements."""
     state = jax.eval_shape(OPTIMIZER.init, trained)
     memory = jax.jit(step, donate_argnums=(0, 1)).lower(trained, state, *rest).compile().memory_analysis()
+    assert memory is not None, "the compiler reports no sizes on this platform"
     new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "trained_elements": sum(leaf.size for leaf in jax.tree.leaves(trained)),
