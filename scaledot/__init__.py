@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, format_variants, linen, nnx, orbax, recipes, state, train, transform
+    from scaledot import checkpoint_policies, format_variants, linen, lora, nnx, orbax, recipes, state, train, transform
     from scaledot.array import ScaledArray
     from scaledot.formats import FORMATS, Format, Quirks, find_format
     from scaledot.numerics.hadamard import Hadamard
@@ -44,6 +44,7 @@ _SUBMODULES = {
     "collective_matmul": "parallel.collective_matmul",
     "format_variants": "format_variants",
     "linen": "linen",
+    "lora": "lora",
     "nnx": "nnx",
     "orbax": "orbax",
     "recipes": "recipes",
@@ -107,6 +108,7 @@ __all__ = [
     "format_variants",
     "init_state",
     "linen",
+    "lora",
     "matmul",
     "nnx",
     "orbax",

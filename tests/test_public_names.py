@@ -15,6 +15,7 @@ MODULES = (
     "scaledot.compat.jax_nn",
     "scaledot.format_variants",
     "scaledot.linen",
+    "scaledot.lora",
     "scaledot.nnx",
     "scaledot.orbax",
     "scaledot.parallel.collective_matmul",

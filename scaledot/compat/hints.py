@@ -12,8 +12,8 @@ def module_getattr(
 ) -> Callable[[str], object]:
     """Returns a module's `__getattr__`, which imports submodules `on_demand` and raises for the names in `instead`.
 
-    instead: what to write instead of each name of `library` that is not provided. others: what to write instead of public
-    names that are not in `instead`, for modules that provide nothing.
+    instead: what to write instead of each name of `library` that is not provided.
+    others: what to write instead of public names that are not in `instead`, for modules that provide nothing.
 
     `module.name` raises AttributeError, as hasattr requires. `from module import name` raises ImportError, because
     Python would replace an AttributeError by its own ImportError, without the replacement's name.

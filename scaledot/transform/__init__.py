@@ -9,7 +9,11 @@
 | `rules` | `Rule`: which contraction gets which recipe |
 | `jaxprs` | what differs between jax releases |
 | `site` | `Site`: a contraction |
+| `views` | how the operand of a contraction is read from a parameter |
+| `origins` | which parameters a value depends on |
 | `analysis` | data flow; which equations change: `Plan` |
+| `custom_weight` | `CustomWeight`: a parameter that computes its own contractions |
+| `scaled` | contractions with quantised parameters |
 | `rewrite` | the evaluation of a plan |
 | `program` | `quantized`, `init_state` |
 | `report` | `report`: what was quantised, and what was not |

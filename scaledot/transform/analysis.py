@@ -3,7 +3,8 @@
 Whether an operand is a weight follows from data flow, not from its position, because einsum swaps operands. Every
 value has an `Origin`: the parameters that it depends on, and whether it depends on any other argument. A value that
 depends on parameters only is a weight, however it was computed: converted, transposed, sliced from stacked layers,
-concatenated, normalised. A row of an embedding table depends on token ids as well, so it is data.
+concatenated, normalised. A row of an embedding table depends on token ids as well, so it is data. The origin of a
+parameter that was only rearranged has a `View`; `Analysis.other_uses` lists where a parameter is used in another way.
 
 The loss of a two-layer MLP, `dot(relu(dot(x, w1)), w2)`, has the sites `w1` and `w2`; `q @ k.T` of attention has no
 weight and is left as it is unless a rule has `operands="activations"`.
@@ -24,29 +25,9 @@ from scaledot.recipes import Recipe
 from scaledot.train.conv import groups_reason
 from scaledot.train.scope import ContractionScope, innermost
 from scaledot.transform.jaxprs import CALLS, Closed, closed, inner_jaxprs, read, scan_counts, type_of
+from scaledot.transform.origins import CONSTANT, DATA, Origin, join, passed, rearranged
 from scaledot.transform.rules import Rule
 from scaledot.transform.site import PRIMITIVES, Site
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """What a value depends on: the paths of parameters, and whether it depends on other arguments, too."""
-
-    is_data: bool = False
-    params: frozenset[str] = frozenset()
-
-    @property
-    def is_weight(self) -> bool:
-        return not self.is_data and bool(self.params)
-
-
-CONSTANT = Origin()
-DATA = Origin(is_data=True)
-
-
-def join(origins: Sequence[Origin]) -> Origin:
-    """The origin of a value that is computed from values of these origins."""
-    return Origin(any(o.is_data for o in origins), frozenset().union(*(o.params for o in origins)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +35,7 @@ class Choice:
     """What becomes of a site: its recipe and the rule that chose it, or the reason why it has none.
 
     existing: the name of the recipe that it has already, from a Flax hook or `scaledot.train`; it is left as it is.
+    is_keyed: whether its weight is a CustomWeight that takes a key.
     """
 
     site: Site
@@ -61,6 +43,11 @@ class Choice:
     rule: Rule | None = None
     reason: str = ""
     existing: str = ""
+    is_keyed: bool = False
+
+    @property
+    def needs_key(self) -> bool:
+        return self.is_keyed or bool(self.recipe and self.recipe.stochastic)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,12 +82,15 @@ class Plan:
 
     @functools.cached_property
     def needs_key(self) -> bool:
-        return any(choice.recipe and choice.recipe.stochastic for choice in self.choices)
+        return any(choice.needs_key for choice in self.choices)
 
     @functools.cached_property
     def signature(self) -> Any:
         """Equal for two plans of the same jaxpr that evaluate to the same program."""
-        sites = tuple((i, choice.recipe, choice.site.weight) for i, choice in sorted(self.sites.items()))
+        sites = tuple(
+            (i, choice.recipe, choice.is_keyed, choice.site.weight, choice.site.view)
+            for i, choice in sorted(self.sites.items())
+        )
         inner = tuple((i, tuple(plan.signature for plan in plans)) for i, plans in sorted(self.inner.items()))
         return id(self.closed.jaxpr), sites, inner
 
@@ -124,13 +114,18 @@ class Place:
 
 @dataclasses.dataclass
 class Analysis:
-    """One pass over a program. choices: all contractions found, also those that are left as they are."""
+    """One pass over a program. choices: all contractions found, also those that are left as they are.
+
+    scaled: paths of parameters that are ScaledArrays or CustomWeights. keyed: of CustomWeights that take a key.
+    other_uses: for each parameter, the operations other than contractions that it, or a view of it, is an operand of.
+    """
 
     rules: tuple[Rule, ...]
     scaled: frozenset[str] = frozenset()
     complete: bool = False
+    keyed: frozenset[str] = frozenset()
     choices: list[Choice] = dataclasses.field(default_factory=list)
-    other: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    other_uses: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     _flows: dict[Any, tuple[Origin, ...]] = dataclasses.field(default_factory=dict)
 
     def plan(self, jaxpr: Closed, ins: Sequence[Origin], place: Place, record: bool = True) -> Plan:
@@ -143,19 +138,32 @@ class Analysis:
             if eqn.primitive.name == "custom_vjp_call" and (scope := innermost(here.scope)):
                 if record:
                     self.choices.append(_existing(eqn, origins, here, scope))
+                self._note_use(origins, f"a matmul under the recipe {scope.recipe}")
             elif eqn.primitive.name in PRIMITIVES:
                 choice = self._choose(eqn, origins, here)
                 if record:
                     self.choices.append(choice)
+                if choice.site.operands != "weight":
+                    self._note_use(origins, eqn.primitive.name)
                 if choice.recipe is not None or self._is_scaled(origins):
                     sites[i] = choice
             elif inner_jaxprs(eqn):
                 plans = self._inner(eqn, origins, here, record)
                 if any(not plan.is_empty for plan in plans) or (plans and self._is_scaled(origins)):
                     inner[i] = plans
+                inside = passed(eqn, origins) if plans else [DATA] * len(origins)
+                self._note_use([o for o, p in zip(origins, inside, strict=True) if p.view is None], eqn.primitive.name)
+            elif rearranged(eqn, origins) is None:
+                self._note_use(origins, eqn.primitive.name)
 
         self._flow(jaxpr, ins, visit)
         return Plan(jaxpr, sites, inner)
+
+    def _note_use(self, origins: Sequence[Origin], operation: str) -> None:
+        for origin in origins:
+            for param in origin.params if origin.view is not None else ():
+                uses = self.other_uses.setdefault(param, [])
+                uses += [] if operation in uses else [operation]
 
     def _is_scaled(self, origins: Sequence[Origin]) -> bool:
         return any(origin.is_weight and origin.params <= self.scaled for origin in origins)
@@ -183,15 +191,21 @@ class Analysis:
 
     def _out_origins(self, eqn: JaxprEqn, origins: list[Origin]) -> list[Origin]:
         name, params = eqn.primitive.name, eqn.params
+        if (outs := rearranged(eqn, origins)) is not None:
+            return outs
+        origins = passed(eqn, origins)
         if name in CALLS:
             return self._outs(params[CALLS[name]], origins)
         if name == "cond":
             branches = [self._outs(branch, origins[1:]) for branch in params["branches"]]
+            self._note_use([out for outs in branches for out in outs], name)
             return [join(outs) for outs in zip(*branches, strict=True)]
         if name == "scan":
             consts, carry = scan_counts(eqn)
             ins = self._fixed_point(params["jaxpr"], origins, consts, carry)
-            return self._outs(params["jaxpr"], ins)
+            outs = self._outs(params["jaxpr"], ins)
+            self._note_use(outs, name)
+            return [dataclasses.replace(out, view=None) for out in outs]
         if name == "while":
             return self._fixed_point(params["body_jaxpr"], *_while_body(eqn, origins))[params["body_nconsts"] :]
         return [join(origins)] * len(eqn.outvars)
@@ -200,6 +214,7 @@ class Analysis:
         """Origins of the inputs of a loop body, with those of carried values joined over all iterations."""
         while True:
             outs = self._outs(jaxpr, ins)
+            self._note_use(outs[:carry], "a loop")
             joined = [join(pair) for pair in zip(ins[consts : consts + carry], outs[:carry], strict=True)]
             if joined == ins[consts : consts + carry]:
                 return ins
@@ -208,6 +223,7 @@ class Analysis:
     def _inner(self, eqn: JaxprEqn, origins: list[Origin], place: Place, record: bool) -> tuple[Plan, ...]:
         """Plans of the jaxprs of an equation; none if its primitive is not one that can be rewritten."""
         name, params = eqn.primitive.name, eqn.params
+        origins = passed(eqn, origins)
         if name == "custom_vjp_call":
             return self._custom_vjp(eqn, origins, place, record)
         if name == "custom_jvp_call":
@@ -262,7 +278,8 @@ class Analysis:
         derivative = _derivative(place)
         rule = next((rule for rule in self.rules if rule.matches(site)), None)
         if rule is None:
-            return Choice(site, None, reason=_UNMATCHED[site.operands] if self.rules else "it has no recipe")
+            reason = _UNMATCHED[site.operands] if self.rules else "it has no recipe"
+            return Choice(site, None, reason=reason, is_keyed=not self.keyed.isdisjoint(site.parameters))
         if rule.recipe is None:
             return Choice(site, None, rule, "its rule has no recipe")
         reason = _obstacle(eqn, site, rule.recipe) or derivative
@@ -357,6 +374,7 @@ def _site(
     operands = _OPERANDS[sum(origin.is_data for origin in origins), sum(origin.is_weight for origin in origins)]
     weight = 0 if operands == "weight" and origins[0].is_weight else 1
     paths = sorted(origins[weight].params) if operands == "weight" else []
+    view = origins[weight].view if operands == "weight" else None
     layers = [path.rpartition("/")[0] or path for path in paths]
     path = " + ".join(dict.fromkeys(layers)) or place.scope or primitive
     names = tuple(dict.fromkeys([path, *layers, *paths, place.scope]))
@@ -374,6 +392,8 @@ def _site(
         lengths=place.lengths,
         in_loop=place.in_loop,
         params=params,
+        parameters=tuple(paths),
+        view=view,
     )
 
 
@@ -398,7 +418,7 @@ def _obstacle(eqn: JaxprEqn, site: Site, recipe: Recipe) -> str | None:
     if site.operands == "weight" and site.weight != 1:
         return f"the weight is lhs of {eqn.primitive.name}"
     if eqn.primitive.name == "ragged_dot_general":
-        return _ragged_obstacle(eqn)
+        return ragged_obstacle(eqn.params) if len(eqn.invars) == 3 else "it has a group offset"
     return _conv_obstacle(eqn, site, recipe)
 
 
@@ -410,12 +430,13 @@ def _conv_obstacle(eqn: JaxprEqn, site: Site, recipe: Recipe) -> str | None:
     return groups_reason(recipe, groups, inputs, outputs // groups)
 
 
-def _ragged_obstacle(eqn: JaxprEqn) -> str | None:
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
+def ragged_obstacle(params: Mapping[str, Any]) -> str | None:
+    """Why a ragged_dot_general of these params is not supported; None if it is."""
+    numbers = params["ragged_dot_dimension_numbers"]
     plain = (((1,), (1,)), ((), ()))
     dims = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
     is_plain = dims == plain and (*numbers.lhs_ragged_dimensions, *numbers.rhs_group_dimensions) == (0, 0)
-    if not is_plain or eqn.params.get("group_offset") is not None or len(eqn.invars) != 3:
+    if not is_plain or params.get("group_offset") is not None:
         return "only ragged_dot of (m, k) and (groups, k, n) is supported, not another ragged_dot_general"
     return None
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,28 @@ import numpy as np
 from scaledot import state
 from scaledot.array import ScaledArray
 from scaledot.state import State
-from scaledot.transform.analysis import CONSTANT, DATA, Analysis, Choice, Origin, Place, Plan
+from scaledot.transform.analysis import Analysis, Choice, Place, Plan
 from scaledot.transform.jaxprs import Closed, closed
+from scaledot.transform.origins import CONSTANT, DATA, Origin
 from scaledot.transform.rewrite import Rewriter
-from scaledot.transform.rules import Rule, Rules, check_all_match, parse_rules
+from scaledot.transform.rules import Rules, check_all_match, parse_rules
 
 ParamArgs = int | Sequence[int] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """The jaxpr of a function.
+
+    names: for each input, the path of the parameter that it is, or None. scaled: those that are ScaledArrays. origins:
+    of constants and inputs. rebuild: makes the result of the function from the outputs of the jaxpr.
+    """
+
+    jaxpr: Closed
+    names: tuple[str | None, ...]
+    scaled: frozenset[str]
+    origins: tuple[Origin, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,50 +81,57 @@ class Program:
         return [scaling_state[name] for name in self.state_names]
 
 
+AnyProgram = TypeVar("AnyProgram")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Transform:
-    """A function, rules, and the positions of the arguments that hold parameters."""
+class Transform(Generic[AnyProgram]):
+    """A function, the positions of the arguments that hold parameters, and its programs by types of arguments.
+
+    analyse: makes a program of a traced function; its second argument is `complete`, as in `program`.
+    """
 
     fn: Callable[..., Any]
-    rules: tuple[Rule, ...]
     param_args: tuple[int, ...] | None
-    programs: dict[Hashable, Program] = dataclasses.field(default_factory=dict)
+    analyse: Callable[[Traced, bool], AnyProgram]
+    programs: dict[Hashable, AnyProgram] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> "Transform":
-        """rules: None for a function that is only looked at."""
+    def of(cls, fn: Callable[..., Any], params: ParamArgs, analyse: Callable[[Traced, bool], AnyProgram]) -> Self:
+        """The Transform of checked arguments."""
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {fn!r}")
         param_args = params if params is None else (params,) if isinstance(params, int) else tuple(params)
-        return cls(fn, () if rules is None else parse_rules(rules), param_args)
+        return cls(fn, param_args, analyse)
 
     def program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], complete: bool = False
-    ) -> tuple[Program, list[Any]]:
+    ) -> tuple[AnyProgram, list[Any]]:
         """The program for arguments of these types, and the arrays among them, which are its inputs.
 
         complete: whether to list the contractions in backward rules as well.
         """
-        paths_and_leaves, tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_scaled)
+        paths_and_leaves, tree = flattened(args, kwargs)
         arrays = {i: leaf for i, (_, leaf) in enumerate(paths_and_leaves) if _is_array(leaf)}
         static = tuple((i, leaf) for i, (_, leaf) in enumerate(paths_and_leaves) if i not in arrays)
         types = tuple(_type(leaf) for leaf in arrays.values())
         key = (tree, types, static, complete) if all(isinstance(leaf, Hashable) for _, leaf in static) else None
         if key is not None and key in self.programs:
             return self.programs[key], list(arrays.values())
-        names = [self._param_name(path, len(args)) for path, _ in paths_and_leaves]
+        names = [self.param_name(path, len(args)) for path, _ in paths_and_leaves]
 
         def call(values: Sequence[Any]) -> Any:
             leaves = dict(static) | dict(zip(arrays, values, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(len(names))])
             return self.fn(*args, **kwargs)
 
-        program = self._analysed(call, [(names[i], leaf) for i, leaf in arrays.items()], complete)
-        if key is not None and not program.plan.closed.consts:  # constants may be tracers, or change between calls
+        traced = self._traced(call, [(names[i], leaf) for i, leaf in arrays.items()])
+        program = self.analyse(traced, complete)
+        if key is not None and not traced.jaxpr.consts:  # constants may be tracers, or change between calls
             self.programs[key] = program
         return program, list(arrays.values())
 
-    def _analysed(self, call: Callable[..., Any], inputs: list[tuple[str | None, Any]], complete: bool) -> Program:
+    def _traced(self, call: Callable[..., Any], inputs: list[tuple[str | None, Any]]) -> Traced:
         rebuilds = []
 
         def flat(*values: Any) -> list[Any]:
@@ -124,13 +147,10 @@ class Transform:
             return list(arrays.values())
 
         jaxpr = closed(jax.make_jaxpr(flat)(*(_abstract(leaf) for _, leaf in inputs)))
-        origins = [DATA if name is None else Origin(params=frozenset([name])) for name, _ in inputs]
+        origins = [DATA if name is None else Origin(params=frozenset([name]), view=()) for name, _ in inputs]
         scaled = frozenset(name for name, leaf in inputs if name is not None and _is_scaled(leaf))
-        analysis = Analysis(self.rules, scaled, complete)
-        plan = analysis.plan(jaxpr, [*self._constants(jaxpr), *origins], Place())
-        check_all_match(self.rules, [choice.site for choice in analysis.choices])
-        names = _unique([choice.site.path for choice in plan.delayed])
-        return Program(plan, names, tuple(analysis.choices), rebuilds[-1])
+        names = tuple(name for name, _ in inputs)
+        return Traced(jaxpr, names, scaled, (*self._constants(jaxpr), *origins), rebuilds[-1])
 
     def _constants(self, jaxpr: Closed) -> list[Origin]:
         """Origins of the arrays that the function closes over: parameters if no argument holds any."""
@@ -138,7 +158,7 @@ class Transform:
             return [CONSTANT] * len(jaxpr.consts)
         return [Origin(params=frozenset([f"constant_{i}"])) for i in range(len(jaxpr.consts))]
 
-    def _param_name(self, path: tuple[Any, ...], count: int) -> str | None:
+    def param_name(self, path: tuple[Any, ...], count: int) -> str | None:
         """The path of a parameter within its argument; None for a leaf of another argument."""
         of_kwargs, position = path[0].idx == 1, getattr(path[1], "idx", None)
         positions = {p % count if count else p for p in self.param_args or ()}
@@ -156,6 +176,20 @@ class Transform:
             parameters = []
         positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return positional[position] if position < len(positional) else f"argument_{position}"
+
+
+def with_recipes(fn: Callable[..., Any], rules: Rules | None, params: ParamArgs) -> Transform[Program]:
+    """The Transform of a function whose contractions get recipes; rules: None for a function that is only looked at."""
+    parsed = () if rules is None else parse_rules(rules)
+
+    def analyse(traced: Traced, complete: bool) -> Program:
+        analysis = Analysis(parsed, traced.scaled, complete)
+        plan = analysis.plan(traced.jaxpr, traced.origins, Place())
+        check_all_match(parsed, [choice.site for choice in analysis.choices])
+        names = unique([choice.site.path for choice in plan.delayed])
+        return Program(plan, names, tuple(analysis.choices), traced.rebuild)
+
+    return Transform.of(fn, params, analyse)
 
 
 def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -> Callable[..., Any]:
@@ -182,7 +216,7 @@ def quantized(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) ->
     >>> params = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}
     >>> grads = jax.grad(quantized(loss, {"up": "mxfp8", "down": None}))(params, jnp.ones((4, 32)))
     """
-    transform = Transform.of(fn, rules, params)
+    transform = with_recipes(fn, rules, params)
 
     def call(*args: Any, sr_key: Any = None, scaling_state: Any = None, **kwargs: Any) -> Any:
         program, inputs = transform.program(args, kwargs)
@@ -209,7 +243,7 @@ def init_state(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -
     >>> {name: sorted(tensors) for name, tensors in state.items()}
     {'w': ['g', 'w', 'x']}
     """
-    transform = Transform.of(fn, rules, params)
+    transform = with_recipes(fn, rules, params)
 
     def call(*args: Any, **kwargs: Any) -> dict[str, State]:
         return transform.program(args, kwargs)[0].init_state()
@@ -217,7 +251,7 @@ def init_state(fn: Callable[..., Any], rules: Rules, *, params: ParamArgs = 0) -
     return call
 
 
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
+def unique(names: Sequence[str]) -> tuple[str, ...]:
     """The names, with "#2", "#3", ... after repeated ones."""
     seen: dict[str, int] = {}
     unique = []
@@ -225,6 +259,11 @@ def _unique(names: Sequence[str]) -> tuple[str, ...]:
         seen[name] = seen.get(name, 0) + 1
         unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return tuple(unique)
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[Any, Any]], Any]:
+    """Paths and leaves of all arguments, where a ScaledArray is a leaf, and their tree structure."""
+    return jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_scaled)
 
 
 def _is_scaled(leaf: Any) -> bool:

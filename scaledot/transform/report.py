@@ -12,7 +12,7 @@ from scaledot.ops.explain import problems
 from scaledot.recipes import RECIPES, Recipe
 from scaledot.state import init_state
 from scaledot.transform.analysis import Choice
-from scaledot.transform.program import ParamArgs, Transform
+from scaledot.transform.program import ParamArgs, with_recipes
 from scaledot.transform.rewrite import under_recipe
 from scaledot.transform.rules import Rules
 
@@ -92,7 +92,7 @@ def report(fn: Callable[..., Any], rules: Rules | None = None, *, params: ParamA
     dot_general  float32[32,64] x float32[64,32]  1  33.3%  -  no weight among its operands; a rule with ...
     1 of 2 contractions under a recipe: 66.7% of 3.93e+05 FLOPs
     """
-    transform = Transform.of(fn, rules, params)
+    transform = with_recipes(fn, rules, params)
 
     def call(*args: Any, **kwargs: Any) -> Report:
         return make_report(transform.program(args, kwargs, complete=True)[0].choices)

@@ -20,15 +20,13 @@ from jax.extend.core import JaxprEqn
 
 from scaledot import train
 from scaledot.array import ScaledArray
-from scaledot.contraction import labels
 from scaledot.numerics.rounding import hash_words, key_words
-from scaledot.ops.dot import dot_general
 from scaledot.ops.quantize import dequantize
-from scaledot.ops.ragged import ragged_dot
 from scaledot.state import State
-from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.transform.analysis import Choice, Plan, bind
+from scaledot.transform.custom_weight import CustomWeight
 from scaledot.transform.jaxprs import CALLS, read, scan_counts, type_of
+from scaledot.transform.scaled import contract_scaled
 
 States = list[State]
 Result = tuple[list[Any], States]
@@ -187,10 +185,18 @@ _HANDLERS: dict[str, Callable[..., Result]] = {
 
 def contract(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any, index: int, states: States) -> Result:
     """The result of a contraction under its recipe. index: of the equation, which is hashed into the key."""
+    weight = values[choice.site.weight]
+    if isinstance(weight, CustomWeight):
+        (y,), used = contract(eqn, choice, _bases(values), key, index, states)
+        x, *rest = values[1 - choice.site.weight], *values[2:]
+        return [weight.contract(choice.site, x, y, _fold(key, index), *rest)], used
     if any(isinstance(value, ScaledArray) for value in values):
-        return [_contract_scaled(eqn, choice, values, key)], []
+        is_delayed = choice.recipe is not None and choice.recipe.delayed
+        y = contract_scaled(eqn, choice, values, _fold(key, index), _fold(_fold(key, index), 1))
+        return [y], states[:1] if is_delayed else []
     recipe = choice.recipe
-    assert recipe is not None
+    if recipe is None:  # the weight was computed from a quantised parameter, and is not quantised
+        return bind(eqn, *values), []
     function, keywords = under_recipe(choice)
     keywords |= {"key": _fold(key, index)} if recipe.stochastic else {}
     keywords |= {"state": states[0]} if recipe.delayed else {}
@@ -238,34 +244,19 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _contract_scaled(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any) -> Any:
-    """A contraction with a quantised parameter; the recipe, if any, quantises the other operand as in its fwd."""
-    name, dtype = eqn.primitive.name, choice.site.out.dtype
-    if name == "conv_general_dilated":
-        return bind(eqn, *_plain(values))[0]
-    lhs, rhs = (_cast_activation(eqn, i, choice, value, key) for i, value in enumerate(values[:2]))
-    if name == "ragged_dot_general":
-        return ragged_dot(lhs, rhs, *values[2:], preferred_element_type=dtype)
-    return dot_general(lhs, rhs, eqn.params["dimension_numbers"], eqn.params["precision"], dtype)
-
-
-def _cast_activation(eqn: JaxprEqn, operand: int, choice: Choice, value: Any, key: Any) -> Any:
-    cast = choice.recipe and choice.recipe.fwd and choice.recipe.fwd.lhs
-    if isinstance(value, ScaledArray) or cast is None or cast.delayed or cast.rotation:
-        return value
-    contracting, batch = eqn.params.get("dimension_numbers", (((1,), (1,)), ((), ())))
-    names = labels(value.ndim)
-    summed = "".join(names[axis] for axis in contracting[operand])
-    free = "".join(c for i, c in enumerate(names) if c not in summed and i not in batch[operand])
-    return ResolvedCast.on(cast, OperandDims(names, free, summed)).quantize(value, key=key)
-
-
 def _plain(values: Sequence[Any]) -> list[Any]:
+    assert not any(isinstance(value, CustomWeight) for value in values), "a CustomWeight is used without a view"
     return [dequantize(value) if isinstance(value, ScaledArray) else value for value in values]
+
+
+def _bases(values: Sequence[Any]) -> list[Any]:
+    return [value.base if isinstance(value, CustomWeight) else value for value in values]
 
 
 def _unchanged(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Binds an equation. Quantised parameters stay quantised where only their shape or dtype changes."""
+    if values and isinstance(values[0], CustomWeight):
+        return [values[0].with_base(base) for base in _unchanged(eqn, _bases(values))]
     if isinstance(values[0] if values else None, ScaledArray) and eqn.primitive.name in _SHAPE_OPS:
         changed = _SHAPE_OPS[eqn.primitive.name](values, eqn)
         if changed is not None:
@@ -306,6 +297,7 @@ _SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | None]] = {
     "slice": _sliced,
     "dynamic_slice": _indexed,
     "copy": lambda values, eqn: values[0],
+    "stop_gradient": lambda values, eqn: values[0],
 }
 
 

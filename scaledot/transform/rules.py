@@ -21,26 +21,16 @@ from scaledot.transform.site import PRIMITIVES, Site
 OPERANDS = ("weight", "activations")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A recipe for the contractions that satisfy all conditions; recipe None leaves them unquantised.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Conditions on a contraction: see `Rule`."""
 
-    path: a glob pattern. primitive: one of `PRIMITIVES`, or None for all. operands: "weight" for contractions of data
-    with a parameter, "activations" for those of data with data. where: a further condition on the `Site`.
-
-    >>> Rule("mxfp8", path="*/mlp/*", primitive="dot_general").recipe.name
-    'mxfp8'
-    """
-
-    recipe: Any
-    _: dataclasses.KW_ONLY
     path: str = "*"
     primitive: str | None = None
     operands: str = "weight"
     where: Callable[[Site], bool] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recipe", None if self.recipe is None else find_recipe(self.recipe))
         if not isinstance(self.path, str):
             raise TypeError(f"`path` must be a glob pattern, not {self.path!r}")
         if self.primitive not in (None, *PRIMITIVES):
@@ -49,6 +39,11 @@ class Rule:
             raise ValueError(f"`operands` must be one of {', '.join(OPERANDS)}, not {self.operands!r}")
         if self.where is not None and not callable(self.where):
             raise TypeError(f"`where` must be a function of a Site, not {self.where!r}")
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether it has no other condition than that one operand is a weight."""
+        return self.path == "*" and self.operands == "weight" and self.where is None and self.primitive is None
 
     def matches(self, site: Site) -> bool:
         """Whether all conditions hold."""
@@ -65,6 +60,24 @@ class Rule:
         conditions += [self.operands] if self.operands != "weight" else []
         conditions += [getattr(self.where, "__name__", "where")] if self.where else []
         return " ".join(conditions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule(Conditions):
+    """A recipe for the contractions that satisfy all conditions; recipe None leaves them unquantised.
+
+    path: a glob pattern. primitive: one of `PRIMITIVES`, or None for all. operands: "weight" for contractions of data
+    with a parameter, "activations" for those of data with data. where: a further condition on the `Site`.
+
+    >>> Rule("mxfp8", path="*/mlp/*", primitive="dot_general").recipe.name
+    'mxfp8'
+    """
+
+    recipe: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", None if self.recipe is None else find_recipe(self.recipe))
+        super().__post_init__()
 
 
 Rules = str | Recipe | Mapping[str, str | Recipe | None] | Sequence[Rule]
@@ -90,10 +103,10 @@ def parse_rules(rules: Rules) -> tuple[Rule, ...]:
     return parsed
 
 
-def check_all_match(rules: Sequence[Rule], sites: Sequence[Site]) -> None:
+def check_all_match(rules: Sequence[Conditions], sites: Sequence[Site]) -> None:
     """Raises ValueError for a rule that matches no contraction, with the nearest paths; a rule for all never raises."""
     for rule in rules:
-        if rule.path == "*" and rule.operands == "weight" and rule.where is None and rule.primitive is None:
+        if rule.is_for_all:
             continue
         if not any(rule.matches(site) for site in sites):
             names = sorted({site.path for site in sites})

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from scaledot.transform.views import View
+
 PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -19,7 +21,9 @@ class Site:
     (data times a parameter), "activations" (data times data), "constant" (data times a constant), "parameters" or
     "constants" (without data). weight: the index of the weight, 0 or 1; for two activations 1. lhs, rhs, out: types
     with shape and dtype. flops: of one execution. lengths: those of the scans around it. in_loop: whether a while loop,
-    whose number of iterations is unknown, is around it. params: those of the primitive.
+    whose number of iterations is unknown, is around it. params: those of the primitive. parameters: the paths of the
+    parameters that the weight is computed from. view: how the weight is read from its only parameter, if it is only
+    rearranged; else None.
     """
 
     path: str
@@ -35,6 +39,8 @@ class Site:
     lengths: tuple[int, ...]
     in_loop: bool
     params: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
+    parameters: tuple[str, ...] = ()
+    view: View | None = dataclasses.field(default=None, repr=False)
 
     @property
     def total_flops(self) -> int:

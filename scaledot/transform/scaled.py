@@ -1,0 +1,93 @@
+"""Contractions with a quantised parameter: codes are multiplied as they are stored, and a recipe casts activations.
+
+A recipe's casts have no derivative, so its contraction is a custom_vjp, as in training: fwd multiplies the cast of x by
+w, and dgrad the cast of the gradient by w. w is a constant: there is no wgrad, and w is the only residual. Casts with
+delayed scaling or a rotation, which w would need as well, are left out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction, from_dimension_numbers
+from scaledot.ops.dot import dot_general
+from scaledot.ops.operands import constant, contract
+from scaledot.ops.quantize import dequantize
+from scaledot.ops.ragged import ragged_dot
+from scaledot.recipes import Cast, Gemm
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.transform.analysis import Choice, bind
+
+
+def contract_scaled(eqn: JaxprEqn, choice: Choice, values: Sequence[Any], key: Any, gradient_key: Any) -> jax.Array:
+    """The contraction of `values`, at least one of which is a ScaledArray, under the recipe of the choice, if any.
+
+    key, gradient_key: for stochastic rounding in fwd and in dgrad.
+    """
+    site, recipe = choice.site, choice.recipe
+    if site.primitive == "conv_general_dilated":
+        return bind(eqn, *(dequantize(v) if isinstance(v, ScaledArray) else v for v in values))[0]
+    casts = [_activation_cast(gemm) for gemm in ((recipe.fwd, recipe.dgrad) if recipe else ())]
+    if not any(casts) or site.operands != "weight":
+        return _contracted(eqn, choice, *values)
+    w, x = values[site.weight], values[1 - site.weight]
+    return _under_recipe(eqn, choice, casts, x, constant(w), values[2:], (key, gradient_key))
+
+
+def _activation_cast(gemm: Gemm | None) -> Cast | None:
+    """The cast of x in fwd, or of the gradient in dgrad; None if w would have to share its state or rotation."""
+    cast = gemm and gemm.lhs
+    return None if cast is None or cast.delayed or cast.rotation else cast
+
+
+def _contracted(eqn: JaxprEqn, choice: Choice, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
+    dtype = choice.site.out.dtype
+    if choice.site.primitive == "ragged_dot_general":
+        return ragged_dot(lhs, rhs, *rest, preferred_element_type=dtype)
+    return dot_general(lhs, rhs, eqn.params["dimension_numbers"], eqn.params["precision"], dtype)
+
+
+def _under_recipe(eqn: JaxprEqn, choice: Choice, casts: Any, x: Any, w: Any, rest: Any, keys: Any) -> jax.Array:
+    """The contraction with x, and in its gradient g, cast as the recipe says."""
+    fwd = _contraction(eqn, choice)
+    dgrad = fwd.dgrad
+
+    def forward(x: Any, w: Any, rest: Any, keys: Any) -> tuple[jax.Array, Any]:
+        q, mask = _cast(casts[0], fwd, x, keys[0])
+        operands = (q, w) if choice.site.weight == 1 else (w, q)
+        return _contracted(eqn, choice, *operands, *rest), (w, rest, keys, mask)
+
+    def backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, None, None, None]:
+        w, rest, keys, mask = residuals
+        q, _ = _cast(casts[1], dgrad, g, keys[1])
+        if choice.site.primitive == "ragged_dot_general":
+            dx = ragged_dot(q, w.mT, *rest, preferred_element_type=x.dtype)
+        else:
+            options = {"precision": eqn.params["precision"], "preferred_element_type": x.dtype}
+            dx = contract(dgrad, q, w, **options)
+        return dx if mask is None else jnp.where(mask, dx, jnp.zeros_like(dx)), None, None, None
+
+    run = jax.custom_vjp(lambda *args: forward(*args)[0])
+    run.defvjp(forward, backward)
+    return run(x, w, rest, keys)
+
+
+def _contraction(eqn: JaxprEqn, choice: Choice) -> Contraction:
+    """The labels of x, of w and of the result; those of one group, for a ragged matmul."""
+    if choice.site.primitive == "ragged_dot_general":
+        return Contraction("mk", "kn", "mn")
+    both = from_dimension_numbers(eqn.params["dimension_numbers"], choice.site.lhs.ndim, choice.site.rhs.ndim)
+    return both if choice.site.weight == 1 else Contraction(both.rhs, both.lhs, both.out)
+
+
+def _cast(cast: Cast | None, of: Contraction, x: jax.Array, key: Any) -> tuple[Any, jax.Array | None]:
+    """x, the lhs of a contraction, quantised, and a mask of its unclipped elements; x itself without a cast."""
+    if cast is None:
+        return x, None
+    resolved = ResolvedCast.on(cast, OperandDims(of.lhs, of.lhs_free, of.contracting))
+    q = resolved.quantize(x, key=key)
+    return q, resolved.unclipped_mask(x, q)
