@@ -300,6 +300,37 @@ def test_activations_of_quantised_parameters_are_cast_by_the_recipe():
     assert_same_bits(found, sd.matmul(sd.quantize(x, "mxfp8"), q))
 
 
+def test_a_weight_computed_from_a_quantised_parameter_is_dequantised():
+    def f(p, x):
+        return (x @ (2 * p["up"])) @ p["down"]
+
+    p, x = params(), inputs()
+    quantised = p | {"up": sd.quantize(p["up"], "int8", axis=0)}
+    found = transform.quantized(f, {"down": "mxfp8"})(quantised, x)
+    dequantised = p | {"up": sd.dequantize(quantised["up"])}
+    assert_same_bits(found, transform.quantized(f, {"down": "mxfp8"})(dequantised, x))
+
+
+def test_delayed_scaling_of_a_quantised_parameter_is_refused_by_name():
+    def f(p, x):
+        return jnp.tanh(x @ p["up"]) @ p["down"]
+
+    p, x = params(), inputs()
+    quantised = p | {"up": sd.quantize(p["up"], "int8", axis=0)}
+    state = transform.init_state(f, "fp8_delayed")(quantised, x)
+    assert list(state) == ["down"]
+    y, returned = transform.quantized(f, "fp8_delayed")(quantised, x, scaling_state=state)
+    hidden = jnp.tanh(sd.matmul(x, quantised["up"]))
+    expected, _ = train.dense(hidden, p["down"], recipe="fp8_delayed", state=state["down"])
+    assert_same_bits(y, expected)
+    assert list(returned) == ["down"]
+    reasons = {row.path: row.reason for row in transform.report(f, "fp8_delayed")(quantised, x).rows}
+    assert reasons == {
+        "up": "fp8_delayed has delayed scaling, and a quantised parameter has no amax history",
+        "down": "",
+    }
+
+
 def test_convolutions_and_ragged_dots_by_hand_are_reported():
     def f(p, x, image, sizes):
         y = train.conv_general_dilated(image, p["window"], (1,), "SAME", recipe="fp8_current")

@@ -24,10 +24,10 @@ from flax import linen as nn
 from flax import nnx
 from hopper import lowered_for_hopper, needs_mosaic
 from jax import lax
-from training import assert_same_bits
+from training import assert_same, assert_same_bits
 
 import scaledot as sd
-from scaledot import train, transform
+from scaledot import lora, train, transform
 
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),
@@ -243,6 +243,25 @@ def test_models_train_under_every_recipe(name, recipe):
         differentiable, states, value = step(differentiable, states, key)
         losses.append(float(value))
     assert losses[-1] < losses[0], losses
+
+
+@pytest.mark.parametrize("name", ["equinox", "haiku"])
+def test_adapters_of_a_model_merge_into_its_parameters(name):
+    """Of the other frameworks see test_lora_models.py."""
+    model, rules = MODELS[name](), lora.Config(rank=2, alpha=4)
+    adapters = lora.init(model.loss, rules, key=jax.random.key(0))(model.params, model.x)
+    assert len(adapters) == model.layers
+
+    @jax.jit
+    def losses(adapters, x):
+        adapters = jax.tree.map(lambda factor: factor + 0.25, adapters)
+        merged = lora.merge(model.loss, rules)(adapters, model.params, x)
+        adapted = lora.adapted(model.loss, rules)(adapters, model.params, x)
+        return adapted, model.loss(merged, x), model.loss(model.params, x)
+
+    adapted, merged, base = losses(adapters, model.x)
+    assert_same(adapted, merged)
+    assert adapted != base
 
 
 class Block(nn.Module):

@@ -285,6 +285,8 @@ class Analysis:
         reason = _obstacle(eqn, site, rule.recipe) or derivative
         if reason is None and rule.recipe.delayed and place.no_state:
             reason = f"{rule.recipe.name} has a state, which cannot pass through {place.no_state}"
+        if reason is None and rule.recipe.delayed and self._is_scaled(origins[:2]):
+            reason = f"{rule.recipe.name} has delayed scaling, and a quantised parameter has no amax history"
         return Choice(site, None, rule, reason) if reason else Choice(site, rule.recipe, rule)
 
 

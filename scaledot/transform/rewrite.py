@@ -191,9 +191,7 @@ def contract(eqn: JaxprEqn, choice: Choice, values: list[Any], key: Any, index: 
         x, *rest = values[1 - choice.site.weight], *values[2:]
         return [weight.contract(choice.site, x, y, _fold(key, index), *rest)], used
     if any(isinstance(value, ScaledArray) for value in values):
-        is_delayed = choice.recipe is not None and choice.recipe.delayed
-        y = contract_scaled(eqn, choice, values, _fold(key, index), _fold(_fold(key, index), 1))
-        return [y], states[:1] if is_delayed else []
+        return [contract_scaled(eqn, choice, values, _fold(key, index), _fold(_fold(key, index), 1))], []
     recipe = choice.recipe
     if recipe is None:  # the weight was computed from a quantised parameter, and is not quantised
         return bind(eqn, *values), []

@@ -1,8 +1,8 @@
 """Contractions with a quantised parameter: codes are multiplied as they are stored, and a recipe casts activations.
 
 A recipe's casts have no derivative, so its contraction is a custom_vjp, as in training: fwd multiplies the cast of x by
-w, and dgrad the cast of the gradient by w. w is a constant: there is no wgrad, and w is the only residual. Casts with
-delayed scaling or a rotation, which w would need as well, are left out.
+w, and dgrad the cast of the gradient by w. w is a constant: there is no wgrad, and w is the only residual. Casts with a
+rotation, which w would need as well, are left out; recipes with delayed scaling do not get here.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ def contract_scaled(eqn: JaxprEqn, choice: Choice, values: Sequence[Any], key: A
 
 
 def _activation_cast(gemm: Gemm | None) -> Cast | None:
-    """The cast of x in fwd, or of the gradient in dgrad; None if w would have to share its state or rotation."""
+    """The cast of x in fwd, or of the gradient in dgrad; None if w would have to share its rotation."""
     cast = gemm and gemm.lhs
-    return None if cast is None or cast.delayed or cast.rotation else cast
+    return None if cast is None or cast.rotation else cast
 
 
 def _contracted(eqn: JaxprEqn, choice: Choice, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
