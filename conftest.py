@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import importlib.util
 import os
 import resource
 
@@ -32,9 +31,7 @@ MAX_RESIDENT_BYTES = 1792 * 2**20
 
 
 # Modules that import MaxText, which has an environment of its own (make test-maxtext).
-collect_ignore = ["tests/maxtext_training"]
-if importlib.util.find_spec("maxtext") is None:
-    collect_ignore += [f"scaledot/compat/maxtext/{name}.py" for name in ("experts", "model")]
+collect_ignore = [f"scaledot/compat/maxtext/{name}.py" for name in ("experts", "model")]
 
 
 def pytest_addoption(parser):

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-collect_ignore = ["conftest.py"]  # this file has no doctests, and docs/conftest.py has the same module name
+# This file has no doctests, and docs/conftest.py has the same module name. MaxText has an environment of its own.
+collect_ignore = ["conftest.py", "maxtext_training"]
 
 
 @pytest.fixture

@@ -124,7 +124,9 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS, ids=lambda a: "_".join(map(str, a)))
+@pytest.mark.parametrize(
+    "activations", ACTIVATIONS, ids=lambda names: "_".join(getattr(n, "__name__", n) for n in names)
+)
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("use_bias", [False, True])
 def test_layernorm_mlp_is_a_composition(activations, kind, use_bias):
