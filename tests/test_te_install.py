@@ -14,12 +14,15 @@ from transformer_engine.common import recipe
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.jax.flax import make_dot_general_cls
 from transformer_engine.jax.quantize import QuantizerFactory
-import transformer_engine.jax.flax, transformer_engine.jax.sharding
+import transformer_engine.jax.flax.module, transformer_engine.jax.sharding, transformer_engine.jax.attention
 from scaledot.compat import transformer_engine as ours
 
 assert te is ours and te.__name__ == te.__spec__.name == "scaledot.compat.transformer_engine", te.__spec__
 assert tex is ours.cpp_extensions and recipe is ours.recipe and transformer_engine.jax.flax is ours.flax
 assert QuantizerFactory is ours.QuantizerFactory and DelayedScaling is ours.DelayedScaling
+executed_twice = [name for name, module in sys.modules.items() if name == module.__name__ and ".jax" in name
+                  and name.startswith("transformer_engine")]
+assert not executed_twice, executed_twice
 tex.collective_gemm_bootstrap(8, 8, 0, 4)
 for statement, error in {
     "import transformer_engine.pytorch": "No module named 'transformer_engine.pytorch'",

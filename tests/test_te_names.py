@@ -82,6 +82,14 @@ def test_recipe_classes_map_to_recipes(theirs, ours):
     )
 
 
+def test_current_scaling_warns_that_a_margin_has_no_effect():
+    with pytest.warns(UserWarning, match="`margin` 5.0 of Float8CurrentScaling has no effect") as caught:
+        recipe = te.Float8CurrentScaling(margin=5.0)
+    assert caught[0].filename == __file__
+    assert recipe == te.Float8CurrentScaling(margin=0)
+    assert dataclasses.replace(recipe, use_power_2_scales=True).core.fwd.lhs.format.pow2
+
+
 def test_options_of_recipe_classes_change_the_casts():
     delayed = te.DelayedScaling(2, amax_history_len=16, amax_compute_algo="most_recent", fp8_format=te.E4M3).core
     assert delayed.dgrad.lhs.delayed == recipes.Delayed(16, "most_recent", 2)

@@ -11,7 +11,18 @@ import scaledot as sd
 from scaledot.compat import transformer_engine as te
 from scaledot.compat.transformer_engine import cpp_extensions as tex
 from scaledot.compat.transformer_engine.quantize import QuantizeMeta, QuantizeMetaSet, ScalingMode
+from scaledot.compat.transformer_engine.quantize.helper import AmaxComputeAlgo
 from scaledot.compat.transformer_engine.sharding import get_mesh_axis_size
+
+
+def test_the_amax_algorithm_of_a_quantizer_is_an_enum():
+    q = te.QuantizerFactory.create_set(fp8_recipe=te.DelayedScaling(amax_compute_algo="most_recent")).x
+    assert q.amax_compute_algo is AmaxComputeAlgo.MOST_RECENT
+    assert jax.tree.map(lambda x: x, q).amax_compute_algo is AmaxComputeAlgo.MOST_RECENT
+    q.amax_compute_algo = "max"
+    assert (q.amax_compute_algo, q.cast().delayed.algorithm) == (AmaxComputeAlgo.MAX, "max")
+    with pytest.raises(ValueError, match="`amax_compute_algo` must be 'max' or 'most_recent', not 'mean'"):
+        q.amax_compute_algo = "mean"
 
 
 def test_the_dtype_of_a_quantizer_can_be_assigned():

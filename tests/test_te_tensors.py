@@ -53,6 +53,42 @@ def test_data_and_scales_have_transformer_engines_layouts(mode):
 
 
 @EACH_MODE
+@pytest.mark.parametrize(("shape", "flatten_axis"), [((32, 64, 128), -2), ((35, 50), -1)])
+def test_scale_shapes_of_a_mode_are_those_of_its_tensors(mode, shape, flatten_axis):
+    tensor = jax.eval_shape(lambda x: tex.quantize(x, quantizer(mode), flatten_axis=flatten_axis), jnp.ones(shape))
+    repeated = mode is ScalingMode.NVFP4_2D_SCALING
+    shapes = mode.get_scale_shape_2x(shape, False, flatten_axis, broadcast_2d_scale_shape_to_1d=repeated)
+    assert shapes == (tensor.rowwise.scale_inv.shape, tensor.colwise.scale_inv.shape)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "flatten_axis", "expected"),
+    [
+        (ScalingMode.MXFP8_1D_SCALING, (64, 96), -1, ((128, 4), (4, 128))),
+        (ScalingMode.MXFP8_1D_SCALING, (64, 2, 32), -2, ((128, 4, 1), (4, 4, 32))),
+        (ScalingMode.NVFP4_1D_SCALING, (64, 32), -1, ((128, 4), (128, 4))),
+        (ScalingMode.CURRENT_TENSOR_SCALING, (64, 32), -1, ((1,), (1,))),
+        (ScalingMode.NO_SCALING, (64, 32), -1, ((0,), (0,))),
+    ],
+)
+def test_padded_scale_shapes_fill_tiles_of_128_by_4(mode, shape, flatten_axis, expected):
+    assert mode.get_scale_shape_2x(shape, flatten_axis=flatten_axis) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((64, 32), "T"), "`data_layout` of these MXFP8_1D_SCALING codes must be 'N', not 'T'"),
+        (((64, 32), "N", False, True, 0), "`flatten_axis` 0 leaves no dims before it"),
+        (((2, 48, 32), "N"), "96 scales .* padded to 128, .*`?is_padded=False`?"),
+    ],
+)
+def test_impossible_scale_shapes_raise(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ScalingMode.MXFP8_1D_SCALING.get_scale_shape(*arguments)
+
+
+@EACH_MODE
 def test_shapes_need_not_be_multiples_of_the_block(mode):
     x = normal(0, (35, 50))
     tensor = tex.quantize(x, quantizer(mode))

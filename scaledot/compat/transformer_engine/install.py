@@ -40,7 +40,8 @@ def install() -> None:
             "TransformerEngine is installed, so `import transformer_engine` cannot mean scaledot; import "
             f"{_PACKAGE} by its own name, or uninstall TransformerEngine from this environment"
         )
-    sys.meta_path.append(_AliasFinder())
+    # before Python's own finders, which would find the submodules' files by `__path__` and execute them a second time
+    sys.meta_path.insert(0, _AliasFinder())
 
 
 class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

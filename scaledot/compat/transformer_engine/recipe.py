@@ -10,6 +10,7 @@ support raises ValueError unless it has its default.
 import dataclasses
 import enum
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -162,6 +163,8 @@ class DelayedScaling(Recipe):
 class Float8CurrentScaling(Recipe):
     """FP8 with one scale per tensor, from its current amax.
 
+    margin: has no effect, as in TransformerEngine; a warning says so unless it is 0.
+
     >>> Float8CurrentScaling().core == recipes.FP8_CURRENT
     True
     >>> print(Float8CurrentScaling(fp8_format=E4M3).core.dgrad.lhs)
@@ -171,6 +174,15 @@ class Float8CurrentScaling(Recipe):
     _: dataclasses.KW_ONLY
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
+    margin: dataclasses.InitVar[float] = 0
+
+    def __post_init__(self, margin: float):
+        super().__post_init__()
+        if margin:
+            warnings.warn(
+                f"`margin` {margin} of Float8CurrentScaling has no effect: scales come from the current amax",
+                stacklevel=3,  # the caller of __init__
+            )
 
     def _quantized_backward(self) -> recipes.Recipe:
         forward, backward = (Cast(_fp8_format(f"fp8_{n}", self.use_power_2_scales)) for n in self.fp8_format.value)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.compat.transformer_engine.quantize.amax_compute_algo import AmaxComputeAlgo
 from scaledot.compat.transformer_engine.quantize.quantizer_factory import mode_of
 from scaledot.compat.transformer_engine.quantize.scaling_modes import ScalingMode, is_scaling_mode_supported
 from scaledot.compat.transformer_engine.recipe import core_recipe
@@ -26,17 +27,6 @@ class TensorSource(enum.Enum):
     X = 0
     KERNEL = 1
     DGRAD = 2
-
-
-class AmaxComputeAlgo(enum.Enum):
-    """How delayed scaling computes a scale from an amax history.
-
-    >>> get_quantize_config_with_recipe("fp8_delayed").AMAX_COMPUTE_ALGO
-    <AmaxComputeAlgo.MAX: 'max'>
-    """
-
-    MAX = "max"
-    MOST_RECENT = "most_recent"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from scaledot.compat.transformer_engine import recipe as recipe_classes
+from scaledot.compat.transformer_engine.quantize.amax_compute_algo import AmaxComputeAlgo
 from scaledot.compat.transformer_engine.quantize.config import (
     NVTE_FP8_COLLECTION_NAME,
     TensorSource,
@@ -112,6 +113,9 @@ def is_fp8_available(
 def get_supported_scaling_modes() -> list[ScalingMode]:
     """Returns all scaling modes except NO_SCALING; every device supports them.
 
+    They include FP8_1D_BLOCK_SCALING and FP8_2D_BLOCK_SCALING, which TransformerEngine's JAX API does not have; all
+    functions that take a mode or a quantizer accept these two as well.
+
     >>> ScalingMode.NVFP4_1D_SCALING in get_supported_scaling_modes()
     True
     """
@@ -120,6 +124,9 @@ def get_supported_scaling_modes() -> list[ScalingMode]:
 
 def get_supported_quantization_recipes() -> list[Recipe]:
     """Returns a recipe of each class, with default options; every device supports them.
+
+    They include Float8BlockScaling, which TransformerEngine supports in PyTorch only; all functions and modules that
+    take a recipe accept it.
 
     >>> [type(recipe).__name__ for recipe in get_supported_quantization_recipes()][:2]
     ['DelayedScaling', 'Float8CurrentScaling']
@@ -141,6 +148,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
 
 __all__ = [
     "NVTE_FP8_COLLECTION_NAME",
+    "AmaxComputeAlgo",
     "TensorSource",
     "autocast",
     "fp8_autocast",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
+from scaledot.compat.transformer_engine.quantize.amax_compute_algo import AmaxComputeAlgo
 from scaledot.compat.transformer_engine.quantize.grouped import GroupedCasts
 from scaledot.compat.transformer_engine.quantize.scaling_modes import QuantizeLayout, ScalingMode
 from scaledot.compat.transformer_engine.quantize.tensor_classes import (
@@ -48,6 +49,7 @@ class Quantizer:
       `n_groups`; `scale` is the quantisation multiplier, as in TransformerEngine.
     stochastic_rounding_rng_state: a JAX key, or TransformerEngine's uint32 state of shape (4,) or (devices, 4); None
       rounds to nearest.
+    amax_compute_algo: an AmaxComputeAlgo; its value, "max" or "most_recent", is converted when assigned.
     use_rht: whether NVFP4_1D_SCALING applies a random Hadamard transform before colwise quantisation.
     n_groups: the number of groups of grouped tensors, otherwise None.
     format: replaces the mode's Format, for example to restrict scales to powers of two.
@@ -69,7 +71,7 @@ class Quantizer:
     q_layout: QuantizeLayout = dataclasses.field(default=QuantizeLayout.ROWWISE_COLWISE, metadata=_STATIC)
     checkpoint_name: str | None = dataclasses.field(default=None, metadata=_STATIC)
     margin: int = dataclasses.field(default=0, metadata=_STATIC)
-    amax_compute_algo: str = dataclasses.field(default="max", metadata=_STATIC)
+    amax_compute_algo: AmaxComputeAlgo = dataclasses.field(default=AmaxComputeAlgo.MAX, metadata=_STATIC)
     use_rht: bool = dataclasses.field(default=False, metadata=_STATIC)
     n_groups: int | None = dataclasses.field(default=None, metadata=_STATIC)
     format: Format | None = dataclasses.field(default=None, metadata=_STATIC)
@@ -77,6 +79,8 @@ class Quantizer:
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "q_dtype":
             value = self._checked_dtype(value)
+        elif name == "amax_compute_algo":
+            value = AmaxComputeAlgo(value)
         super().__setattr__(name, value)
 
     def _checked_dtype(self, q_dtype: Any) -> np.dtype:
@@ -116,7 +120,7 @@ class Quantizer:
         spec = self.scaling_mode.spec
         delayed = None
         if spec.delayed:
-            delayed = Delayed(self.amax_history.shape[-1], self.amax_compute_algo, self.margin)
+            delayed = Delayed(self.amax_history.shape[-1], self.amax_compute_algo.value, self.margin)
         default = Cast(self.format or self.scaling_mode.format_of(self.q_dtype))
         return dataclasses.replace(
             default,

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from scaledot.compat.transformer_engine.quantize.scale_shapes import block_scale_shape
 from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.formats import FORMATS, Format
 
@@ -158,6 +159,61 @@ class ScalingMode(enum.Enum):
     def get_data_layout(self) -> str:
         """The layouts of rowwise and colwise codes: "NN" or "NT" (colwise codes are transposed)."""
         return "N" + self.spec.colwise_layout
+
+    def get_scale_shape(
+        self,
+        data_shape: tuple[int, ...],
+        data_layout: str = "N",
+        is_colwise: bool = False,
+        is_padded: bool = True,
+        flatten_axis: int = -1,
+        broadcast_2d_scale_shape_to_1d: bool = False,
+    ) -> tuple[int, ...]:
+        """Returns the shape of the scales of one orientation.
+
+        Args:
+          data_shape: the shape of the codes as stored, which are transposed in layout "T".
+          is_padded: whether with the padding of TransformerEngine's GEMMs; the tensors of this package have none.
+          flatten_axis: that of the tensor in layout "N".
+          broadcast_2d_scale_shape_to_1d: whether scales of square blocks are repeated for each row, as the scales of
+            NVFP4_2D_SCALING tensors are.
+
+        >>> ScalingMode.NVFP4_2D_SCALING.get_scale_shape((64, 32), is_padded=False)
+        (4, 2)
+        """
+        expected = self.get_data_layout()[int(is_colwise)]
+        if self.is_block_scaling and data_layout != expected:
+            raise ValueError(f"`data_layout` of these {self.name} codes must be {expected!r}, not {data_layout!r}")
+        axis = flatten_axis % len(data_shape)
+        if axis == 0:
+            raise ValueError(f"`flatten_axis` {flatten_axis} leaves no dims before it in `data_shape` {data_shape}")
+        if self.spec.block is None:
+            return (1,) if self.is_tensor_scaling() else (0,)
+        free, contracting = self.spec.block
+        block = (1 if broadcast_2d_scale_shape_to_1d else free, contracting)
+        transposed = data_layout == "T"
+        axis = len(data_shape) - axis if transposed else axis
+        return block_scale_shape(data_shape, axis, block, is_padded, is_colwise and not transposed)
+
+    def get_scale_shape_2x(
+        self,
+        data_shape: tuple[int, ...],
+        is_padded: bool = True,
+        flatten_axis: int = -1,
+        broadcast_2d_scale_shape_to_1d: bool = False,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of the rowwise and the colwise scales of a tensor; arguments as in `get_scale_shape`.
+
+        >>> ScalingMode.MXFP8_1D_SCALING.get_scale_shape_2x((64, 128), is_padded=False)
+        ((64, 4), (2, 128))
+        """
+        rowwise, colwise = self.get_data_layout()
+        stored = data_shape[flatten_axis:] + data_shape[:flatten_axis] if colwise == "T" else data_shape
+        options = (is_padded, flatten_axis, broadcast_2d_scale_shape_to_1d)
+        return (
+            self.get_scale_shape(data_shape, rowwise, False, *options),
+            self.get_scale_shape(stored, colwise, True, *options),
+        )
 
     def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
         """The orientation that a GEMM reads."""
