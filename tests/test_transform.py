@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
+from reference import equations
 from training import assert_same_bits
 
 import scaledot as sd
@@ -298,6 +299,31 @@ def test_activations_of_quantised_parameters_are_cast_by_the_recipe():
     q = sd.quantize(w, "mxfp8", axis=0)
     found = transform.quantized(lambda w, x: x @ w, "mxfp8")(q, x)
     assert_same_bits(found, sd.matmul(sd.quantize(x, "mxfp8"), q))
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "multiplied"),
+    [("nf4", "bfloat16", "bfloat16"), ("nf4", "float32", "float32"), ("int8", "bfloat16", "bfloat16")],
+)
+def test_quantised_weights_are_multiplied_in_the_dtype_of_the_function(format, dtype, multiplied):
+    """In the backward pass too, in which `sd.matmul` would multiply them in float32. The residuals are codes."""
+    w, x = params()["up"].astype(dtype), inputs().astype(dtype)
+    q = sd.quantize(w, format, axis=0, pad=True)
+
+    def run(x):
+        y, vjp = jax.vjp(lambda x: transform.quantized(lambda w, x: x @ w, UNQUANTISED)(q, x), x)
+        return y, vjp(x)[0], vjp
+
+    dots = [e for e in equations(jax.make_jaxpr(run)(x).jaxpr) if e.primitive.name == "dot_general"]
+    assert {operand.aval.dtype.name for dot in dots for operand in dot.invars} == {multiplied}
+    y, dx, vjp = jax.jit(run)(x)
+    assert not any(leaf.shape == w.shape and leaf.dtype == w.dtype for leaf in jax.tree.leaves(vjp))
+    # Roundings of weights, of the result and, for dx, of float32 sums: three of half a unit in the last place each.
+    values, bound = sd.dequantize(q, jnp.float32), 3 * float(jnp.finfo(dtype).eps) / 2
+    for found, matrix in ((y, values), (dx, values.T)):
+        exact = x.astype(jnp.float32) @ matrix
+        magnitude = jnp.abs(x).astype(jnp.float32) @ jnp.abs(matrix)
+        assert jnp.all(jnp.abs(found.astype(jnp.float32) - exact) <= (bound + WIDTH * 2**-24) * magnitude)
 
 
 def test_a_weight_computed_from_a_quantised_parameter_is_dequantised():

@@ -7,8 +7,8 @@
     params = lora.merge(loss, rules)(adapters, params, batch)
 
 A matmul x w of an adapted parameter becomes x w + scaling · (x A) B. B starts as zeros, so training starts at the base
-model. w may be a ScaledArray of any format: its codes are multiplied as they are stored, in the backward pass too. As
-A B is a change of the parameter itself, the adapted function computes, up to rounding, what the function computes with
+model. w may be a ScaledArray of any format: its codes are the only residual, and are decoded for each matmul. As A B is
+a change of the parameter itself, the adapted function computes, up to rounding, what the function computes with
 merged weights; a parameter for which that cannot hold, because it is also an embedding table, for example, has no
 adapter, and `report` says why.
 

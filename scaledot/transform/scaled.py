@@ -1,5 +1,7 @@
 """Contractions with a quantised parameter: codes are multiplied as they are stored, and a recipe casts activations.
 
+With 16-bit activations and no recipe, the parameter is dequantised to its dtype for each matmul instead.
+
 A recipe's casts have no derivative, so its contraction is a custom_vjp, as in training: fwd multiplies the cast of x by
 w, and dgrad the cast of the gradient by w. w is a constant: there is no wgrad, and w is the only residual. Casts with a
 rotation, which w would need as well, are left out; recipes with delayed scaling do not get here.
@@ -14,8 +16,9 @@ from jax.extend.core import JaxprEqn
 
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, from_dimension_numbers
+from scaledot.kernels.table import choose
 from scaledot.ops.dot import dot_general
-from scaledot.ops.operands import constant, contract
+from scaledot.ops.operands import constant, contract, make_problem
 from scaledot.ops.quantize import dequantize
 from scaledot.ops.ragged import ragged_dot
 from scaledot.recipes import Cast, Gemm
@@ -48,7 +51,33 @@ def _contracted(eqn: JaxprEqn, choice: Choice, lhs: Any, rhs: Any, *rest: Any) -
     dtype = choice.site.out.dtype
     if choice.site.primitive == "ragged_dot_general":
         return ragged_dot(lhs, rhs, *rest, preferred_element_type=dtype)
+    if _is_dequantised_first(eqn, choice, lhs, rhs):
+        return _dequantised_dot(eqn, lhs, rhs)
     return dot_general(lhs, rhs, eqn.params["dimension_numbers"], eqn.params["precision"], dtype)
+
+
+def _is_dequantised_first(eqn: JaxprEqn, choice: Choice, lhs: Any, rhs: Any) -> bool:
+    """Whether a weight is dequantised to its own dtype and multiplied by x, as the function says.
+
+    That is so for 16-bit dtypes, unless a kernel decodes the weight on the fly. XLA's kernels multiply codes that are
+    not exact in bfloat16 (nf4), and in their gradients all codes, in float32, which is slow on tensor cores.
+    """
+    plain = [value for value in (lhs, rhs) if not isinstance(value, ScaledArray)]
+    dtypes = {choice.site.lhs.dtype, choice.site.rhs.dtype}
+    if len(plain) != 1 or len(dtypes) > 1 or plain[0].dtype.itemsize != 2:
+        return False
+    contraction = from_dimension_numbers(eqn.params["dimension_numbers"], lhs.ndim, rhs.ndim)
+    problem = make_problem("dot", contraction, lhs, rhs, precision=eqn.params["precision"])
+    return choose(problem).name.startswith("xla_")
+
+
+def _dequantised_dot(eqn: JaxprEqn, lhs: Any, rhs: Any) -> jax.Array:
+    @jax.checkpoint  # saves codes as residuals, not dequantised values
+    def dot(lhs: Any, rhs: Any) -> jax.Array:
+        operands = (dequantize(constant(v)) if isinstance(v, ScaledArray) else v for v in (lhs, rhs))
+        return bind(eqn, *operands)[0]
+
+    return dot(lhs, rhs)
 
 
 def _under_recipe(eqn: JaxprEqn, choice: Choice, casts: Any, x: Any, w: Any, rest: Any, keys: Any) -> jax.Array:
