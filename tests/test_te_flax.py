@@ -14,6 +14,7 @@ from data import normal
 from flax import linen as nn
 from flax import nnx
 from jax import lax
+from tables import params_of
 from training import assert_same_bits
 
 from scaledot import linen
@@ -108,7 +109,7 @@ def unquantised_losses():
     return losses
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", params_of(RECIPES, ("current", "fp8_block")))  # as delayed, mxfp8
 def test_quantizers_of_bridged_scanned_rematerialised_modules_train_as_the_hook_does(name):
     recipe, tolerance = RECIPES[name]
     losses, state = train(te_matmul(recipe))
