@@ -1,6 +1,7 @@
 """`compat.qwix`: rules for whole linen and NNX models."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,16 @@ def test_ptq_multiplies_by_the_codes_of_a_reshaped_weight():
     eqns = contractions_of(jax.make_jaxpr(quantized.apply)(params, X).jaxpr)
     dtypes = {tuple(type_of(atom).dtype.name for atom in eqn.invars) for eqn in eqns}
     assert dtypes == {("int8", "int8"), ("bfloat16", "bfloat16")}  # the latter for this short K on CUDA
+
+
+def test_a_ptq_model_is_exported_with_a_symbolic_batch():
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+    quantized = qwix.quantize_model(nn.Dense(5), PtqProvider([rule]))
+    params = quantized.init(jax.random.key(0), X)
+    (batch,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(quantized.apply))(params, jax.ShapeDtypeStruct((batch, 32), X.dtype))
+    for rows in (1, 8):
+        np.testing.assert_allclose(exported.call(params, X[:rows]), quantized.apply(params, X[:rows]), rtol=1e-6)
 
 
 class NnxFlat(nnx.Module):
