@@ -592,3 +592,31 @@ def test_einsum_of_plain_narrow_arrays_reduces_no_axis_in_their_dtype(subscripts
     y = qwix.einsum(subscripts, *(jnp.full(shape, 2, dtype) for shape in shapes))
     assert y.dtype == (jnp.int32 if dtype == jnp.int8 else jnp.bfloat16)
     np.testing.assert_array_equal(y, np.full(y.shape, expected))
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (8, 1)])
+@pytest.mark.parametrize("qtype", [None, "int8"])
+def test_einsum_repeats_entries_where_one_size_divides_the_other(sizes, qtype):
+    x, w = (normal(i, (2, 3, size, 8)) for i, size in enumerate(sizes))
+    operands = [a if qtype is None else qwix.quantize(a, qtype, channelwise_axes=[2]) for a in (x, w)]
+    dequantised = [qwix.dequantize(a) if isinstance(a, QArray) else a for a in operands]
+    repeated = [np.repeat(np.asarray(a, np.float64), 8 // a.shape[2], 2) for a in dequantised]
+    expected = np.einsum("BTNH,BSNH->BTNS", *repeated)
+    actual = qwix.einsum("BTNH,BSNH->BTNS", *operands)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_einsum_names_sizes_that_do_not_divide_each_other():
+    with pytest.raises(ValueError, match="cannot broadcast"):
+        qwix.einsum("ij,jk->ik", jnp.ones((2, 3)), jnp.ones((4, 2)))
+
+
+def test_group_sizes_past_the_last_row_are_clipped_as_by_lax_ragged_dot():
+    x, w, sizes = normal(0, (8, 16)), normal(1, (4, 16, 4)), jnp.array([5, 2, 6, 1])
+    q = qwix.quantize(w, "int8", channelwise_axes=[0, 2])
+    expected = lax.ragged_dot(x, qwix.dequantize(q), sizes)
+    np.testing.assert_allclose(qwix.ragged_dot(x, q, sizes), expected, rtol=0, atol=1e-5 * float(abs(expected).max()))
+    config = qwix.RaggedDotQtConfig(lhs_qtype=None, rhs_qtype="int8")
+    np.testing.assert_array_equal(
+        qwix.ragged_dot_qt(x, w, sizes, config), qwix.ragged_dot_qt(x, w, jnp.array([5, 2, 1, 0]), config)
+    )

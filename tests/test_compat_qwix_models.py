@@ -1,6 +1,7 @@
 """`compat.qwix`: rules for whole linen and NNX models."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from data import normal
 from scaledot.compat import qwix
 from scaledot.compat.qwix import PtqProvider, QtProvider, QtRule, QuantizationRule
 from scaledot.compat.qwix.ptq import WithAux
+from scaledot.transform.analysis import contractions_of
+from scaledot.transform.jaxprs import type_of
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -65,6 +68,65 @@ def test_ptq_quantises_weights_of_layers_and_of_einsums_by_path():
     y = jax.jit(quantized.apply)({"params": q}, X)
     expected = Model().apply({"params": dequantised}, X)
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-4 * float(jnp.max(jnp.abs(expected))))
+
+
+class Flat(nn.Module):
+    """A layer that stores its weight as one axis, multiplies by it as a matrix, and returns its sum."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (32 * 5,))
+        return jax.jit(lambda w: x @ w.reshape(32, 5))(w), jnp.sum(w)
+
+
+def test_ptq_quantises_a_reshaped_weight_in_the_shape_that_is_multiplied():
+    quantized = qwix.quantize_model(Flat(), PtqProvider([QuantizationRule(weight_qtype="int8")]))
+    params = Flat().init(jax.random.key(0), X)["params"]
+    abstract = jax.eval_shape(jax.jit(quantized.init), jax.random.key(0), X)["params"]
+    q = qwix.quantize_params(params, abstract)
+    assert q["w"].array.scale.shape == (1, 5)
+    w = fake(params["w"].reshape(32, 5), channelwise_axes=[1])
+    y, total = jax.jit(quantized.apply)({"params": q}, X)
+    expected = Flat().apply({"params": {"w": w.ravel()}}, X)
+    np.testing.assert_allclose(y, expected[0], rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(expected[0]))))
+    np.testing.assert_allclose(total, expected[1], rtol=0, atol=1e-5 * float(jnp.sum(jnp.abs(w))))
+
+
+def test_ptq_multiplies_by_the_codes_of_a_reshaped_weight():
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    quantized = qwix.quantize_model(Flat(), PtqProvider([rule]))
+    params = quantized.init(jax.random.key(0), X)
+    eqns = contractions_of(jax.make_jaxpr(quantized.apply)(params, X).jaxpr)
+    dtypes = {tuple(type_of(atom).dtype.name for atom in eqn.invars) for eqn in eqns}
+    assert dtypes == {("int8", "int8"), ("bfloat16", "bfloat16")}  # the latter for this short K on CUDA
+
+
+def test_a_ptq_model_is_exported_with_a_symbolic_batch():
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=16)
+    quantized = qwix.quantize_model(nn.Dense(5), PtqProvider([rule]))
+    params = quantized.init(jax.random.key(0), X)
+    (batch,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(quantized.apply))(params, jax.ShapeDtypeStruct((batch, 32), X.dtype))
+    for rows in (1, 8):
+        np.testing.assert_allclose(exported.call(params, X[:rows]), quantized.apply(params, X[:rows]), rtol=1e-6)
+
+
+class NnxFlat(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(normal(1, (32 * 5,)))
+
+    def __call__(self, x):
+        return x @ self.w[...].reshape(32, 5)
+
+
+def test_nnx_ptq_quantises_a_reshaped_weight_in_the_shape_that_is_multiplied():
+    quantized = qwix.quantize_model(NnxFlat(), PtqProvider([QuantizationRule(weight_qtype="int8")]), X)
+    assert quantized.w.array.scale.shape == (1, 5)
+    w = fake(normal(1, (32 * 5,)).reshape(32, 5), channelwise_axes=[1])
+    np.testing.assert_allclose(quantized(X), X @ w, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(X @ w))))
+    params = nnx.to_pure_dict(nnx.state(NnxFlat(), nnx.Param))
+    q = qwix.quantize_params(params, quantized)
+    np.testing.assert_array_equal(q["w"]["array"]["qvalue"], quantized.w.array.qvalue[...])
 
 
 def test_ptq_raises_for_a_parameter_that_is_not_quantised():

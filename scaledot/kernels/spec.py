@@ -82,13 +82,15 @@ class Operand:
         """Labels along which the block scale has more than one entry."""
         if self.format is None:
             return ""
-        return "".join(c for c, count in zip(self.labels, self.grid, strict=True) if count > 1)
+        return "".join(
+            c for c, count in zip(self.labels, self.grid, strict=True) if count not in (0, 1)
+        )  # may be symbolic
 
     @property
     def tensor_scale_varies_along(self) -> str:
         """Labels along which the tensor scale has more than one entry."""
         labels = self.labels[: self.tensor_scale_axes]
-        return "".join(c for c, size in zip(labels, self.shape, strict=False) if size > 1)
+        return "".join(c for c, size in zip(labels, self.shape, strict=False) if size not in (0, 1))
 
     @property
     def rotated_label(self) -> str:
@@ -160,6 +162,11 @@ class Problem:
     group_scales_to_rows: bool = False
     group_multiple: int = 1
     lax_arguments: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of all dims of the operands; symbolic dims of jax.export are not ints."""
+        return self.lhs.shape + self.rhs.shape
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
@@ -274,6 +281,11 @@ class CastProblem:
     @property
     def dtype(self) -> np.dtype:
         return self.outputs[0].spec.input_dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of all dims; symbolic dims of jax.export are not ints."""
+        return self.shape
 
     def __str__(self) -> str:
         groups = "" if self.groups is None else f" with rows in {self.groups} groups"

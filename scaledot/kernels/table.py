@@ -63,8 +63,14 @@ class Kernel:
 
     def unsupported_reason(self, problem: Problem | CastProblem) -> str | None:
         """Returns why the kernel cannot solve the problem here, or None if it can."""
-        reason = self.problem_reason(problem)
+        reason = self.size_reason(problem) or self.problem_reason(problem)
         return reason if reason or self.environment_reason is None else self.environment_reason(problem.partitioning)
+
+    def size_reason(self, problem: Problem | CastProblem) -> str | None:
+        """Returns why the kernel cannot be launched for sizes that are symbolic dims of jax.export, or None."""
+        if not self.is_opaque or all(isinstance(size, int) for size in problem.sizes):
+            return None
+        return "its launch needs concrete sizes, but a dim is symbolic"
 
 
 def kernels_for(problem: Problem | CastProblem) -> tuple[Kernel, ...]:
@@ -106,7 +112,7 @@ def _first_supporting(
     """
     reasons = dict(zip(_environment_checks(rows), environment, strict=True))
     runs_here = (row for row in rows if row.environment_reason is None or reasons[row.environment_reason] is None)
-    return next(row for row in runs_here if row.problem_reason(problem) is None)
+    return next(row for row in runs_here if not row.size_reason(problem) and row.problem_reason(problem) is None)
 
 
 @functools.cache

@@ -126,7 +126,7 @@ def repeat_scale(scale: jax.Array, shape: tuple[int, ...], block: Block) -> jax.
     """Repeats each scale over its block, giving an array that broadcasts against `shape`; axes of size 1 are kept."""
     unrepeated, repeated_shape, merged, spec = [], [], [], []
     for axis, (count, b) in enumerate(zip(scale.shape, expand(block, len(shape)), strict=True)):
-        repeats = [b] if count > 1 and b > 1 else []
+        repeats = [b] if b > 1 and count > 1 else []  # in this order, `count` may be symbolic if b is 1
         unrepeated += [count, *(1 for _ in repeats)]
         repeated_shape += [count, *repeats]
         merged.append(count * math.prod(repeats))

@@ -13,6 +13,7 @@
 | `origins` | which parameters a value depends on |
 | `analysis` | data flow; which equations change: `Plan` |
 | `custom_weight` | `CustomWeight`: a parameter that computes its own contractions |
+| `reshaped_weight` | `ReshapedWeight`: a quantised parameter stored in another shape than its operand |
 | `scaled` | contractions with quantised parameters |
 | `rewrite` | the evaluation of a plan |
 | `program` | `quantized`, `init_state` |

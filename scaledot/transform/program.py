@@ -15,6 +15,7 @@ from scaledot.state import State
 from scaledot.transform.analysis import Analysis, Choice, Place, Plan
 from scaledot.transform.jaxprs import Closed, closed
 from scaledot.transform.origins import CONSTANT, DATA, Origin
+from scaledot.transform.reshaped_weight import ReshapedWeight
 from scaledot.transform.rewrite import Rewriter
 from scaledot.transform.rules import Rules, check_all_match, parse_rules
 
@@ -267,11 +268,11 @@ def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple
 
 
 def _is_scaled(leaf: Any) -> bool:
-    return isinstance(leaf, ScaledArray)
+    return isinstance(leaf, (ScaledArray, ReshapedWeight))
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, ScaledArray))
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) or _is_scaled(leaf)
 
 
 def _abstract(leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from scaledot.state import State
 from scaledot.transform.analysis import Choice, Plan, bind
 from scaledot.transform.custom_weight import CustomWeight
 from scaledot.transform.jaxprs import CALLS, read, scan_counts, type_of
+from scaledot.transform.reshaped_weight import ReshapedWeight
 from scaledot.transform.scaled import contract_scaled
 
 States = list[State]
@@ -59,7 +60,7 @@ class Rewriter:
     def _changed(self, plan: Plan, i: int, values: list[Any], key: Any, states: States) -> Result:
         eqn = plan.closed.jaxpr.eqns[i]
         if i in plan.sites:
-            return contract(eqn, plan.sites[i], values, key, i, states)
+            return contract(eqn, plan.sites[i], _in_own_shape(values), key, i, states)
         inner = plan.inner[i]
         count = sum(len(one.delayed) for one in inner)
         key = _fold(key, i) if any(one.needs_key for one in inner) else None
@@ -92,7 +93,7 @@ class Rewriter:
             return outs[:carry], (outs[carry:], states)
 
         iterations = None if key is None else jnp.arange(length, dtype=jnp.uint32)
-        xs = values[consts + carry :], states, iterations
+        xs = _in_own_shape(values[consts + carry :]), states, iterations
         carried, (ys, states) = lax.scan(body, _plain(values[consts : consts + carry]), xs, length, **options)
         return [*carried, *ys], states
 
@@ -244,7 +245,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def _plain(values: Sequence[Any]) -> list[Any]:
     assert not any(isinstance(value, CustomWeight) for value in values), "a CustomWeight is used without a view"
-    return [dequantize(value) if isinstance(value, ScaledArray) else value for value in values]
+    return [dequantize(value) if isinstance(value, ScaledArray) else value for value in _in_own_shape(values)]
+
+
+def _in_own_shape(values: Sequence[Any]) -> list[Any]:
+    """The values, where parameters that have not been reshaped to an operand are dequantised."""
+    return [value.dequantized() if isinstance(value, ReshapedWeight) else value for value in values]
 
 
 def _bases(values: Sequence[Any]) -> list[Any]:
@@ -255,14 +261,16 @@ def _unchanged(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
     """Binds an equation. Quantised parameters stay quantised where only their shape or dtype changes."""
     if values and isinstance(values[0], CustomWeight):
         return [values[0].with_base(base) for base in _unchanged(eqn, _bases(values))]
-    if isinstance(values[0] if values else None, ScaledArray) and eqn.primitive.name in _SHAPE_OPS:
+    if isinstance(values[0] if values else None, ReshapedWeight) and eqn.primitive.name not in _OF_RESHAPED:
+        values = _in_own_shape(values)
+    if isinstance(values[0] if values else None, _QUANTIZED) and eqn.primitive.name in _SHAPE_OPS:
         changed = _SHAPE_OPS[eqn.primitive.name](values, eqn)
         if changed is not None:
             return [changed]
     return bind(eqn, *_plain(values))
 
 
-def _converted(values: list[Any], eqn: JaxprEqn) -> ScaledArray | None:
+def _converted(values: list[Any], eqn: JaxprEqn) -> ScaledArray | ReshapedWeight | None:
     dtype = eqn.params["new_dtype"]
     return values[0].astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else None
 
@@ -287,7 +295,9 @@ def _indexed(values: list[Any], eqn: JaxprEqn) -> ScaledArray | None:
     return q[index].reshape(sizes)
 
 
-_SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | None]] = {
+_QUANTIZED = ScaledArray, ReshapedWeight
+_OF_RESHAPED = ("convert_element_type", "reshape", "copy", "stop_gradient")
+_SHAPE_OPS: dict[str, Callable[[list[Any], JaxprEqn], ScaledArray | ReshapedWeight | None]] = {
     "convert_element_type": _converted,
     "transpose": lambda values, eqn: values[0].transpose(eqn.params["permutation"]),
     "reshape": lambda values, eqn: values[0].reshape(eqn.params["new_sizes"]),

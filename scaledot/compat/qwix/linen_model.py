@@ -9,12 +9,13 @@ import jax
 from flax.core import meta
 
 from scaledot.array import ScaledArray
-from scaledot.compat.qwix.ptq import WithAux, hows_of, quantize_param
+from scaledot.compat.qwix.ptq import HowAndShape, WithAux, hows_of, names_of_part, quantize_param
 from scaledot.compat.qwix.quantizers import HowToQuantize
 from scaledot.compat.qwix.rules import PtqProvider, QuantizationProvider
 from scaledot.flax_hooks.linen import InterceptedModel
 from scaledot.train.weights import keyed_leaves, unboxed
 from scaledot.transform import quantized
+from scaledot.transform.reshaped_weight import ReshapedWeight
 
 NOISE_STREAM = "stochastic_rounding"
 
@@ -63,7 +64,7 @@ class PtqModel(QuantizedModel):
 
     def __init__(self, model, provider: PtqProvider, methods: Collection[str]):
         super().__init__(model, provider, methods)
-        self._hows: dict[Hashable, dict[str, HowToQuantize]] = {}
+        self._hows: dict[Hashable, dict[str, HowAndShape]] = {}
 
     def _run(self, name: str, *args, **kwargs):
         result: Any = super()._run(name, *args, **kwargs)
@@ -78,7 +79,7 @@ class PtqModel(QuantizedModel):
         params, others = _split(variables)
         hows = self._hows_of(meta.unbox(params), others, *args, **{**kwargs, "rngs": rngs, "mutable": True})
         leaves, tree = keyed_leaves(params)
-        boxes = [_quantized_box(leaf, hows[path]) if path in hows else leaf for path, leaf in leaves]
+        boxes = [_quantized_box(leaf, *hows[path]) if path in hows else leaf for path, leaf in leaves]
         return {**others, "params": tree.unflatten(boxes)}
 
     def _apply(self, variables: Mapping[str, Any], *args, **kwargs):
@@ -87,14 +88,14 @@ class PtqModel(QuantizedModel):
         by_path = {path: _as_weight(leaf) for path, leaf in leaves}
         plain = tree.unflatten([_abstract(leaf) for leaf in by_path.values()])
         for path in self._hows_of(plain, others, *args, **kwargs):
-            if not isinstance(by_path[path], ScaledArray):
+            if not isinstance(by_path[path], (ScaledArray, ReshapedWeight)):
                 raise ValueError(
                     f"{path!r} of `params` is not quantised; pass what `init` or `quantize_params` returns"
                 )
         params = tree.unflatten(list(by_path.values()))
         return super()._apply({**others, "params": params}, *args, **kwargs)
 
-    def _hows_of(self, params: Any, others: Mapping[str, Any], *args, **kwargs) -> dict[str, HowToQuantize]:
+    def _hows_of(self, params: Any, others: Mapping[str, Any], *args, **kwargs) -> dict[str, HowAndShape]:
         """{path: how} of the unboxed parameters that the rules quantise, arrays or ShapeDtypeStructs."""
         key = _types((params, others, args, kwargs))
         if key not in self._hows:
@@ -114,9 +115,9 @@ def _split(variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return variables.get("params", {}), {name: value for name, value in variables.items() if name != "params"}
 
 
-def _quantized_box(param: Any, how: HowToQuantize) -> WithAux:
+def _quantized_box(param: Any, how: HowToQuantize, shape: tuple[int, ...]) -> WithAux:
     """A parameter, quantised; codes and scales are in boxes like that of the parameter, if it has one."""
-    quantized_param = quantize_param(unboxed(param), how)
+    quantized_param = quantize_param(unboxed(param), how, shape)
     if not isinstance(param, meta.AxisMetadata):
         return quantized_param
     array = quantized_param.array
@@ -129,21 +130,20 @@ def _quantized_box(param: Any, how: HowToQuantize) -> WithAux:
 
 
 def _like_box(box: Any, part: jax.Array) -> Any:
-    """`part` in a box with the axis names of `box`, without those of axes of size 1."""
+    """`part` in a box with the axis names of `box`."""
     boxed = box.replace_boxed(part)
     if not isinstance(boxed, meta.Partitioned):
         return boxed
-    names = tuple(name if size > 1 else None for name, size in zip(box.names, part.shape, strict=True))
-    return boxed.replace(names=names)
+    return boxed.replace(names=names_of_part(box.names, part))
 
 
 def _as_weight(leaf: Any) -> Any:
-    """A parameter, unboxed, as a ScaledArray if it is quantised."""
+    """A parameter, unboxed, as a ScaledArray or ReshapedWeight if it is quantised."""
     return meta.unbox(leaf).to_scaled() if isinstance(leaf, WithAux) else unboxed(leaf)
 
 
 def _abstract(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, ScaledArray) else leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, (ScaledArray, ReshapedWeight)) else leaf
 
 
 def _types(tree: Any) -> Hashable:

@@ -1,5 +1,6 @@
 """Flax NNX models under the rules of a provider."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 from flax import nnx
 
 from scaledot.compat.qwix.array import QArray
-from scaledot.compat.qwix.ptq import WithAux, hows_of, quantize_param
+from scaledot.compat.qwix.ptq import WithAux, hows_of, names_of_part, quantize_param
 from scaledot.compat.qwix.quantizers import HowToQuantize
 from scaledot.compat.qwix.rules import PtqProvider, QuantizationProvider
 from scaledot.train.weights import keyed_leaves
@@ -83,8 +84,8 @@ def _quantize_weights(model: nnx.Module, provider: PtqProvider, original, args: 
 
     leaves, _ = keyed_leaves(params)
     hows = hows_of(provider, jax.make_jaxpr(call)(params), [_path(path) for path, _ in leaves])
-    for path, how in hows.items():
-        _quantize_attribute(model, path.split("/"), how)
+    for path, (how, shape) in hows.items():
+        _quantize_attribute(model, path.split("/"), how, shape)
 
 
 def _path(path: str) -> str:
@@ -93,31 +94,31 @@ def _path(path: str) -> str:
     return "/".join(parts[:-1] if parts[-1] in ("value", "raw_value") else parts)
 
 
-def _quantize_attribute(model: Any, path: list[str], how: HowToQuantize) -> None:
+def _quantize_attribute(model: Any, path: list[str], how: HowToQuantize, shape: tuple[int, ...]) -> None:
     *modules, name = path
     owner = model
     for part in modules:
         owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
     param = getattr(owner, name)
-    q = quantize_param(param[...], how).array
-    parts = {part: _like(param, getattr(q, part)) for part in PARTS}
-    setattr(owner, name, nnx.data(WithAux(QArray(**parts, qtype=q.qtype), how)))
+    weight = quantize_param(param[...], how, shape)
+    parts = {part: _like(param, getattr(weight.array, part)) for part in PARTS}
+    array = QArray(**parts, qtype=weight.array.qtype)
+    setattr(owner, name, nnx.data(dataclasses.replace(weight, array=array)))
 
 
 def _like(param: nnx.Param, part: jax.Array | None) -> nnx.Variable | None:
-    """`part` as a Param with the metadata of `param`; its sharding does not name axes of size 1."""
+    """`part` as a Param with the metadata of `param`."""
     if part is None:
         return None
     variable = param.replace(part)
     names = variable.get_metadata().get("sharding_names")
     if names:
-        names = tuple(name if size > 1 else None for name, size in zip(names, part.shape, strict=True))
-        variable.set_metadata(sharding_names=names)
+        variable.set_metadata(sharding_names=names_of_part(names, part))
     return variable
 
 
 def _with_scaled_params(model: nnx.Module) -> nnx.Module:
-    """The model, or a copy of it in which quantised parameters are Params of ScaledArrays if it has any."""
+    """The model, or if it has quantised parameters a copy with Params of ScaledArrays or ReshapedWeights instead."""
     found = [
         (path, name)
         for path, module in nnx.iter_modules(model)
@@ -132,5 +133,5 @@ def _with_scaled_params(model: nnx.Module) -> nnx.Module:
         weight: WithAux = getattr(modules[path], name)
         parts = {part: getattr(weight.array, part) for part in PARTS}
         array = QArray(**{part: v if v is None else v[...] for part, v in parts.items()}, qtype=weight.array.qtype)
-        setattr(modules[path], name, nnx.Param(WithAux(array, weight.how).to_scaled()))
+        setattr(modules[path], name, nnx.Param(dataclasses.replace(weight, array=array).to_scaled()))
     return model

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from scaledot.array import ScaledArray
-from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, validate_qarray
+from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, broadcast_to, validate_qarray
 from scaledot.contraction import parse_einsum
 from scaledot.kernels.spec import promoted
 from scaledot.ops import conv, ragged
@@ -109,7 +109,11 @@ def dot(a: MaybeQArray, b: MaybeQArray, precision=None, preferred_element_type=N
 
 
 def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None, **kwargs) -> jax.Array:
-    """`jnp.einsum` with QArrays."""
+    """`jnp.einsum` with QArrays. If one size of a label divides another, entries are repeated, as in Qwix.
+
+    >>> einsum("i,i->i", jnp.array([1.0, 2.0]), jnp.ones(4))
+    Array([1., 1., 2., 2.], dtype=float32)
+    """
 
     def op(*arrays: jax.Array | ScaledArray, preferred_element_type) -> jax.Array:
         plain = [x for x in arrays if not isinstance(x, ScaledArray)]
@@ -117,7 +121,25 @@ def einsum(subscripts: str, *operands: MaybeQArray, preferred_element_type=None,
             arrays = tuple(x.astype(preferred_element_type) for x in plain)
         return einsum_ops.einsum(subscripts, *arrays, preferred_element_type=preferred_element_type, **kwargs)
 
-    return _contract(op, {f"operand {i}": x for i, x in enumerate(operands)}, preferred_element_type)
+    equal = _with_equal_sizes(subscripts, operands)
+    return _contract(op, {f"operand {i}": x for i, x in enumerate(equal)}, preferred_element_type)
+
+
+def _with_equal_sizes(subscripts: str, operands: Sequence[MaybeQArray]) -> list[MaybeQArray]:
+    """Repeats entries of operands whose size of a label, other than 1, is a divisor of its largest size."""
+    arrays = [x if isinstance(x, QArray) else jnp.asarray(x) for x in operands]
+    inputs, _ = parse_einsum(subscripts, [x.ndim for x in arrays])
+    sizes: dict[str, set[int]] = {}
+    for labels, x in zip(inputs, arrays, strict=True):
+        for label, size in zip(labels, x.shape, strict=True):
+            sizes.setdefault(label, set()).add(size)
+    largest = {label: max(found) for label, found in sizes.items() if len(found - {1}) > 1}
+
+    def repeated(labels: str, x: MaybeQArray) -> MaybeQArray:
+        shape = (size if size == 1 else largest.get(c, size) for c, size in zip(labels, x.shape, strict=True))
+        return broadcast_to(x, tuple(shape))
+
+    return list(map(repeated, inputs, arrays))
 
 
 def _has_single_operand_reduction(subscripts: str, arrays: Sequence[jax.Array]) -> bool:
@@ -139,7 +161,8 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with QArrays."""
     refuse_offset(group_offset)
-    op = functools.partial(ragged.ragged_dot, group_sizes=group_sizes, precision=precision)
+    sizes = clipped_sizes(group_sizes, lhs.shape[0])
+    op = functools.partial(ragged.ragged_dot, group_sizes=sizes, precision=precision)
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
 
 
@@ -154,13 +177,24 @@ def ragged_dot_general(
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` with QArrays."""
     refuse_offset(group_offset)
+    (ragged_dim,) = dimension_numbers.lhs_ragged_dimensions
     op = functools.partial(
         ragged.ragged_dot_general,
-        group_sizes=group_sizes,
+        group_sizes=clipped_sizes(group_sizes, lhs.shape[ragged_dim]),
         ragged_dot_dimension_numbers=dimension_numbers,
         precision=precision,
     )
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
+
+
+def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns group sizes without the rows past the last one, as `jax.lax.ragged_dot` reads them.
+
+    >>> clipped_sizes(jnp.array([3, 2, 1]), 4)
+    Array([3, 1, 0], dtype=int32)
+    """
+    ends = jnp.minimum(jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32), rows)
+    return jnp.diff(ends, axis=-1, prepend=jnp.zeros_like(ends[..., :1]))
 
 
 def refuse_offset(group_offset: jax.Array | None) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from scaledot.compat.qwix import weight_sites
 from scaledot.compat.qwix.array import QArray, as_scaled
 from scaledot.compat.qwix.quantizers import HowToQuantize, quantize
 from scaledot.compat.qwix.rules import PtqProvider
+from scaledot.train.weights import unboxed
+from scaledot.transform.reshaped_weight import ReshapedWeight
 
 
 @jax.tree_util.register_dataclass
@@ -19,36 +21,46 @@ from scaledot.compat.qwix.rules import PtqProvider
 class WithAux:
     """A quantised parameter, and how it is quantised, which `quantize_params` applies to the original one.
 
-    array: a QArray, whose leaves may be boxes with sharding metadata.
+    array: a QArray, whose leaves may be boxes with sharding metadata. param_shape: the shape of the original parameter,
+    if the model reshapes it to that of `array` before it multiplies by it.
     """
 
     array: QArray
     how: HowToQuantize = dataclasses.field(metadata={"static": True})
+    param_shape: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.array.shape
+        return tuple(unboxed(self.array.qvalue).shape)
 
     @property
     def ndim(self) -> int:
-        return len(self.array.shape)
+        return len(self.shape)
 
     @property
     def dtype(self) -> Any:
         return self.array.dtype
 
-    def to_scaled(self) -> ScaledArray:
-        """The parameter as a ScaledArray; its leaves must not be boxes."""
-        return as_scaled(self.array)
+    def to_scaled(self) -> ScaledArray | ReshapedWeight:
+        """The parameter as an argument of `scaledot.transform.quantized`; its leaves must not be boxes."""
+        scaled = as_scaled(self.array)
+        return scaled if self.param_shape is None else ReshapedWeight(scaled, self.param_shape)
 
 
-def hows_of(provider: PtqProvider, jaxpr: Any, params: Sequence[str | None]) -> dict[str, HowToQuantize]:
+class HowAndShape(NamedTuple):
+    """How a parameter is quantised, after a reshape to `shape`."""
+
+    how: HowToQuantize
+    shape: tuple[int, ...]
+
+
+def hows_of(provider: PtqProvider, jaxpr: Any, params: Sequence[str | None]) -> dict[str, HowAndShape]:
     """{path: how} of the parameters that the rules quantise. params: the path of each input of the jaxpr, or None."""
-    hows: dict[str, HowToQuantize] = {}
+    hows: dict[str, HowAndShape] = {}
     for site in weight_sites.find(jaxpr, params):
         how = provider.how_to_quantize(site)
         if how is not None:
-            hows.setdefault(site.param, _for_stack(how, site.stacked))
+            hows.setdefault(site.param, HowAndShape(_for_stack(how, site.stacked), site.shape))
     return hows
 
 
@@ -90,14 +102,24 @@ def quantize_params(
                 f"`abstract_quantized_params` has no {'/'.join(map(str, path))}; allow_extra_params=True skips it"
             )
         if abstract is not None:
-            quantized[path] = quantize_param(param, abstract.how) if isinstance(abstract, WithAux) else param
+            is_quantized = isinstance(abstract, WithAux)
+            quantized[path] = quantize_param(param, abstract.how, abstract.shape) if is_quantized else param
     if not isinstance(abstract_quantized_params, Mapping):
         quantized = {key: value for path, leaf in quantized.items() for key, value in _pure_leaves(path, leaf)}
     return unflatten_dict(quantized)
 
 
-def quantize_param(param: jax.Array, how: HowToQuantize) -> WithAux:
-    return WithAux(quantize(jnp.asarray(param), how), how)
+def quantize_param(param: jax.Array, how: HowToQuantize, shape: tuple[int, ...]) -> WithAux:
+    """Quantises a parameter after a reshape to `shape`, that of the operand in the model."""
+    array = quantize(jnp.asarray(param).reshape(shape), how)
+    return WithAux(array, how, None if param.shape == shape else param.shape)
+
+
+def names_of_part(names: tuple, part: jax.Array) -> tuple:
+    """The mesh axes of codes or scales of a parameter with these: none along axes of size 1, or after a reshape."""
+    if len(names) != part.ndim:
+        return (None,) * part.ndim
+    return tuple(name if size > 1 else None for name, size in zip(names, part.shape, strict=True))
 
 
 def _at(tree: Any, path: tuple) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 from scaledot import train
 from scaledot.compat.qwix import how
 from scaledot.compat.qwix.array import transpose_array
-from scaledot.compat.qwix.operators import refuse_offset
+from scaledot.compat.qwix.operators import clipped_sizes, refuse_offset
 from scaledot.compat.qwix.qt_config import (
     ConvGeneralQtConfig,
     DotDims,
@@ -89,7 +89,7 @@ def ragged_dot_qt(
     y: Any = train.ragged_dot(
         x.value,
         w.value,
-        group_sizes,
+        clipped_sizes(group_sizes, lhs.shape[0]),
         precision=precision,
         preferred_element_type=_at_least_float32(dtype),
         recipe=recipe_of(dot_config, unit=_unit(x, w), in_groups=True),

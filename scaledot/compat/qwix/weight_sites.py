@@ -2,8 +2,8 @@
 
 A parameter counts if it is an operand itself, up to a conversion of its dtype: its axes are then those of the operand.
 A parameter that the program transposes first, such as an embedding table that serves as output layer, is not quantised,
-as in Qwix. Qwix does quantise one that is stored in another shape than it is used in; here it is not. The parameters of
-layers that are stacked for a scan have a leading axis more.
+as in Qwix. One that is stored in another shape than it is used in is quantised in the latter, unless only slices of it
+are reshaped. The parameters of layers that are stacked for a scan have a leading axis more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,11 +18,13 @@ class WeightSite(NamedTuple):
     """A contraction by a parameter.
 
     param: the path of the parameter. stacked: the number of its leading axes that surrounding scans iterate over.
-    index: of the operand, 0 or 1. ndim: of the operand. contracting, free: its axes; free ones have a scale per index.
+    shape: of the parameter, after a reshape if there is one. index: of the operand, 0 or 1. ndim: of the operand.
+    contracting, free: its axes; free ones have a scale per index.
     """
 
     param: str
     stacked: int
+    shape: tuple[int, ...]
     primitive: str
     scope: str
     index: int
@@ -36,10 +38,11 @@ class WeightSite(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A value that is a parameter, or a slice along its leading axes."""
+    """A value that is a parameter, maybe reshaped to `shape`, or a slice along its leading axes."""
 
     param: str
     stacked: int
+    shape: tuple[int, ...]
 
 
 _Env = dict[Any, _Weight]
@@ -48,8 +51,12 @@ _SAME_AXES = ("convert_element_type", "copy", "optimization_barrier", "sharding_
 
 def find(jaxpr: Any, params: Sequence[str | None], scope: str = "") -> Iterator[WeightSite]:
     """Yields the contractions by parameters of a jaxpr. params: the path of each input; None for other inputs."""
-    weights = (None if param is None else _Weight(param, 0) for param in params)
-    return _find(closed(jaxpr).jaxpr, list(weights), scope)
+    inner = closed(jaxpr).jaxpr
+    weights = [
+        None if param is None else _Weight(param, 0, type_of(var).shape)
+        for param, var in zip(params, inner.invars, strict=True)
+    ]
+    return _find(inner, weights, scope)
 
 
 def _find(jaxpr: Any, ins: Sequence[_Weight | None], scope: str) -> Iterator[WeightSite]:
@@ -60,6 +67,8 @@ def _find(jaxpr: Any, ins: Sequence[_Weight | None], scope: str) -> Iterator[Wei
         name = eqn.primitive.name
         if name in _SAME_AXES:
             env |= {var: weight for var, weight in zip(eqn.outvars, operands, strict=True) if weight is not None}
+        elif name == "reshape" and operands[0] is not None and not operands[0].stacked:
+            env[eqn.outvars[0]] = operands[0]._replace(shape=tuple(eqn.params["new_sizes"]))
         elif name in ("dot_general", "conv_general_dilated"):
             yield from _site(eqn, operands, here)
         elif any(operands):
@@ -98,4 +107,4 @@ def _site(eqn: JaxprEqn, operands: list[_Weight | None], scope: str) -> Iterator
     else:
         return  # a parameter as the image of a convolution
     free = tuple(axis for axis in range(ndim) if axis not in contracting)
-    yield WeightSite(weight.param, weight.stacked, eqn.primitive.name, scope, index, ndim, contracting, free)
+    yield WeightSite(*weight, eqn.primitive.name, scope, index, ndim, contracting, free)
