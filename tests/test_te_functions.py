@@ -451,8 +451,8 @@ def test_make_grouped_dense_cls_is_called_as_in_transformer_engine():
     "module", ["", ".flax", ".quantize", ".cpp_extensions", ".recipe", ".sharding", ".quantize.tensor"]
 )
 def test_importing_an_unsupported_name_says_what_to_use_instead(module):
-    with pytest.raises(ImportError, match="pass the recipe as an argument"):
-        exec(f"from {te.__name__}{module} import autocast")
+    with pytest.raises(ImportError, match="'TransformerLayer' is not provided: compose it of"):
+        exec(f"from {te.__name__}{module} import TransformerLayer")
 
 
 def test_the_shape_of_a_bias_is_checked():
