@@ -41,7 +41,7 @@ def assert_close_to_unquantised(found: Trained, recipe: str, **options) -> None:
 
 
 @pytest.mark.parametrize("scan_layers", BY_LAYERS)
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", [*CHOICES, "te_nvfp4_no_rht"])
 def test_training_through_the_alias(choice, scan_layers):
     assert_close_to_unquantised(through_the_alias(choice, scan_layers=scan_layers), choice, scan_layers=scan_layers)
 
