@@ -60,8 +60,8 @@ class Settings:
         if config.quantization:
             chosen = getattr(config.quantization, "value", config.quantization)
             raise ValueError(
-                f"`quantization` of MaxText is {chosen!r}, but scaledot.compat.maxtext.install has set the recipes; leave "
-                "`quantization` empty"
+                f"`quantization` of MaxText is {chosen!r}, but scaledot.compat.maxtext.install has set the recipes; "
+                "leave `quantization` empty"
             )
         if quant_mode_str != "train":
             raise ValueError(f"recipes are for training, but the model is built with quant_mode_str={quant_mode_str!r}")
