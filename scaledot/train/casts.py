@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from scaledot import state as states
 from scaledot.kernels.spec import CastOutput, accumulation_dtype
-from scaledot.kernels.table import XLA_CAST, scalar_runner
+from scaledot.kernels.table import XLA_CAST, scalar_runner, tables
 from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import run_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
+from scaledot.programs import program
 from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
 from scaledot.state import State
 from scaledot.train.residuals import named
@@ -130,7 +131,7 @@ class OperandCaster:
     def _multiplier(self, cast: Cast, tensor: str) -> jax.Array | None:
         if cast.delayed is None:
             return None
-        return states.multiplier_of(cast, self.state[tensor], scalar_runner(self.op.partitioning))
+        return program(_multiplier_of, tables(), cast, self.op.partitioning)(self.state[tensor])
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
         """The key of a stochastic cast, distinct for each cast; one shared by two matmuls uses the key of the first."""
@@ -142,6 +143,13 @@ class OperandCaster:
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
         return FoldedKey(raw_key(self.key), operands.index((first, tensor)))
+
+
+def _multiplier_of(
+    kernel_tables, cast: Cast, partitioning: Partitioning | None, state: states.AmaxHistory
+) -> jax.Array:
+    """`states.multiplier_of`; the tables are an argument because the cache of jitted programs is keyed by them."""
+    return states.multiplier_of(cast, state, scalar_runner(partitioning))
 
 
 def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:

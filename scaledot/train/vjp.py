@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from scaledot import state as states
 from scaledot.kernels import table
 from scaledot.parallel.types import PrimalType, has_explicit_axes, varying
-from scaledot.programs import run_as_program
+from scaledot.programs import program, run_as_program
 from scaledot.state import AmaxHistory, State
 from scaledot.train.casts import OperandCaster, check_key
 from scaledot.train.residuals import (
@@ -142,12 +142,21 @@ def _next_state(static: StaticArgs, state: State, amaxes: dict[str, jax.Array], 
 
     later: the cotangent of the returned state, in which the amaxes of later uses are already merged.
     """
-    advanced = {}
-    for tensor, cast in static.options.recipe.delayed.items():
-        amax = _global_amax(amaxes[tensor], state[tensor])
-        history = states.advance(cast, state[tensor], amax, table.scalar_runner(static.op.partitioning))
-        advanced[tensor] = states.merged(history, later[tensor])
-    return advanced
+    casts = static.options.recipe.delayed
+    if not casts:
+        return {}
+    amaxes = {tensor: _global_amax(amaxes[tensor], state[tensor]) for tensor in casts}
+    # A jitted program is traced and lowered once for all layers with states of the same shape.
+    return program(_advance, table.tables(), tuple(casts.items()), static.op.partitioning)(state, amaxes, later)
+
+
+def _advance(kernel_tables, casts, partitioning, state: State, amaxes: dict[str, jax.Array], later: State) -> State:
+    """The body of `_next_state`; the tables are an argument because the cache of jitted programs is keyed by them."""
+    compute = table.scalar_runner(partitioning)
+    return {
+        tensor: states.merged(states.advance(cast, state[tensor], amaxes[tensor], compute), later[tensor])
+        for tensor, cast in casts
+    }
 
 
 def _global_amax(amax: jax.Array, state: AmaxHistory) -> jax.Array:
