@@ -1,0 +1,146 @@
+"""Arrays that are read from files when they are needed.
+
+A `LazyArray` has a shape, a dtype and a function that reads a slice, so that a process reads only the bytes of its
+shard. Leaves of a ScaledArray may be LazyArrays: layouts return such arrays, and nothing is read before `load` needs
+it. The functions of this module derive one LazyArray from another: unpacked, transposed, with another dtype.
+
+`packed` codes: a 4-bit array whose bytes in the file hold two codes each, the even one in the low nibble, as XLA packs
+them, also has its bytes as a LazyArray, which are transferred to the device as they are and bitcast there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from scaledot.checkpoint.reader import Index, Reader, length, whole
+from scaledot.checkpoint.unpacking import unpack_bits, unpack_nibbles
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LazyArray:
+    """An array of a file; `read(index)` returns the slice `index` of it as a NumPy array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+    packed: "LazyArray | None" = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def numpy(self) -> np.ndarray:
+        """The whole array."""
+        return self.read(whole(self.shape))
+
+    def transpose(self, axes: tuple[int, ...]) -> "LazyArray":
+        def read(index: Index) -> np.ndarray:
+            stored = tuple(index[axes.index(axis)] for axis in range(self.ndim))
+            return self.read(stored).transpose(axes)
+
+        return LazyArray(tuple(self.shape[axis] for axis in axes), self.dtype, read)
+
+    @property
+    def T(self) -> "LazyArray":
+        return self.transpose(tuple(range(self.ndim))[::-1])
+
+    def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
+        """A reshape that only adds or removes axes of size 1; others read the whole array for every slice."""
+        kept = [axis for axis, size in enumerate(self.shape) if size != 1]
+        if [size for size in shape if size != 1] != [self.shape[axis] for axis in kept]:
+            return LazyArray(shape, self.dtype, lambda index: self.numpy().reshape(shape)[index])
+
+        def read(index: Index) -> np.ndarray:
+            stored = list(whole(self.shape))
+            for axis, s in zip(kept, (s for s, size in zip(index, shape, strict=True) if size != 1), strict=True):
+                stored[axis] = s
+            return self.read(tuple(stored)).reshape([length(s) for s in index])
+
+        return LazyArray(shape, self.dtype, read)
+
+    def view(self, dtype) -> "LazyArray":
+        """The same bits in another dtype of the same width."""
+        dtype = np.dtype(dtype)
+        assert dtype.itemsize == self.dtype.itemsize
+        return LazyArray(self.shape, dtype, lambda index: self.read(index).view(dtype))
+
+    def map(self, f: Callable[[np.ndarray], np.ndarray], dtype) -> "LazyArray":
+        """An elementwise function of the array, with results of `dtype`."""
+        return LazyArray(self.shape, np.dtype(dtype), lambda index: f(self.read(index)))
+
+
+def stored(reader: Reader, path, start: int, dtype: np.dtype, shape: tuple[int, ...]) -> LazyArray:
+    """The row-major array whose bytes begin at `start` of a file."""
+    return LazyArray(shape, dtype, lambda index: reader.read(path, start, dtype, shape, index))
+
+
+def constant(array: np.ndarray) -> LazyArray:
+    """An array in memory."""
+    return LazyArray(array.shape, array.dtype, lambda index: array[index])
+
+
+def nibbles(packed: LazyArray, dtype) -> LazyArray:
+    """The codes of a 4-bit `dtype`, of which each byte of `packed` holds two along the last axis, the even one low."""
+    *leading, last = packed.shape
+    dtype = np.dtype(dtype)
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], 2)
+        codes = unpack_nibbles(packed.read((*index[:-1], aligned.units)), dtype)
+        return codes[..., aligned.cut]
+
+    as_stored = packed if packed.dtype == np.uint8 else packed.view(np.uint8)
+    return LazyArray((*leading, 2 * last), dtype, read, packed=as_stored)
+
+
+def bit_stream(words: LazyArray, bits: int, count: int, dtype, *, axis: int = -1, offset: int = 0) -> LazyArray:
+    """`count` codes of `bits` bits from a dense little-endian stream of words along `axis`; `offset` is added to each.
+
+    A slice reads the words that hold it, in multiples of lcm(bits, word size) bits.
+    """
+    axis %= words.ndim
+    word_bits = 8 * words.dtype.itemsize
+    period = math.lcm(bits, word_bits)  # codes begin at a word boundary every `period` bits
+    shape = (*words.shape[:axis], count, *words.shape[axis + 1 :])
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[axis], period // bits)
+        first, last = aligned.units.start * (period // word_bits), aligned.units.stop * (period // word_bits)
+        some = words.read((*index[:axis], slice(first, min(last, words.shape[axis])), *index[axis + 1 :]))
+        codes = unpack_bits(some, bits, axis=axis, dtype=dtype, offset=offset)
+        return codes[(slice(None),) * axis + (aligned.cut,)]
+
+    return LazyArray(shape, np.dtype(dtype), read)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Aligned:
+    units: slice  # the units that hold a slice of elements
+    cut: slice  # the slice within the elements of these units
+
+
+def _aligned(s: slice, unit: int) -> _Aligned:
+    first = s.start // unit
+    return _Aligned(slice(first, -(-s.stop // unit)), slice(s.start - first * unit, s.stop - first * unit))
+
+
+def merge_last(array: LazyArray, count: int) -> LazyArray:
+    """Merges the last axis, of size `count`, into the one before."""
+    *leading, units, last = array.shape
+    assert last == count
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], count)
+        some = array.read((*index[:-1], aligned.units, slice(0, count)))
+        return some.reshape(*some.shape[:-2], -1)[..., aligned.cut]
+
+    merged = LazyArray((*leading, units * count), array.dtype, read)
+    if array.packed is None:
+        return merged
+    return dataclasses.replace(merged, packed=merge_last(array.packed, count // 2))

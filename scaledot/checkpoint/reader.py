@@ -1,0 +1,80 @@
+"""Reads byte ranges and slices of tensors from files.
+
+A `Reader` counts the bytes that it reads. Contiguous ranges are read into a new buffer that is aligned for XLA, so that
+a CPU device takes it over without a copy; other slices are copied from a memory map.
+"""
+
+import math
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from scaledot.checkpoint.errors import CheckpointError
+
+Index = tuple[slice, ...]  # one slice per axis with start and stop, without step
+_ALIGNMENT = 64  # bytes; XLA copies host buffers that are aligned less
+
+
+class Reader:
+    """Reads files and counts the bytes."""
+
+    def __init__(self):
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, start: int, dtype: np.dtype, shape: tuple[int, ...], index: Index) -> np.ndarray:
+        """A slice of the row-major array of `shape` whose bytes begin at `start`."""
+        sizes = tuple(map(length, index))
+        if _is_contiguous(shape, index):
+            strides = [math.prod(shape[axis + 1 :]) * dtype.itemsize for axis in range(len(shape))]
+            buffer = empty_aligned(math.prod(sizes) * dtype.itemsize)
+            fill(buffer, path, start + sum(s.start * stride for s, stride in zip(index, strides, strict=True)))
+            result = buffer.view(dtype).reshape(sizes)
+        else:
+            mapped = np.memmap(path, np.uint8, "r", start, math.prod(shape) * dtype.itemsize)
+            result = np.array(mapped.view(dtype).reshape(shape)[index])
+        with self._lock:
+            self.bytes_read += result.nbytes
+        return result
+
+
+def _is_contiguous(shape: tuple[int, ...], index: Index) -> bool:
+    """Whether the elements of a slice are adjacent: axes before the last one that is cut have one element."""
+    sizes = tuple(map(length, index))
+    cut = max((axis for axis, size in enumerate(shape) if sizes[axis] < size), default=0)
+    return math.prod(sizes) == 0 or all(size == 1 for size in sizes[:cut])
+
+
+def fill(buffer: np.ndarray, path: Path, offset: int) -> None:
+    """Fills a buffer of bytes from the file, from `offset` on."""
+    view = memoryview(buffer)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(view):
+            count = os.preadv(file, [view[done:]], offset + done)  # at most 2 GiB at once on Linux
+            if not count:
+                raise CheckpointError(
+                    path, f"the file ends at byte {offset + done}, {len(view) - done} bytes too early"
+                )
+            done += count
+    finally:
+        os.close(file)
+
+
+def empty_aligned(size: int) -> np.ndarray:
+    """An uninitialised array of bytes that begins at a multiple of 64 bytes."""
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[offset : offset + size]
+
+
+def length(s: slice) -> int:
+    return s.stop - s.start
+
+
+def whole(shape: tuple[int, ...]) -> Index:
+    """The index of a whole array."""
+    return tuple(slice(0, size) for size in shape)
