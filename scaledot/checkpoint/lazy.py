@@ -50,6 +50,11 @@ class LazyArray:
     def T(self) -> "LazyArray":
         return self.transpose(tuple(range(self.ndim))[::-1])
 
+    @property
+    def mT(self) -> "LazyArray":
+        axes = tuple(range(self.ndim))
+        return self.transpose((*axes[:-2], axes[-1], axes[-2]))
+
     def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
         """A reshape that only adds or removes axes of size 1; others read the whole array for every slice."""
         kept = [axis for axis, size in enumerate(self.shape) if size != 1]

@@ -49,7 +49,7 @@ def _is_contiguous(shape: tuple[int, ...], index: Index) -> bool:
 
 def fill(buffer: np.ndarray, path: Path, offset: int) -> None:
     """Fills a buffer of bytes from the file, from `offset` on."""
-    view = memoryview(buffer)
+    view = buffer.data
     file = os.open(path, os.O_RDONLY)
     try:
         done = 0

@@ -155,7 +155,7 @@ def write(file: BinaryIO, tensors: list[Pending], metadata: Mapping[str, str]) -
     for tensor in tensors:
         written = 0
         for piece in tensor.pieces:
-            written += file.write(memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8)))
+            written += file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
         assert written == tensor.nbytes, f"{tensor.name}: {written} bytes, not {tensor.nbytes}"
     file.flush()
     os.fsync(file.fileno())

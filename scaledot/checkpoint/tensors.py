@@ -46,7 +46,7 @@ class Tensors:
 
     def __iter__(self) -> Iterator[str]:
         """The names of tensors that are not taken yet; tensors may be taken meanwhile."""
-        return iter([name for name in self._left])
+        return iter(list(self._left))
 
     def info(self, name: str) -> StoredTensor:
         return self._stored[name]

@@ -1,6 +1,6 @@
 """Hugging Face's `fp8` (DeepSeek-V3): E4M3 codes with a scale per block, per tensor, or E8M0 scales; and DeepSeek-V4.
 
-`X.weight_scale_inv` multiplies, in spite of its name; other names of it are `X.scale` and `X.qscale_weight`. Block sizes
+`X.weight_scale_inv` multiplies, in spite of its name; other names are `X.scale` and `X.qscale_weight`. Block sizes
 follow from the shapes of weights and scales, as in the `transformers` package, because the configuration does not
 describe the experts of DeepSeek-V4: two E2M1 codes per int8, with E8M0 scales.
 """
