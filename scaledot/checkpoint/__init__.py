@@ -3,5 +3,20 @@
 from scaledot.checkpoint.errors import CheckpointError
 from scaledot.checkpoint.forms import Flat, Offset, Permuted, dequantize
 from scaledot.checkpoint.loading import load
+from scaledot.checkpoint.names import GPT_OSS, LLAMA, MIXTRAL, QWEN, NameMap
+from scaledot.checkpoint.saving import save
 
-__all__ = ["CheckpointError", "Flat", "Offset", "Permuted", "dequantize", "load"]
+__all__ = [
+    "GPT_OSS",
+    "LLAMA",
+    "MIXTRAL",
+    "QWEN",
+    "CheckpointError",
+    "Flat",
+    "NameMap",
+    "Offset",
+    "Permuted",
+    "dequantize",
+    "load",
+    "save",
+]

@@ -87,16 +87,16 @@ def _run(jobs: list[_Job], place, dequantize, progress: Progress) -> Iterator[tu
 def read_entry(entry: Any, sharding: Sharding | None = None, dequantize: Any = False, transpose: bool = False) -> Any:
     """Reads a tensor or a quantised weight of a checkpoint onto devices."""
     if transpose and sharding is not None:
-        entry, transpose = _transposed(entry), False
+        entry, transpose = transposed(entry), False
     leaves, tree = jax.tree.flatten(entry, is_leaf=_is_lazy)
     placed = _leaf_shardings(entry, sharding, len(leaves))
     weight = tree.unflatten([materialize(leaf, s) for leaf, s in zip(leaves, placed, strict=True)])
     if dequantize is not False and forms.is_weight(weight):
         weight = forms.dequantize(weight, None if dequantize is True else dequantize)
-    return _transposed(weight) if transpose else weight
+    return transposed(weight) if transpose else weight
 
 
-def _transposed(entry: Any) -> Any:
+def transposed(entry: Any) -> Any:
     """The entry with its last two axes exchanged; LazyArrays stay lazy."""
     if isinstance(entry, forms.Offset):
         return forms.Offset(entry.array.mT, entry.offset.mT)

@@ -16,6 +16,7 @@ from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
 
 LAYOUTS = {
+    "scaledot": "native",
     "hf-fp8": "fine_grained_fp8",
 }
 
