@@ -50,7 +50,7 @@ def load(
       include: the tensors to load, by name in the file: patterns, or a function. Others are not read.
     """
     source = open_source(path)
-    is_included, locate, place = _predicate(include), _locator(rename), _placement(sharding)
+    is_included, locate, place = predicate(include), _locator(rename), _placement(sharding)
     jobs = [_Job(locate(name), entry, name) for name, entry in entries(source).items() if is_included(name)]
     with Progress(f"loading {source.path.name}", sum(job.nbytes for job in jobs)) as progress:
         return _nested(_run(jobs, place, dequantize, progress))
@@ -97,7 +97,7 @@ def read_entry(entry: Any, sharding: Sharding | None = None, dequantize: Any = F
 
 
 def transposed(entry: Any) -> Any:
-    """The entry with its last two axes exchanged; LazyArrays stay lazy."""
+    """An array or weight with its last two axes exchanged; LazyArrays stay lazy."""
     if isinstance(entry, forms.Offset):
         return forms.Offset(entry.array.mT, entry.offset.mT)
     if isinstance(entry, forms.Permuted | forms.Flat):
@@ -124,7 +124,8 @@ def _is_lazy(node: Any) -> bool:
     return isinstance(node, LazyArray)
 
 
-def _predicate(include: Include) -> Callable[[str], bool]:
+def predicate(include: Include) -> Callable[[str], bool]:
+    """Whether a name is included: patterns as in `fnmatch`, or a function; None includes every name."""
     if include is None:
         return lambda name: True
     if callable(include):
