@@ -13,6 +13,7 @@ from scaledot.checkpoint.tensors import Tensors
 from scaledot.formats import FORMATS, Format
 from scaledot.numerics import blocks
 
+USUAL_BLOCK = (128, 128)  # of FP8 weights; of files without a configuration, shapes do not tell short blocks
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
@@ -99,9 +100,9 @@ def checked_block(
     scale_shape: tuple[int, ...],
     declared: blocks.Block | None,
 ) -> blocks.Block:
-    """The declared block, whose grid the scales must have; without one, the block of the shapes."""
+    """The declared block, whose grid the scales must have; without one, the usual block or that of the shapes."""
     if declared is None:
-        return block_of(tensors, scale_name, shape, scale_shape)
+        return block_of(tensors, scale_name, shape, scale_shape, USUAL_BLOCK)
     grid = blocks.grid(shape, declared)
     if scale_shape != grid:
         tensors.fail(
