@@ -6,6 +6,7 @@ it. The functions of this module derive one LazyArray from another: unpacked, tr
 
 `packed` codes: a 4-bit array whose bytes in the file hold two codes each, the even one in the low nibble, as XLA packs
 them, also has its bytes as a LazyArray, which are transferred to the device as they are and bitcast there.
+`reciprocal_of`: the divisor in the file that an array is the reciprocal of, for results that divide by it.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from scaledot.checkpoint.reader import Index, Reader, length, whole
-from scaledot.checkpoint.unpacking import unpack_bits, unpack_nibbles
+from scaledot.checkpoint.unpacking import nibbles_as, unpack_bits, unpack_nibbles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class LazyArray:
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
     packed: "LazyArray | None" = None
+    reciprocal_of: "LazyArray | None" = None
 
     @property
     def ndim(self) -> int:
@@ -65,7 +67,9 @@ class LazyArray:
             stored = list(whole(self.shape))
             for axis, s in zip(kept, (s for s, size in zip(index, shape, strict=True) if size != 1), strict=True):
                 stored[axis] = s
-            return self.read(tuple(stored)).reshape([length(s) for s in index])
+            some = self.read(tuple(stored))
+            some = some.reshape([1 if size == 1 else length(s) for s, size in zip(index, shape, strict=True)])
+            return some[tuple(s if size == 1 else slice(None) for s, size in zip(index, shape, strict=True))]
 
         return LazyArray(shape, self.dtype, read)
 
@@ -102,6 +106,40 @@ def nibbles(packed: LazyArray, dtype) -> LazyArray:
 
     as_stored = packed if packed.dtype == np.uint8 else packed.view(np.uint8)
     return LazyArray((*leading, 2 * last), dtype, read, packed=as_stored)
+
+
+def row_nibbles(packed: LazyArray, dtype) -> LazyArray:
+    """The codes of a 4-bit `dtype`, of which each byte of `packed` holds those of two rows, the even one low."""
+    *leading, pairs, last = packed.shape
+    dtype = np.dtype(dtype)
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-2], 2)
+        octets = packed.read((*index[:-2], aligned.units, index[-1]))
+        rows = np.stack([octets & np.uint8(15), octets >> np.uint8(4)], axis=-2)
+        rows = rows.reshape(*octets.shape[:-2], 2 * octets.shape[-2], octets.shape[-1])
+        return nibbles_as(rows, dtype)[..., aligned.cut, :]
+
+    return LazyArray((*leading, 2 * pairs, last), dtype, read)
+
+
+def octets(words: LazyArray) -> LazyArray:
+    """The bytes of little-endian words along the last axis."""
+    *leading, last = words.shape
+    width = words.dtype.itemsize
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], width)
+        some = np.ascontiguousarray(words.read((*index[:-1], aligned.units)))
+        return some.view(np.uint8)[..., aligned.cut]
+
+    return LazyArray((*leading, width * last), np.dtype(np.uint8), read)
+
+
+def reciprocal(array: LazyArray) -> LazyArray:
+    """The float32 reciprocal of an array."""
+    inverse = array.map(lambda divisor: np.float32(1) / divisor, np.float32)
+    return dataclasses.replace(inverse, reciprocal_of=array)
 
 
 def bit_stream(words: LazyArray, bits: int, count: int, dtype, *, axis: int = -1, offset: int = 0) -> LazyArray:
@@ -143,7 +181,7 @@ def merge_last(array: LazyArray, count: int) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = array.read((*index[:-1], aligned.units, slice(0, count)))
-        return some.reshape(*some.shape[:-2], -1)[..., aligned.cut]
+        return some.reshape(*some.shape[:-2], some.shape[-2] * count)[..., aligned.cut]
 
     merged = LazyArray((*leading, units * count), array.dtype, read)
     if array.packed is None:

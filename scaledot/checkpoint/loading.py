@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from scaledot.array import ScaledArray
 from scaledot.checkpoint import forms
 from scaledot.checkpoint.layouts import entries
+from scaledot.checkpoint.layouts.building import with_divided_scales
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.materialize import materialize
 from scaledot.checkpoint.names import Location, NameMap
@@ -86,6 +87,8 @@ def _run(jobs: list[_Job], place, dequantize, progress: Progress) -> Iterator[tu
 
 def read_entry(entry: Any, sharding: Sharding | None = None, dequantize: Any = False, transpose: bool = False) -> Any:
     """Reads a tensor or a quantised weight of a checkpoint onto devices."""
+    if dequantize is not False and isinstance(entry, ScaledArray):
+        entry = with_divided_scales(entry)
     if transpose and sharding is not None:
         entry, transpose = transposed(entry), False
     leaves, tree = jax.tree.flatten(entry, is_leaf=_is_lazy)
