@@ -19,7 +19,7 @@ from scaledot.checkpoint.reader import Reader
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 2**28  # tokenizers of 10^6 tokens take less than 2^26
-MAX_STRINGS = 10_000_000
+MAX_STRINGS = 4_000_000
 MAX_NAME_BYTES = 65535  # the specification's limit for keys
 _MAX_AXES = 4
 _MAX_DEPTH = 8
@@ -57,24 +57,26 @@ TYPES = {
     40: BlockType("NVFP4", 64, 36),
 }
 _OTHER_TYPES = {
-    **{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
-    **{20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0"},
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
 }
-_SCALARS = {
-    0: "<u1",
-    1: "<i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+_SCALARS = {code: struct.Struct(f"<{kind}") for code, kind in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)}
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
 _STRING, _ARRAY = 8, 9
-_LEAST_BYTES = {_STRING: 8, _ARRAY: 12, **{code: np.dtype(name).itemsize for code, name in _SCALARS.items()}}
+_LEAST_BYTES = {_STRING: 8, _ARRAY: 12, **{code: scalar.size for code, scalar in _SCALARS.items()}}
 _LEAST_TENSOR_BYTES = 24  # an empty name, no axes, a type and an offset
 
 
@@ -120,7 +122,7 @@ def read_header(path: Path) -> GgufHeader:
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         cursor = _Cursor(path, file, path.stat().st_size)
         _check_version(cursor)
-        tensor_count, pair_count = cursor.number("<u8", "the number of tensors"), cursor.number("<u8", "that of keys")
+        tensor_count, pair_count = (cursor.number(_U64, f"the number of {what}") for what in ("tensors", "keys"))
         cursor.check_count(tensor_count, _LEAST_TENSOR_BYTES, "tensors")
         cursor.check_count(pair_count, _LEAST_BYTES[_STRING] + 4, "keys")
         metadata = _read_pairs(cursor, pair_count)
@@ -159,11 +161,11 @@ class _Cursor:
         self.position += count
         return octets
 
-    def number(self, dtype: str, what: str) -> Any:
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize, what), dtype)[0].item()
+    def number(self, scalar: struct.Struct, what: str) -> Any:
+        return scalar.unpack(self.take(scalar.size, what))[0]
 
     def string(self, what: str, limit: int | None = None) -> bytes:
-        (length,) = struct.unpack("<Q", self.take(8, f"the length of {what}"))
+        length = self.number(_U64, f"the length of {what}")
         if limit is not None and length > limit:
             self.fail(f"{what} at byte {self.position} has {length} bytes; at most {limit} are supported")
         return self.take(length, what)
@@ -190,7 +192,7 @@ def _check_version(cursor: _Cursor) -> None:
     magic = cursor.take(4, "the magic number")
     if magic != MAGIC:
         cursor.fail(f"a GGUF file begins with {MAGIC!r}, not {magic!r}")
-    version = cursor.number("<u4", "the version")
+    version = cursor.number(_U32, "the version")
     if version & 0xFFFF == 0 and version:
         cursor.fail("big-endian GGUF files are not supported; convert it to little-endian")
     if version not in VERSIONS:
@@ -203,7 +205,7 @@ def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Any]:
         key = cursor.name("a key")
         if key in metadata:
             cursor.fail(f"the key {quoted(key)} occurs twice")
-        metadata[key] = _read_value(cursor, cursor.number("<u4", f"the type of {quoted(key)}"), key, depth=0)
+        metadata[key] = _read_value(cursor, cursor.number(_U32, f"the type of {quoted(key)}"), key, depth=0)
     return metadata
 
 
@@ -218,12 +220,12 @@ def _read_value(cursor: _Cursor, code: int, key: str, depth: int) -> Any:
         cursor.fail(f"{what} has the unknown type {code}")
     if depth == _MAX_DEPTH:
         cursor.fail(f"{what} has arrays in more than {_MAX_DEPTH} levels")
-    item_code, count = cursor.number("<u4", what), cursor.number("<u8", what)
+    item_code, count = cursor.number(_U32, what), cursor.number(_U64, what)
     if item_code not in _LEAST_BYTES:
         cursor.fail(f"{what} has items of the unknown type {item_code}")
     cursor.check_count(count, _LEAST_BYTES[item_code], f"items of {quoted(key)}")
     if item_code in _SCALARS:
-        dtype = np.dtype(_SCALARS[item_code])
+        dtype = np.dtype(_SCALARS[item_code].format)
         return np.frombuffer(cursor.take(count * dtype.itemsize, what), dtype)
     cursor.count_strings(count)
     if item_code == _STRING:
@@ -246,11 +248,11 @@ class _Record(NamedTuple):
 def _read_record(cursor: _Cursor) -> _Record:
     name = cursor.name("the name of a tensor")
     what = f"the record of tensor {quoted(name)}"
-    axes = cursor.number("<u4", what)
+    axes = cursor.number(_U32, what)
     if axes > _MAX_AXES:
         raise CheckpointError(cursor.path, f"it has {axes} axes; at most {_MAX_AXES} are supported", tensor=name)
-    sizes = [cursor.number("<u8", what) for _ in range(axes)]
-    return _Record(name, tuple(reversed(sizes)), cursor.number("<u4", what), cursor.number("<u8", what))
+    sizes = [cursor.number(_U64, what) for _ in range(axes)]
+    return _Record(name, tuple(reversed(sizes)), cursor.number(_U32, what), cursor.number(_U64, what))
 
 
 def _placed(path: Path, record: _Record, data_start: int, alignment: int, size: int) -> GgufTensor:

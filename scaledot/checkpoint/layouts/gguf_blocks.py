@@ -140,7 +140,7 @@ def _k_scales(octets: np.ndarray) -> np.ndarray:
 
 
 def _k_offsets(octets: np.ndarray) -> np.ndarray:
-    minima, shared = octets[..., 4:], octets[..., 2:4].copy().view(_F16).astype(_F32)
+    minima, shared = octets[..., 4:], octets[..., 2:4].view(_F16).astype(_F32)
     middle, tail = minima[..., 4:8], minima[..., 8:]
     codes = np.concatenate([middle & 63, (tail >> 4) | ((middle >> 2) & 48)], axis=-1)
     return -(shared * codes.astype(_F32))
@@ -148,7 +148,7 @@ def _k_offsets(octets: np.ndarray) -> np.ndarray:
 
 def _q6_k_scales(octets: np.ndarray) -> np.ndarray:
     """Sixteen int8 scales times the float16 number after them."""
-    return octets[..., 16:].copy().view(_F16).astype(_F32) * octets[..., :16].view(np.int8).astype(_F32)
+    return octets[..., 16:].view(_F16).astype(_F32) * octets[..., :16].view(np.int8).astype(_F32)
 
 
 def _e2m1(codes: np.ndarray) -> np.ndarray:
