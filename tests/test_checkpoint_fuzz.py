@@ -9,7 +9,7 @@ from tests.fuzzing import checkpoints, engine, targets
 from tests.fuzzing.__main__ import main
 
 COUNTS = {"json_text": 3000, "safetensors": 2000, "folder": 800, "gguf": 1000, "layouts": 800}
-SETS = [pytest.param(1, id="few"), pytest.param(25, id="many", marks=pytest.mark.exhaustive)]
+SETS = [pytest.param(1, id="few"), pytest.param(10, id="many", marks=pytest.mark.exhaustive)]
 
 
 @pytest.fixture(params=list(targets.TARGETS))

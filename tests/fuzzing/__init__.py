@@ -1,6 +1,7 @@
 """Fuzzing of the readers of checkpoints: mutates valid files, and expects each to be read or to raise CheckpointError.
 
     python -m tests.fuzzing safetensors --count 100000 --seed 1
+    python -m tests.fuzzing all --count 200000 --seed 1            # a million inputs, about an hour
 
 One target per reader (`targets`). An input depends on the target, the seed and its number only, so that it can be
 computed again. It *fails* if reading it raises anything but a CheckpointError that names the file, takes more than one

@@ -36,6 +36,8 @@ def weights(tensors: Tensors) -> dict[str, ScaledArray]:
 
 def _weight(tensors: Tensors, name: str, scale_name: str, declared: tuple[int, ...] | None) -> ScaledArray:
     codes = tensors.take(name, "F8_E4M3", "F8_E5M2", "I8")
+    if codes.ndim == 0:
+        tensors.fail(name, "a quantised weight has at least one axis, this one has shape []")
     if tensors.info(name).dtype == "I8":
         codes = lazy.nibbles(codes, ml_dtypes.float4_e2m1fn)
     scale = as_e8m0(tensors.take(scale_name, *_SCALE_DTYPES))
