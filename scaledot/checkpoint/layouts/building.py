@@ -82,11 +82,11 @@ def block_of(
     """
     if len(scale_shape) != len(shape):
         tensors.fail(name, f"its scales have shape {list(scale_shape)}, which does not fit shape {list(shape)}")
-    if declared is not None and blocks.grid(shape, declared) == scale_shape:
+    if declared is not None and len(declared) <= len(shape) and blocks.grid(shape, declared) == scale_shape:
         return blocks.trim(declared)
     entries = []
     for size, count in zip(shape, scale_shape, strict=True):
-        if count != 1 and (count == 0 or size % count):
+        if count != 1 and (count == 0 or size == 0 or size % count):
             hint = "" if declared is None else f" in blocks of {list(declared)}"
             tensors.fail(name, f"its scales have shape {list(scale_shape)}, which does not fit {list(shape)}{hint}")
         entries.append(0 if count == 1 and size != 1 else size // count)

@@ -36,6 +36,8 @@ def weights(tensors: Tensors) -> dict[str, ScaledArray]:
 def _weight(tensors: Tensors, name: str, declared: tuple[int, ...] | None) -> ScaledArray:
     scale_name = _scale_name(tensors, name)
     codes = tensors.take(name)
+    if codes.ndim == 0:
+        tensors.fail(name, "a quantised weight has at least one axis, this one has shape []")
     is_packed = codes.dtype == np.int8
     scale = as_e8m0(tensors.take(scale_name, *(_EXPONENTS if is_packed else _SCALE_DTYPES)))
     if is_packed:
