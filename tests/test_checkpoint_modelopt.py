@@ -217,7 +217,11 @@ BAD_TENSORS = {  # algorithm, tensors, and the message
         "'x.weight': ModelOpt does not write codes",
     ),
     "other algorithm": ("FP8", NVFP4, "'x.weight': .* are NVFP4, but the configuration declares FP8, which has codes"),
-    "vector": ("FP8", FP8 | {"weight": np.ones(64, E4M3)}, r"'x.weight': the shape is \[64\]; expected at least 2"),
+    "vector": (
+        "FP8",
+        FP8 | {"weight": np.ones(64, E4M3)},
+        r"'x.weight': the shape is \[64\]; a quantised weight has at least 2",
+    ),
 }
 
 
