@@ -1,6 +1,8 @@
 """Parses JSON of untrusted files, within bounds of memory and time."""
 
 import json
+import math
+from collections import Counter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from scaledot.checkpoint.errors import CheckpointError, quoted
 MAX_BYTES = 100_000_000  # the limit of the safetensors package for a header
 MAX_CONTAINERS = 3_000_000  # lists and objects; a tensor of a header takes 3
 MAX_ITEMS = 10_000_000
+MAX_DEPTH = 64  # so that functions that recurse over a value, repr among them, stay far from Python's limit
 
 
 def parse_object(text: bytes, path: str | PathLike[str], what: str) -> dict[str, Any]:
@@ -26,7 +29,12 @@ def parse_object(text: bytes, path: str | PathLike[str], what: str) -> dict[str,
         if count > limit:
             raise CheckpointError(path, f"{what} has {count} {unit}; at most {limit} are supported")
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        value = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=_without_duplicates,
+            parse_float=_finite,
+            parse_constant=_no_constant,
+        )
     except UnicodeDecodeError as error:
         raise CheckpointError(path, f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -35,6 +43,10 @@ def parse_object(text: bytes, path: str | PathLike[str], what: str) -> dict[str,
         raise CheckpointError(path, f"{what} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(path, f"{what} must be a JSON object, not {type(value).__name__}")
+    if not _is_shallow(value):
+        raise CheckpointError(path, f"{what} is nested more than {MAX_DEPTH} levels deep")
+    if b"\\ud" in text.lower() and not _is_unicode(value):
+        raise CheckpointError(path, f"{what} has an escaped surrogate without its pair, which is no character")
     return value
 
 
@@ -44,17 +56,41 @@ def read_object(path: Path) -> dict[str, Any]:
     if size > MAX_BYTES:
         raise CheckpointError(path, f"the file has {size} bytes; at most {MAX_BYTES} are supported")
     with path.open("rb") as file:
-        return parse_object(file.read(MAX_BYTES + 1), path, "the file")
+        return parse_object(file.read(size), path, "the file")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        ((duplicate, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"duplicate key {quoted(duplicate)}")
     return result
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{quoted(text)} is out of the range of float64")
+    return value
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON value")
+
+
+def _is_shallow(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        children = (container.values() if type(container) is dict else container for container in level)
+        level = [child for some in children for child in some if type(child) in (dict, list)]
+        if not level:
+            return True
+    return False
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

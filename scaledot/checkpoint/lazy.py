@@ -187,3 +187,64 @@ def merge_last(array: LazyArray, count: int) -> LazyArray:
     if array.packed is None:
         return merged
     return dataclasses.replace(merged, packed=merge_last(array.packed, count // 2))
+
+
+def reorder_last(array: LazyArray, order: tuple[int, ...]) -> LazyArray:
+    """Permutes each group of len(order) elements of the last axis: element i of a group is its stored one order[i]."""
+    count = len(order)
+    assert array.shape[-1] % count == 0
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], count)
+        some = array.read((*index[:-1], slice(aligned.units.start * count, aligned.units.stop * count)))
+        grouped = some.reshape(*some.shape[:-1], -1, count)[..., list(order)]
+        return grouped.reshape(some.shape)[..., aligned.cut]
+
+    return LazyArray(array.shape, array.dtype, read)
+
+
+def take(array: LazyArray, indices: np.ndarray, axis: int) -> LazyArray:
+    """The elements at `indices` along `axis`; a slice reads the range of the array that holds its indices."""
+    axis %= array.ndim
+
+    def read(index: Index) -> np.ndarray:
+        chosen = indices[index[axis]]
+        first, last = (int(chosen.min()), int(chosen.max()) + 1) if chosen.size else (0, 0)
+        some = array.read((*index[:axis], slice(first, last), *index[axis + 1 :]))
+        return np.take(some, chosen - first, axis=axis)
+
+    return LazyArray((*array.shape[:axis], len(indices), *array.shape[axis + 1 :]), array.dtype, read)
+
+
+def fields(
+    records: LazyArray, octets: slice, count: int, dtype, decode: Callable[[np.ndarray], np.ndarray]
+) -> LazyArray:
+    """`count` elements from the bytes `octets` of each record, along the last axis.
+
+    records: bytes (..., records, bytes per record), read only at `octets`.
+    decode: from bytes (..., records, length of octets) to elements (..., records, count).
+    """
+    *leading, units, _ = records.shape
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], count)
+        some = np.ascontiguousarray(records.read((*index[:-1], aligned.units, octets)))
+        return decode(some).reshape(*some.shape[:-2], -1)[..., aligned.cut]
+
+    return LazyArray((*leading, units * count), np.dtype(dtype), read)
+
+
+def untiled(tiles: LazyArray, shape: tuple[int, int]) -> LazyArray:
+    """A matrix of `shape` that is stored in 128 x 4 tiles as Blackwell tensor cores read block scales.
+
+    tiles: (tile rows, tile columns, 32, 4, 4), of which the last three axes are r % 32, r // 32 and c within a tile,
+    as in `scaledot.numerics.pack.tile_scales`.
+    """
+
+    def read(index: Index) -> np.ndarray:
+        rows, columns = _aligned(index[0], 128), _aligned(index[1], 4)
+        some = tiles.read((rows.units, columns.units, slice(0, 32), slice(0, 4), slice(0, 4)))
+        matrix = some.transpose(0, 3, 2, 1, 4).reshape(128 * some.shape[0], 4 * some.shape[1])
+        return matrix[rows.cut, columns.cut]
+
+    return LazyArray(shape, tiles.dtype, read)

@@ -51,7 +51,7 @@ def load(
       include: the tensors to load, by name in the file: patterns, or a function. Others are not read.
     """
     source = open_source(path)
-    is_included, locate, place = _predicate(include), _locator(rename), _placement(sharding)
+    is_included, locate, place = predicate(include), _locator(rename), _placement(sharding)
     jobs = [_Job(locate(name), entry, name) for name, entry in entries(source).items() if is_included(name)]
     with Progress(f"loading {source.path.name}", sum(job.nbytes for job in jobs)) as progress:
         return _nested(_run(jobs, place, dequantize, progress))
@@ -90,17 +90,17 @@ def read_entry(entry: Any, sharding: Sharding | None = None, dequantize: Any = F
     if dequantize is not False and isinstance(entry, ScaledArray):
         entry = with_divided_scales(entry)
     if transpose and sharding is not None:
-        entry, transpose = _transposed(entry), False
+        entry, transpose = transposed(entry), False
     leaves, tree = jax.tree.flatten(entry, is_leaf=_is_lazy)
     placed = _leaf_shardings(entry, sharding, len(leaves))
     weight = tree.unflatten([materialize(leaf, s) for leaf, s in zip(leaves, placed, strict=True)])
     if dequantize is not False and forms.is_weight(weight):
         weight = forms.dequantize(weight, None if dequantize is True else dequantize)
-    return _transposed(weight) if transpose else weight
+    return transposed(weight) if transpose else weight
 
 
-def _transposed(entry: Any) -> Any:
-    """The entry with its last two axes exchanged; LazyArrays stay lazy."""
+def transposed(entry: Any) -> Any:
+    """An array or weight with its last two axes exchanged; LazyArrays stay lazy."""
     if isinstance(entry, forms.Offset):
         return forms.Offset(entry.array.mT, entry.offset.mT)
     if isinstance(entry, forms.Permuted | forms.Flat):
@@ -127,7 +127,8 @@ def _is_lazy(node: Any) -> bool:
     return isinstance(node, LazyArray)
 
 
-def _predicate(include: Include) -> Callable[[str], bool]:
+def predicate(include: Include) -> Callable[[str], bool]:
+    """Whether a name is included: patterns as in `fnmatch`, or a function; None includes every name."""
     if include is None:
         return lambda name: True
     if callable(include):

@@ -33,7 +33,10 @@ class Reader:
             fill(buffer, path, start + sum(s.start * stride for s, stride in zip(index, strides, strict=True)))
             result = buffer.view(dtype).reshape(sizes)
         else:
-            mapped = np.memmap(path, np.uint8, "r", start, math.prod(shape) * dtype.itemsize)
+            nbytes, size = math.prod(shape) * dtype.itemsize, os.path.getsize(path)
+            if start + nbytes > size:
+                raise _ends_early(path, size, start + nbytes - size)
+            mapped = np.memmap(path, np.uint8, "r", start, nbytes)
             result = np.array(mapped.view(dtype).reshape(shape)[index])
         with self._lock:
             self.bytes_read += result.nbytes
@@ -56,12 +59,14 @@ def fill(buffer: np.ndarray, path: Path, offset: int) -> None:
         while done < len(view):
             count = os.preadv(file, [view[done:]], offset + done)  # at most 2 GiB at once on Linux
             if not count:
-                raise CheckpointError(
-                    path, f"the file ends at byte {offset + done}, {len(view) - done} bytes too early"
-                )
+                raise _ends_early(path, offset + done, len(view) - done)
             done += count
     finally:
         os.close(file)
+
+
+def _ends_early(path: Path, end: int, missing: int) -> CheckpointError:
+    return CheckpointError(path, f"the file ends at byte {end}, {missing} bytes too early")
 
 
 def empty_aligned(size: int) -> np.ndarray:

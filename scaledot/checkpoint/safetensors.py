@@ -21,7 +21,7 @@ from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.reader import Reader
 
 _LENGTH = struct.Struct("<Q")
-_MAX_ELEMENTS = 2**63 - 1
+_MAX_BYTES = 2**63 - 1  # of NumPy, which does not count axes of size 0
 
 
 class StoredTensor(NamedTuple):
@@ -41,6 +41,9 @@ class StoredTensor(NamedTuple):
     def array(self, reader: Reader) -> LazyArray:
         """The tensor; packed sub-byte dtypes as the bytes of the file along the last axis."""
         bits = dtypes.bits(self.dtype)
+        if self.dtype == "BOOL":  # NumPy counts bytes other than 0 and 1 wrongly
+            octets = lazy.stored(reader, self.path, self.start, np.dtype(np.uint8), self.shape)
+            return octets.map(lambda some: some != 0, np.bool_)
         if bits % 8 == 0:
             return lazy.stored(reader, self.path, self.start, dtypes.DTYPES[self.dtype], self.shape)
         *leading, last = self.shape or (1,)
@@ -99,12 +102,11 @@ def _checked_tensor(path: Path, name: str, record: Any, data_start: int) -> Stor
         fail(f"`shape` must be a list of at most 32 integers of at least 0, not {quoted(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         fail(f"`data_offsets` must be two ascending integers of at least 0, not {quoted(offsets)}")
-    elements = math.prod(shape)
-    if elements > _MAX_ELEMENTS:
-        fail(f"`shape` {quoted(shape)} has more than 2^63 - 1 elements")
-    nbytes, remainder = divmod(elements * dtypes.bits(dtype), 8)
-    if remainder or nbytes != offsets[1] - offsets[0]:
-        fail(f"{dtype}{shape} takes {elements * dtypes.bits(dtype) / 8:g} bytes; `data_offsets` {offsets} do not")
+    if math.prod(size or 1 for size in shape) * dtypes.DTYPES[dtype].itemsize > _MAX_BYTES:
+        fail(f"{dtype}{quoted(shape)} is too large: sizes other than 0 give more than 2^63 - 1 bytes")
+    bits = math.prod(shape) * dtypes.bits(dtype)
+    if bits != 8 * (offsets[1] - offsets[0]):
+        fail(f"{dtype}{shape} takes {bits / 8:g} bytes; `data_offsets` are {quoted(offsets)}")
     return StoredTensor(path, name, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
@@ -116,13 +118,15 @@ def _check_covers(path: Path, tensors: Mapping[str, StoredTensor], data_start: i
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != end:
-            kind = "overlaps the tensor before it" if tensor.start < end else "follows a gap"
+            kind = "overlap those of" if tensor.start < end else "leave a gap after"
             raise CheckpointError(
-                path, f"its bytes from {tensor.start} on {kind}, which ends at {end}", tensor=tensor.name
+                path,
+                f"its bytes, from {quoted(tensor.start)} on, {kind} the tensor before it, which ends at {quoted(end)}",
+                tensor=tensor.name,
             )
         end = tensor.stop
     if end != size:
-        raise CheckpointError(path, f"the tensors end at byte {end}, the file at byte {size}")
+        raise CheckpointError(path, f"the tensors end at byte {quoted(end)}, the file at byte {size}")
 
 
 class Pending(NamedTuple):

@@ -6,6 +6,7 @@ the `blobs` of the same repository in the cache of the Hugging Face Hub, where a
 """
 
 import dataclasses
+import os
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scaledot.checkpoint.reader import Reader
 from scaledot.checkpoint.safetensors import Header, StoredTensor
 
 INDEX = "model.safetensors.index.json"
+_MAX_NAME_BYTES = 255  # of file systems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,8 @@ def open_source(path: str | PathLike[str]) -> Source:
         raise FileNotFoundError(f"{path}: no such file or folder")
     if path.is_dir():
         return _open_folder(path)
+    if not path.is_file():
+        raise CheckpointError(path, "expected a folder or a regular file")
     if path.suffix == ".gguf":
         header = gguf.read_header(path)
         return Source(path, header.tensors, {}, {}, header.metadata, Reader())
@@ -61,8 +65,7 @@ def open_source(path: str | PathLike[str]) -> Source:
 
 def _open_folder(folder: Path) -> Source:
     files = sorted(folder.glob("*.safetensors"))
-    index = folder / INDEX
-    if index.exists():
+    if os.path.lexists(folder / INDEX):  # a dangling link is an error, not a folder without an index
         tensors, metadata = _read_indexed(folder, read_object(_inside(folder, INDEX)))
     elif files:
         tensors, metadata = _read_all(folder, [file.name for file in files])
@@ -80,7 +83,11 @@ def _read_indexed(folder: Path, index: dict[str, Any]) -> Header:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
         raise CheckpointError(folder / INDEX, "`weight_map` must be an object of file names")
-    header = _read_all(folder, sorted(set(weight_map.values())))
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(folder / INDEX, f"{quoted(file)} is not the name of a safetensors file")
+    header = _read_all(folder, files)
     for name, file in weight_map.items():
         if name not in header.tensors or header.tensors[name].path.name != file:
             raise CheckpointError(folder / INDEX, f"{file} has no such tensor", tensor=name)
@@ -105,7 +112,13 @@ def _read_all(folder: Path, names: list[str]) -> Header:
 
 def _inside(folder: Path, name: str) -> Path:
     """The path of a file of the folder; raises CheckpointError if the name or a link leads out of it."""
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if (
+        name in ("", ".", "..")
+        or "/" in name
+        or "\\" in name
+        or "\0" in name
+        or len(os.fsencode(name)) > _MAX_NAME_BYTES
+    ):
         raise CheckpointError(folder, f"{quoted(name)} is not the name of a file in this folder")
     path = folder / name
     if not path.is_file():
@@ -118,7 +131,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _optional(folder: Path, name: str) -> dict[str, Any]:
-    return read_object(_inside(folder, name)) if (folder / name).exists() else {}
+    return read_object(_inside(folder, name)) if os.path.lexists(folder / name) else {}
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

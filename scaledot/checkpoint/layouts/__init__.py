@@ -17,9 +17,16 @@ from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
 
 LAYOUTS = {
+    "gguf": "gguf_blocks",
+    "scaledot": "native",
     "hf-fp8": "fine_grained_fp8",
     "compressed-tensors": "compressed_tensors",
     "modelopt": "modelopt",
+    "gpt-oss": "gpt_oss",
+    "bitsandbytes": "bitsandbytes",
+    "gptq": "gptq",
+    "awq": "awq",
+    "torchao": "torchao",
 }
 
 

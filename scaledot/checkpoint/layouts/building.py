@@ -89,7 +89,7 @@ def block_of(
     """
     if len(scale_shape) != len(shape):
         tensors.fail(name, f"its scales have shape {list(scale_shape)}, which does not fit shape {list(shape)}")
-    if declared is not None and blocks.grid(shape, declared) == scale_shape:
+    if declared is not None and len(declared) <= len(shape) and blocks.grid(shape, declared) == scale_shape:
         return blocks.trim(declared)
     entries = []
     for size, count in zip(shape, scale_shape, strict=True):
