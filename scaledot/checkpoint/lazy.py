@@ -65,7 +65,9 @@ class LazyArray:
             stored = list(whole(self.shape))
             for axis, s in zip(kept, (s for s, size in zip(index, shape, strict=True) if size != 1), strict=True):
                 stored[axis] = s
-            return self.read(tuple(stored)).reshape([length(s) for s in index])
+            some = self.read(tuple(stored))
+            some = some.reshape([1 if size == 1 else length(s) for s, size in zip(index, shape, strict=True)])
+            return some[tuple(s if size == 1 else slice(None) for s, size in zip(index, shape, strict=True))]
 
         return LazyArray(shape, self.dtype, read)
 
@@ -143,7 +145,7 @@ def merge_last(array: LazyArray, count: int) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = array.read((*index[:-1], aligned.units, slice(0, count)))
-        return some.reshape(*some.shape[:-2], -1)[..., aligned.cut]
+        return some.reshape(*some.shape[:-2], some.shape[-2] * count)[..., aligned.cut]
 
     merged = LazyArray((*leading, units * count), array.dtype, read)
     if array.packed is None:
@@ -159,7 +161,7 @@ def reorder_last(array: LazyArray, order: tuple[int, ...]) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = array.read((*index[:-1], slice(aligned.units.start * count, aligned.units.stop * count)))
-        grouped = some.reshape(*some.shape[:-1], -1, count)[..., list(order)]
+        grouped = some.reshape(*some.shape[:-1], some.shape[-1] // count, count)[..., list(order)]
         return grouped.reshape(some.shape)[..., aligned.cut]
 
     return LazyArray(array.shape, array.dtype, read)
@@ -191,7 +193,7 @@ def fields(
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = np.ascontiguousarray(records.read((*index[:-1], aligned.units, octets)))
-        return decode(some).reshape(*some.shape[:-2], -1)[..., aligned.cut]
+        return decode(some).reshape(*some.shape[:-2], some.shape[-2] * count)[..., aligned.cut]
 
     return LazyArray((*leading, units * count), np.dtype(dtype), read)
 
