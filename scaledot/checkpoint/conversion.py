@@ -17,6 +17,7 @@ from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.loading import Include, predicate, read_entry
 from scaledot.checkpoint.saving import MAX_SHARD_BYTES, Entry, write_folder
 from scaledot.checkpoint.source import Source, open_source
+from scaledot.checkpoint.writers.parts import with_packed_codes
 from scaledot.formats import FORMATS, Format, find_format
 from scaledot.numerics.blocks import Block
 from scaledot.ops.quantize import quantize
@@ -65,16 +66,18 @@ def _rule(format, block, is_included, is_excluded) -> Callable[[str, Any], Entry
     dtype = dtypes.named(format) if isinstance(format, str) else None
     row = None if format is None or dtype is not None else named_format(format)
 
+    to_format = functools.partial(quantize, format=row, block=block)
+    to_packed_format = jax.jit(lambda x: with_packed_codes(to_format(x)))
+
     def converted(name: str, entry: Any) -> Entry:
         is_matrix = forms.is_weight(entry) or (entry.ndim == 2 and is_included(name) and not is_excluded(name))
         if dtype is not None and forms.is_weight(entry):
             return Entry(jax.ShapeDtypeStruct(entry.shape, dtype), lambda: read_entry(entry, dequantize=dtype))
         if row is None or not is_matrix or not _is_float(entry):
             return Entry(jax.tree.map(_type_of, entry, is_leaf=_is_lazy), lambda: read_entry(entry))
-        to_format = functools.partial(quantize, format=row, block=block)
         kept = entry.array.dtype if not isinstance(entry, LazyArray | forms.ScaledArray) else entry.dtype
         type = jax.eval_shape(to_format, jax.ShapeDtypeStruct(entry.shape, kept))
-        return Entry(type, lambda: to_format(read_entry(entry, dequantize=kept)))
+        return Entry(type, lambda: to_packed_format(read_entry(entry, dequantize=kept)))
 
     return converted
 

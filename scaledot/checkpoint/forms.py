@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from scaledot.array import ScaledArray
+from scaledot.checkpoint.subnormals import dequantize_on_host, has_subnormals
 from scaledot.numerics import blocks
 from scaledot.ops.quantize import dequantize as dequantize_scaled
 
@@ -87,4 +88,8 @@ def dequantize(weight: Weight, dtype=None) -> jax.Array:
     >>> dequantize(quantize(jnp.array([[1.0, 2.0, 4.0]]), "fp8_e4m3"))
     Array([[1., 2., 4.]], dtype=float32)
     """
-    return dequantize_scaled(weight, dtype) if isinstance(weight, ScaledArray) else weight.dequantize(dtype)
+    if not isinstance(weight, ScaledArray):
+        return weight.dequantize(dtype)
+    if has_subnormals(weight):
+        return dequantize_on_host(weight, weight.dtype if dtype is None else dtype)
+    return dequantize_scaled(weight, dtype)

@@ -20,7 +20,7 @@ def materialize(array: LazyArray, sharding: Sharding | None = None) -> Any:
         return array.numpy()
     if sharding is not None:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array.read(_bounded(index, array)))
-    if array.packed is not None and array.size:
+    if array.packed is not None and array.size and jax.default_backend() != "cpu":  # CPUs store a code per byte
         return _unpack(jax.device_put(array.packed.numpy()), array.dtype.name)
     return jax.device_put(array.numpy())
 

@@ -202,7 +202,7 @@ def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.
 def _scaled(spec: CastSpec, x: jax.Array, scales: Scales) -> jax.Array:
     """x / scale, before it is rounded to the element type."""
     if scales.divisor is not None:
-        x = divide(x, blocks.repeat_scale(scales.divisor, x.shape, spec.block))
+        x = divide(x, blocks.repeat_scale(computed_once(scales.divisor), x.shape, spec.block))
         return round_to(x, spec.format.arithmetic_dtype(spec.input_dtype))
     for multiplier in scales.multipliers:
         x = x * blocks.repeat_scale(computed_once(multiplier), x.shape, spec.block)

@@ -198,7 +198,7 @@ def _packed_parts(strategy: str, name: str, q: ScaledArray) -> list[Part]:
         (rows, -(-inputs * bits // _WORD_BITS)),
         lambda q: np.asarray(_packed_words(q.data, bits, 1)),
     )
-    shape = Part(f"{module}.weight_shape", "I64", (2,), lambda q: np.array(q.shape, np.int64))
+    shape = Part(f"{module}.weight_shape", "I64", (2,), lambda _: np.array([rows, inputs], np.int64))
     parts = [packed, shape, scale_part(f"{module}.weight_scale", q, (1,) if strategy == "tensor" else None)]
     if q.zero is not None:
         zero_shape = (-(-q.zero.shape[0] * bits // _WORD_BITS), q.zero.shape[1])
@@ -211,6 +211,11 @@ def _packed_parts(strategy: str, name: str, q: ScaledArray) -> list[Part]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _packed_words(codes: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Signed codes in offset binary, as a dense stream of int32 words; codes may be bytes of `with_packed_codes`."""
+    if codes.dtype == jnp.uint8 or (bits == 4 and axis == 1 and codes.shape[1] % 8 == 0):
+        octets = codes if codes.dtype == jnp.uint8 else pack.pack_nibbles(codes)
+        words = (octets ^ np.uint8(0x88)).reshape(octets.shape[0], octets.shape[1] // 4, 4)
+        return jax.lax.bitcast_convert_type(words, jnp.int32)
     return pack.pack_bits(codes.astype(jnp.int8), bits, axis=axis)
 
 

@@ -15,10 +15,9 @@ import numpy as np
 from scaledot import serialization
 from scaledot.array import ScaledArray
 from scaledot.checkpoint import dtypes, forms
-from scaledot.checkpoint.writers.parts import Part, Written, packed_nibbles
+from scaledot.checkpoint.writers.parts import PACKED_DTYPES, Part, Written, packed_nibbles
 
 PREFIX = "scaledot:"
-PACKED_DTYPES = ("int4", "uint4", "float4_e2m1fn")
 
 
 def plan(weights: Mapping[str, Any], unquantized: list[str], activations: str | None) -> Written:
