@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -79,27 +80,6 @@ def test_tensors_that_are_not_included_are_not_read(tmp_path):
     assert source.reader.bytes_read == 256
 
 
-LOAD = """
-import json, sys, zlib
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
-folder, coordinator, processes, index = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-jax.distributed.initialize(coordinator, processes, index)
-from scaledot.checkpoint.layouts import entries
-from scaledot.checkpoint.loading import read_entry
-from scaledot.checkpoint.source import open_source
-mesh = jax.make_mesh((processes,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
-source = open_source(folder)
-report = {}
-for name, entry in entries(source).items():
-    before = source.reader.bytes_read
-    array = read_entry(entry, NamedSharding(mesh, P("tp")))
-    codes = np.asarray(jax.tree.leaves(array)[0].addressable_shards[0].data)
-    report[name] = [source.reader.bytes_read - before, zlib.crc32(codes.tobytes())]
-print(json.dumps(report))
-"""
-
-
 def test_four_processes_load_one_model_and_each_reads_its_quarter(tmp_path):
     tree = {f"{format}.weight": weight(format) for format in ("nvfp4", "mxfp8", "fp8_e4m3")}
     tree["norm.weight"] = jnp.arange(1024, dtype=jnp.bfloat16)
@@ -109,7 +89,14 @@ def test_four_processes_load_one_model_and_each_reads_its_quarter(tmp_path):
         coordinator = f"localhost:{free.getsockname()[1]}"
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     commands = [
-        [sys.executable, "-c", LOAD, str(tmp_path / "model"), coordinator, str(PROCESSES), str(index)]
+        [
+            sys.executable,
+            Path(__file__).parent / "load_shards.py",
+            tmp_path / "model",
+            coordinator,
+            str(PROCESSES),
+            str(index),
+        ]
         for index in range(PROCESSES)
     ]
     running = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
