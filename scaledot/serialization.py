@@ -98,6 +98,16 @@ def _register_with_flax(kind: type) -> None:
     serialization.register_serialization_state(kind, to_state_dict, from_state_dict)
 
 
+def static_json(q: Any) -> str:
+    """The static fields of a registered dataclass as JSON."""
+    return _to_json(**_static(q)).decode()
+
+
+def static_differences(saved: str, target: Any) -> str:
+    """Describes the static fields in which `target` differs from JSON of `static_json`; empty if none does."""
+    return "; ".join(_differences(_from_json(saved.encode()), _static(target)))
+
+
 def _static(q: Any) -> Record:
     return {field.name: getattr(q, field.name) for field in dataclasses.fields(q) if field.metadata.get("static")}
 
