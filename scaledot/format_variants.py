@@ -47,7 +47,7 @@ modelopt = _variants(
     nvfp4=replace(
         _NVFP4,
         rule="divide_by_product",
-        quirks=Quirks(divide=True, least_scale=2.0**-9, empty_scale=1.0, unsigned_zero=True),
+        quirks=Quirks(divide=True, scales_first=True, least_scale=2.0**-9, empty_scale=1.0, unsigned_zero=True),
     ),
 )
 

@@ -81,7 +81,7 @@ class Quirks:
     own_dtype: round x / scale and all zero-point arithmetic to the input dtype (e.g. bfloat16); default: float32.
     zero_first: quantise as round(x / scale + zero); default: round(x / scale) + zero.
     scales_first: dequantise as code * (scale * tensor_scale); default: (code * scale) * tensor_scale.
-    unsigned_zero: encode -0.0 as +0; default: the sign is kept.
+    unsigned_zero: encode -0.0 as +0, and dequantise the code of -0 to +0; default: the sign is kept.
     log2_pow2: with `pow2`, compute the power of two as exp2(floor(log2(multiplier))) with a float32 log2, which rounds
         up for a multiplier just below a power of two; default: from the exponent bits, exactly.
     least_amax: lower bound of the block amax, applied before the scale rule; 0: none.

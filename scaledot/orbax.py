@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from scaledot import serialization
 from scaledot.array import ScaledArray
+from scaledot.serialization import static_differences, static_fields, to_json
 
 _SAVED_AS = {
     np.dtype(jnp.uint4): np.dtype(jnp.int4),
@@ -41,7 +41,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, checkpointer: Any = None) -
     the arrays are copied to the host, and `checkpointer.wait_until_finished()` when they are saved. By default the
     function returns when they are.
     """
-    static = {name: serialization.static_json(q) for name, q in _scaled_arrays(tree)}
+    static = {name: to_json(**static_fields(q)).decode() for name, q in _scaled_arrays(tree)}
     with _opened(checkpointer) as opened:
         opened.save(_absolute(path), jax.tree.map(_saveable, tree), custom_metadata={_METADATA: static})
 
@@ -125,7 +125,7 @@ def _check_static(path: str | os.PathLike[str], saved: dict[str, str], target: A
             raise ValueError(
                 f"{path}: `target` has a ScaledArray at {name}, none was saved there by scaledot.orbax.save"
             )
-        if differences := serialization.static_differences(saved[name], q):
+        if differences := "; ".join(static_differences(saved[name].encode(), q)):
             raise ValueError(f"{path}: cannot restore {name} as {q!r}: {differences}")
 
 

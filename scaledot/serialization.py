@@ -34,20 +34,21 @@ Record = dict[str, Any]
 
 
 def register(kind: Kind) -> Kind:
-    """Registers a pytree dataclass, whose static fields are the arguments of `_to_json`, with jax.export and Flax."""
+    """Registers a pytree dataclass, whose static fields are the arguments of `to_json`, with jax.export and Flax."""
     static = [field.name for field in dataclasses.fields(kind) if field.metadata.get("static")]
     jax.export.register_pytree_node_serialization(
         kind,
         serialized_name=f"scaledot.{kind.__name__}",
-        serialize_auxdata=lambda aux_data: _to_json(**dict(zip(static, aux_data, strict=True))),
-        deserialize_auxdata=_from_json,
+        serialize_auxdata=lambda aux_data: to_json(**dict(zip(static, aux_data, strict=True))),
+        deserialize_auxdata=from_json,
         from_children=lambda aux_data, children: kind(*children, **aux_data),
     )
     when_imported("flax.serialization", lambda: _register_with_flax(kind))
     return kind
 
 
-def _to_json(format: Format, block: tuple[int, ...], dtype: Any, rotation: Hadamard | None) -> bytes:
+def to_json(format: Format, block: tuple[int, ...], dtype: Any, rotation: Hadamard | None) -> bytes:
+    """The static fields of a ScaledArray as JSON."""
     record = {
         "version": VERSION,
         "format": dataclasses.asdict(format),
@@ -58,8 +59,13 @@ def _to_json(format: Format, block: tuple[int, ...], dtype: Any, rotation: Hadam
     return json.dumps(record, default=lambda number: number.item()).encode()  # numpy scalars
 
 
-def _from_json(text: bytes) -> Record:
-    record = json.loads(text)
+def from_json(text: bytes) -> Record:
+    """The inverse of `to_json`: the static fields by name."""
+    return from_record(json.loads(text))
+
+
+def from_record(record: Record) -> Record:
+    """The static fields of the parsed JSON."""
     if record["version"] != VERSION:
         raise ValueError(
             f"a ScaledArray was saved in version {record['version']}; this scaledot reads version {VERSION}"
@@ -86,7 +92,7 @@ def _register_with_flax(kind: type) -> None:
 
     def to_state_dict(q: Any) -> Record:
         state = {name: serialization.to_state_dict(array) for name, array in _arrays(q).items()}
-        return {**state, "static": np.frombuffer(_to_json(**_static(q)), np.uint8)}
+        return {**state, "static": np.frombuffer(to_json(**static_fields(q)), np.uint8)}
 
     def from_state_dict(target: Any, state: Any) -> Any:
         mismatches = "; ".join(_mismatches(target, state))
@@ -98,17 +104,7 @@ def _register_with_flax(kind: type) -> None:
     serialization.register_serialization_state(kind, to_state_dict, from_state_dict)
 
 
-def static_json(q: Any) -> str:
-    """The static fields of a registered dataclass as JSON."""
-    return _to_json(**_static(q)).decode()
-
-
-def static_differences(saved: str, target: Any) -> str:
-    """Describes the static fields in which `target` differs from JSON of `static_json`; empty if none does."""
-    return "; ".join(_differences(_from_json(saved.encode()), _static(target)))
-
-
-def _static(q: Any) -> Record:
+def static_fields(q: Any) -> Record:
     return {field.name: getattr(q, field.name) for field in dataclasses.fields(q) if field.metadata.get("static")}
 
 
@@ -122,10 +118,15 @@ def _mismatches(target: Any, state: Any) -> Iterator[str]:
     if not isinstance(state, dict) or "static" not in state:
         yield f"the saved object is not a {type(target).__name__}"
         return
-    yield from _differences(_from_json(np.asarray(state["static"]).tobytes()), _static(target))
+    yield from static_differences(np.asarray(state["static"]).tobytes(), target)
     saved, expected = state.keys() - {"static"}, _arrays(target).keys()
     if saved != expected:
         yield f"the arrays {', '.join(sorted(saved))} were saved, {', '.join(sorted(expected))} are expected"
+
+
+def static_differences(saved: bytes, target: Any) -> Iterator[str]:
+    """Yields a description of each static field of `target` that differs from the saved JSON."""
+    yield from _differences(from_json(saved), static_fields(target))
 
 
 def _differences(saved: Any, target: Any, name: str = "") -> Iterator[str]:

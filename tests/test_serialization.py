@@ -66,19 +66,19 @@ def run(code, *args):
 
 def test_static_fields_survive_json(tree):
     for q in tree.values():
-        static = serialization._static(q)
-        text = serialization._to_json(**static)
-        assert serialization._from_json(text) == static
+        static = serialization.static_fields(q)
+        text = serialization.to_json(**static)
+        assert serialization.from_json(text) == static
         assert json.loads(text)["format"]["element"] == q.format.element
 
 
 def test_json_of_another_version_is_refused(tree):
-    record = json.loads(serialization._to_json(**serialization._static(tree["mxfp8"])))
+    record = json.loads(serialization.to_json(**serialization.static_fields(tree["mxfp8"])))
     with pytest.raises(ValueError, match="saved in version 2; this scaledot reads version 1"):
-        serialization._from_json(json.dumps({**record, "version": 2}).encode())
+        serialization.from_json(json.dumps({**record, "version": 2}).encode())
     newer = {**record, "format": {**record["format"], "shear": 1}}
     with pytest.raises(ValueError, match="a saved Format has fields that this scaledot does not have: shear"):
-        serialization._from_json(json.dumps(newer).encode())
+        serialization.from_json(json.dumps(newer).encode())
 
 
 def test_an_exported_function_takes_and_returns_scaled_arrays(tree):

@@ -6,6 +6,7 @@ it. The functions of this module derive one LazyArray from another: unpacked, tr
 
 `packed` codes: a 4-bit array whose bytes in the file hold two codes each, the even one in the low nibble, as XLA packs
 them, also has its bytes as a LazyArray, which are transferred to the device as they are and bitcast there.
+`reciprocal_of`: the divisor in the file that an array is the reciprocal of, for results that divide by it.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from scaledot.checkpoint.reader import Index, Reader, length, whole
-from scaledot.checkpoint.unpacking import unpack_bits, unpack_nibbles
+from scaledot.checkpoint.unpacking import nibbles_as, unpack_bits, unpack_nibbles
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +27,7 @@ class LazyArray:
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]
     packed: "LazyArray | None" = None
+    reciprocal_of: "LazyArray | None" = None
 
     @property
     def ndim(self) -> int:
@@ -50,6 +52,11 @@ class LazyArray:
     def T(self) -> "LazyArray":
         return self.transpose(tuple(range(self.ndim))[::-1])
 
+    @property
+    def mT(self) -> "LazyArray":
+        axes = tuple(range(self.ndim))
+        return self.transpose((*axes[:-2], axes[-1], axes[-2]))
+
     def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
         """A reshape that only adds or removes axes of size 1; others read the whole array for every slice."""
         kept = [axis for axis, size in enumerate(self.shape) if size != 1]
@@ -60,7 +67,9 @@ class LazyArray:
             stored = list(whole(self.shape))
             for axis, s in zip(kept, (s for s, size in zip(index, shape, strict=True) if size != 1), strict=True):
                 stored[axis] = s
-            return self.read(tuple(stored)).reshape([length(s) for s in index])
+            some = self.read(tuple(stored))
+            some = some.reshape([1 if size == 1 else length(s) for s, size in zip(index, shape, strict=True)])
+            return some[tuple(s if size == 1 else slice(None) for s, size in zip(index, shape, strict=True))]
 
         return LazyArray(shape, self.dtype, read)
 
@@ -97,6 +106,40 @@ def nibbles(packed: LazyArray, dtype) -> LazyArray:
 
     as_stored = packed if packed.dtype == np.uint8 else packed.view(np.uint8)
     return LazyArray((*leading, 2 * last), dtype, read, packed=as_stored)
+
+
+def row_nibbles(packed: LazyArray, dtype) -> LazyArray:
+    """The codes of a 4-bit `dtype`, of which each byte of `packed` holds those of two rows, the even one low."""
+    *leading, pairs, last = packed.shape
+    dtype = np.dtype(dtype)
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-2], 2)
+        octets = packed.read((*index[:-2], aligned.units, index[-1]))
+        rows = np.stack([octets & np.uint8(15), octets >> np.uint8(4)], axis=-2)
+        rows = rows.reshape(*octets.shape[:-2], 2 * octets.shape[-2], octets.shape[-1])
+        return nibbles_as(rows, dtype)[..., aligned.cut, :]
+
+    return LazyArray((*leading, 2 * pairs, last), dtype, read)
+
+
+def octets(words: LazyArray) -> LazyArray:
+    """The bytes of little-endian words along the last axis."""
+    *leading, last = words.shape
+    width = words.dtype.itemsize
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], width)
+        some = np.ascontiguousarray(words.read((*index[:-1], aligned.units)))
+        return some.view(np.uint8)[..., aligned.cut]
+
+    return LazyArray((*leading, width * last), np.dtype(np.uint8), read)
+
+
+def reciprocal(array: LazyArray) -> LazyArray:
+    """The float32 reciprocal of an array."""
+    inverse = array.map(lambda divisor: np.float32(1) / divisor, np.float32)
+    return dataclasses.replace(inverse, reciprocal_of=array)
 
 
 def bit_stream(words: LazyArray, bits: int, count: int, dtype, *, axis: int = -1, offset: int = 0) -> LazyArray:
@@ -138,9 +181,70 @@ def merge_last(array: LazyArray, count: int) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = array.read((*index[:-1], aligned.units, slice(0, count)))
-        return some.reshape(*some.shape[:-2], -1)[..., aligned.cut]
+        return some.reshape(*some.shape[:-2], some.shape[-2] * count)[..., aligned.cut]
 
     merged = LazyArray((*leading, units * count), array.dtype, read)
     if array.packed is None:
         return merged
     return dataclasses.replace(merged, packed=merge_last(array.packed, count // 2))
+
+
+def reorder_last(array: LazyArray, order: tuple[int, ...]) -> LazyArray:
+    """Permutes each group of len(order) elements of the last axis: element i of a group is its stored one order[i]."""
+    count = len(order)
+    assert array.shape[-1] % count == 0
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], count)
+        some = array.read((*index[:-1], slice(aligned.units.start * count, aligned.units.stop * count)))
+        grouped = some.reshape(*some.shape[:-1], -1, count)[..., list(order)]
+        return grouped.reshape(some.shape)[..., aligned.cut]
+
+    return LazyArray(array.shape, array.dtype, read)
+
+
+def take(array: LazyArray, indices: np.ndarray, axis: int) -> LazyArray:
+    """The elements at `indices` along `axis`; a slice reads the range of the array that holds its indices."""
+    axis %= array.ndim
+
+    def read(index: Index) -> np.ndarray:
+        chosen = indices[index[axis]]
+        first, last = (int(chosen.min()), int(chosen.max()) + 1) if chosen.size else (0, 0)
+        some = array.read((*index[:axis], slice(first, last), *index[axis + 1 :]))
+        return np.take(some, chosen - first, axis=axis)
+
+    return LazyArray((*array.shape[:axis], len(indices), *array.shape[axis + 1 :]), array.dtype, read)
+
+
+def fields(
+    records: LazyArray, octets: slice, count: int, dtype, decode: Callable[[np.ndarray], np.ndarray]
+) -> LazyArray:
+    """`count` elements from the bytes `octets` of each record, along the last axis.
+
+    records: bytes (..., records, bytes per record), read only at `octets`.
+    decode: from bytes (..., records, length of octets) to elements (..., records, count).
+    """
+    *leading, units, _ = records.shape
+
+    def read(index: Index) -> np.ndarray:
+        aligned = _aligned(index[-1], count)
+        some = np.ascontiguousarray(records.read((*index[:-1], aligned.units, octets)))
+        return decode(some).reshape(*some.shape[:-2], -1)[..., aligned.cut]
+
+    return LazyArray((*leading, units * count), np.dtype(dtype), read)
+
+
+def untiled(tiles: LazyArray, shape: tuple[int, int]) -> LazyArray:
+    """A matrix of `shape` that is stored in 128 x 4 tiles as Blackwell tensor cores read block scales.
+
+    tiles: (tile rows, tile columns, 32, 4, 4), of which the last three axes are r % 32, r // 32 and c within a tile,
+    as in `scaledot.numerics.pack.tile_scales`.
+    """
+
+    def read(index: Index) -> np.ndarray:
+        rows, columns = _aligned(index[0], 128), _aligned(index[1], 4)
+        some = tiles.read((rows.units, columns.units, slice(0, 32), slice(0, 4), slice(0, 4)))
+        matrix = some.transpose(0, 3, 2, 1, 4).reshape(128 * some.shape[0], 4 * some.shape[1])
+        return matrix[rows.cut, columns.cut]
+
+    return LazyArray(shape, tiles.dtype, read)

@@ -25,7 +25,8 @@ def materialize(array: LazyArray, sharding: Sharding | None = None) -> Any:
     return jax.device_put(array.numpy())
 
 
-def _bounded(index: Index, array: LazyArray) -> Index:
+def _bounded(index: Index | None, array: LazyArray) -> Index:
+    assert index is not None
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, array.shape, strict=True))
 
 

@@ -4,6 +4,7 @@ A layout takes the tensors that make a quantised weight. What it leaves is eithe
 returned as it is, or an error that names it.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -46,7 +47,7 @@ class Tensors:
 
     def __iter__(self) -> Iterator[str]:
         """The names of tensors that are not taken yet; tensors may be taken meanwhile."""
-        return iter([name for name in self._left])
+        return iter(list(self._left))
 
     def info(self, name: str) -> StoredTensor:
         return self._stored[name]
@@ -56,10 +57,16 @@ class Tensors:
         return [name.removesuffix(suffix) for name in self if name.endswith(suffix)]
 
     def take(
-        self, name: str, *dtype_names: str, shape: tuple[int, ...] | None = None, required_by: str | None = None
+        self,
+        name: str,
+        *dtype_names: str,
+        shape: tuple[int, ...] | None = None,
+        view: tuple[int, ...] | None = None,
+        required_by: str | None = None,
     ) -> LazyArray:
         """Takes a tensor and checks its dtype, one of `dtype_names` if there are any, and its shape.
 
+        view: another shape of as many elements, in which the row-major tensor is returned.
         required_by: the tensor that needs this one, for the error if it is missing.
         """
         if name not in self._left:
@@ -70,8 +77,18 @@ class Tensors:
             self.fail(name, f"the dtype is {stored.dtype}; expected {' or '.join(dtype_names)}")
         if shape is not None and stored.shape != shape:
             self.fail(name, f"the shape is {list(stored.shape)}; expected {list(shape)}")
+        if view is not None and math.prod(view) != math.prod(stored.shape):
+            self.fail(name, f"the tensor has {math.prod(stored.shape)} elements; expected {math.prod(view)}")
         del self._left[name]
-        return stored.array(self.source.reader)
+        return (stored if view is None else stored._replace(shape=view)).array(self.source.reader)
+
+    def take_bytes(self, name: str, shape: tuple[int, ...], required_by: str | None = None) -> LazyArray:
+        """Takes a tensor of any dtype and shape as its bytes, in row-major order, in `shape`."""
+        self.take(name, required_by=required_by)
+        stored = self.info(name)
+        if stored.nbytes != math.prod(shape):
+            self.fail(name, f"the tensor has {stored.nbytes} bytes; expected {math.prod(shape)}")
+        return stored._replace(dtype="U8", shape=shape).array(self.source.reader)
 
     def fail(self, name: str, reason: str) -> NoReturn:
         stored = self._stored.get(name)

@@ -43,7 +43,8 @@ def unpack_bits(words: np.ndarray, bits: int, *, axis: int, dtype, offset: int =
     octets = words.view(np.uint8)
     if bits in (2, 4, 8):
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes = ((octets[..., None] >> shifts) & np.uint8(2**bits - 1)).reshape(*octets.shape[:-1], -1)
+        codes = (octets[..., None] >> shifts) & np.uint8(2**bits - 1)
+        codes = codes.reshape(*octets.shape[:-1], octets.shape[-1] * len(shifts))
     else:
         stream = np.unpackbits(octets, axis=-1, bitorder="little")
         count = stream.shape[-1] // bits

@@ -21,7 +21,7 @@ import scaledot
 
 EXIT_CODES = """exit codes:
   0  success
-  1  failure: the plan does not fit the memory, there is no GPU to tune, a file cannot be written
+  1  failure: the plan does not fit the memory, there is no GPU to tune, a file cannot be written, checkpoints differ
   2  wrong usage or an invalid value
   128 + n  ended by signal n: 130 interrupted (SIGINT), 141 the output pipe was closed (SIGPIPE)"""
 EXAMPLES = (
@@ -29,6 +29,8 @@ EXAMPLES = (
     "scaledot recipes nvfp4 --json",
     "scaledot explain 8192x4096 4096x14336 --recipe fp8_current",
     "scaledot plan --model llama3-70b --devices 1024 --sequence-parallel",
+    "scaledot inspect Llama-3.1-8B-NVFP4",
+    "scaledot convert Llama-3.1-8B Llama-3.1-8B-NVFP4 --layout compressed-tensors --format nvfp4",
     "scaledot tune --layer 16384 8192 32768",
 )
 
@@ -42,6 +44,9 @@ COMMANDS = {
     "recipes": Command("list the recipes, or show one: the casts of fwd, dgrad and wgrad"),
     "explain": Command("print which kernels run a matmul or a training step, and why others do not"),
     "plan": Command("estimate a training step on many devices: time, communication, memory"),
+    "inspect": Command("list the tensors of a checkpoint: format, shape, bytes, SNR against a reference"),
+    "convert": Command("rewrite a checkpoint in another layout or format"),
+    "diff": Command("compare two checkpoints, tensor by tensor"),
     "tune": Command("measure GEMM tile configs on this machine's GPU and write its table"),
 }
 

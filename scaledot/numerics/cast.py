@@ -111,6 +111,8 @@ def dequantize_values(
 ) -> jax.Array:
     """The dequantised values in float32; subnormals are flushed to 0 on every backend."""
     values = decode(leaves.data, format)
+    if format.quirks.unsigned_zero:
+        values = jnp.where(values == 0, np.float32(0), values)
     if leaves.zero is not None:
         values = values - blocks.repeat_scale(leaves.zero.astype(jnp.float32), values.shape, block)
     for multiplier in scale_values(leaves.scale, leaves.tensor_scale, format):

@@ -3,7 +3,8 @@
 A layout is a module with
 
 * `matches(source)`: whether the configuration names this layout; without a configuration, whether tensors look like it;
-* `weights(tensors)`: takes the tensors of quantised weights and returns these as ScaledArrays of LazyArrays, by name;
+* `weights(tensors)`: takes the tensors of quantised weights and returns these as ScaledArrays of LazyArrays, by name,
+  and tensors of them that are returned as they are;
 * `RESERVED`: ends of names of tensors that only belong to quantised weights.
 """
 
@@ -16,7 +17,16 @@ from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
 
 LAYOUTS = {
+    "gguf": "gguf_blocks",
+    "scaledot": "native",
     "hf-fp8": "fine_grained_fp8",
+    "compressed-tensors": "compressed_tensors",
+    "modelopt": "modelopt",
+    "gpt-oss": "gpt_oss",
+    "bitsandbytes": "bitsandbytes",
+    "gptq": "gptq",
+    "awq": "awq",
+    "torchao": "torchao",
 }
 
 

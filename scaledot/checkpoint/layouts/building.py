@@ -8,10 +8,12 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.lazy import LazyArray
+from scaledot.checkpoint.reader import Index
 from scaledot.checkpoint.tensors import Tensors
 from scaledot.formats import FORMATS, Format
 from scaledot.numerics import blocks
 
+USUAL_BLOCK = (128, 128)  # of FP8 weights; of files without a configuration, shapes do not tell short blocks
 _E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
@@ -32,9 +34,38 @@ def format_of(element: str, scale_dtype: np.dtype) -> Format:
     return dataclasses.replace(row, name=f"{row.name}_{scale_dtype.name}_scale", scale=scale_dtype.name)
 
 
+def with_scale_dtype(format: Format, scale_dtype: np.dtype, dtype: np.dtype) -> Format:
+    """The format for scales of `scale_dtype` of an array of `dtype`: itself, or a variant with another scale dtype.
+
+    >>> with_scale_dtype(FORMATS["int8"], np.dtype("float16"), np.dtype("float32"))
+    Format('int8_float16_scale')
+    """
+    if format.scale_dtype(dtype) == scale_dtype:
+        return format
+    return dataclasses.replace(format, name=f"{format.name}_{scale_dtype.name}_scale", scale=scale_dtype.name)
+
+
 def as_e8m0(scale: LazyArray) -> LazyArray:
     """Scales that are stored as bytes of exponents, as E8M0."""
     return scale.view(_E8M0) if scale.dtype == np.uint8 else scale
+
+
+def with_rank(scale: LazyArray, ndim: int) -> LazyArray:
+    """Scales in `ndim` axes: one scale of the weight, or scales of its leading axes, with axes of size 1 appended."""
+    if scale.size == 1:
+        return scale.reshape((1,) * ndim)
+    return scale if scale.ndim >= ndim else scale.reshape((*scale.shape, *(1,) * (ndim - scale.ndim)))
+
+
+def per_tensor(tensors: Tensors, name: str, scale: LazyArray, shape: tuple[int, ...]) -> LazyArray:
+    """The tensor scale `name` of a weight of `shape`: a scalar, or one entry per index of the leading axes."""
+    found = () if scale.size == 1 else scale.shape
+    while found and found[-1] == 1:
+        found = found[:-1]
+    if scale.size == 0 or len(found) > len(shape) - 2 or found != shape[: len(found)]:
+        expected = f"[] or {list(shape[:-2])}" if len(shape) > 2 else "[] or [1]"
+        tensors.fail(name, f"the shape is {list(scale.shape)}; a weight of shape {list(shape)} needs {expected}")
+    return scale.reshape(found)
 
 
 def block_of(
@@ -62,6 +93,47 @@ def block_of(
     return blocks.trim(entries)
 
 
+def checked_block(
+    tensors: Tensors,
+    scale_name: str,
+    shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    declared: blocks.Block | None,
+) -> blocks.Block:
+    """The declared block, whose grid the scales must have; without one, the usual block or that of the shapes."""
+    if declared is None:
+        return block_of(tensors, scale_name, shape, scale_shape, USUAL_BLOCK)
+    grid = blocks.grid(shape, declared)
+    if scale_shape != grid:
+        tensors.fail(
+            scale_name,
+            f"the shape is {list(scale_shape)}; codes of shape {list(shape)} in blocks of {list(declared)} need "
+            f"{list(grid)}",
+        )
+    return declared
+
+
 def scaled(codes: LazyArray, scale: LazyArray, format: Format, block: blocks.Block, dtype: np.dtype, **leaves):
     """A ScaledArray of LazyArrays; `leaves` are `tensor_scale` and `zero`."""
     return ScaledArray(codes, scale, format=format, block=block, dtype=dtype, **leaves)
+
+
+def with_divided_scales(weight: ScaledArray) -> ScaledArray:
+    """The weight in the form that dequantises to the bits of a library that divides block scales by a tensor's divisor.
+
+    Its float32 scales are scale / divisor; scale * float32(1 / divisor) may differ in the last bit. A weight whose
+    tensor scale is not the reciprocal of a stored divisor is returned as it is.
+    """
+    scale, divisor = weight.scale, getattr(weight.tensor_scale, "reciprocal_of", None)
+    if divisor is None:
+        return weight
+
+    def read(index: Index) -> np.ndarray:
+        divisors = divisor.read(index[: divisor.ndim])
+        return scale.read(index).astype(np.float32) / divisors.reshape(
+            *divisors.shape, *(1,) * (scale.ndim - divisor.ndim)
+        )
+
+    divided = LazyArray(scale.shape, np.dtype(np.float32), read)
+    format = format_of(weight.format.element, divided.dtype)
+    return dataclasses.replace(weight, scale=divided, tensor_scale=None, format=format)

@@ -1,0 +1,225 @@
+"""torchao: tensor subclasses, flattened to tensors, with their attributes as JSON in the metadata of the file.
+
+The weight `a.weight` is stored as `a._weight_qdata`, `a._weight_scale` and so on; the metadata of that name has its
+class and block size. Block scales of MXTensor and NVFP4Tensor are stored in 128 x 4 tiles (`is_swizzled_scales`). The
+zero point of an Int4Tensor is an addend in the unit of values, so that the weight is an `Offset` array. Scales of
+activations (`a._weight_act_*`) are returned. Classes whose codes are shuffled for one kind of device are refused.
+"""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from scaledot import format_variants
+from scaledot.array import ScaledArray
+from scaledot.checkpoint import dtypes, lazy
+from scaledot.checkpoint.errors import CheckpointError, quoted
+from scaledot.checkpoint.forms import Offset
+from scaledot.checkpoint.json_text import parse_object
+from scaledot.checkpoint.layouts.building import block_of, format_of, scaled
+from scaledot.checkpoint.lazy import LazyArray
+from scaledot.checkpoint.source import Source
+from scaledot.checkpoint.tensors import Tensors
+from scaledot.formats import FORMATS
+from scaledot.numerics import blocks
+
+RESERVED = ("_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale")
+_FLOAT_SCALES = ("F32", "BF16", "F16")
+
+
+class _Flattened(NamedTuple):
+    """A flattened tensor subclass: its name, class, attributes, and the ends of the names of its tensors."""
+
+    tensors: Tensors
+    name: str
+    kind: str
+    attributes: dict[str, Any]
+    parts: list[str]
+
+    def part_name(self, part: str) -> str:
+        module, dot, leaf = self.name.rpartition(".")
+        return f"{module}{dot}_{leaf}_{part}"
+
+    def take(self, part: str, *dtype_names: str, **checks) -> LazyArray:
+        return self.tensors.take(self.part_name(part), *dtype_names, required_by=self.part_name("qdata"), **checks)
+
+    def fail(self, reason: str):
+        raise CheckpointError(self.tensors.source.path, f"{self.kind}: {reason}", tensor=self.name)
+
+    def dtype(self, key: str) -> np.dtype:
+        value = self.attributes.get(key)
+        dtype = dtypes.named(value.get("_data")) if isinstance(value, dict) else None
+        return self.fail(f"`{key}` is {quoted(value)}, not a float dtype") if dtype is None else dtype
+
+    def element(self, key: str) -> str:
+        """The name of the dtype of codes, or the string that torchao has for those without a dtype."""
+        value = self.attributes.get(key)
+        return str(value.get("_data")) if isinstance(value, dict) else str(value)
+
+
+def matches(source: Source) -> bool:
+    if source.quantization:
+        return source.quantization.get("quant_method") == "torchao"
+    return not source.is_gguf and "tensor_names" in source.metadata
+
+
+def weights(tensors: Tensors) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for flattened in _flattened(tensors):
+        for part in flattened.parts:
+            if part.startswith("act_"):
+                found[flattened.part_name(part)] = flattened.take(part)
+        found[flattened.name] = _READERS[flattened.kind](flattened)
+    return found
+
+
+def _flattened(tensors: Tensors):
+    """The tensor subclasses of the metadata; shards have metadata of their own, so `tensor_names` are incomplete."""
+    for name, text in tensors.source.metadata.items():
+        if not text.lstrip().startswith("{"):
+            continue
+        path = tensors.source.path
+        record = parse_object(text.encode(), path, f"the metadata of tensor {quoted(name)}")
+        kind, attributes, parts = record.get("_type"), record.get("_data"), record.get("_tensor_data_names")
+        if kind == "Tensor":
+            continue
+        if kind not in _READERS:
+            raise CheckpointError(
+                path, f"the class {quoted(kind)} is not supported; there are {', '.join(_READERS)}", tensor=name
+            )
+        if not isinstance(attributes, dict) or not isinstance(parts, list) or not all(type(p) is str for p in parts):
+            raise CheckpointError(path, "`_data` and `_tensor_data_names` are missing", tensor=name)
+        yield _Flattened(tensors, name, kind, attributes, parts)
+
+
+def _declared_block(flattened: _Flattened, shape: tuple[int, ...]) -> blocks.Block:
+    block = flattened.attributes.get("block_size")
+    if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
+        flattened.fail(f"`block_size` {quoted(block)} does not fit shape {list(shape)}")
+    return tuple(0 if n == size != 1 else n for n, size in zip(block, shape, strict=True))
+
+
+def _block_and_scales(
+    flattened: _Flattened, shape: tuple[int, ...], *names: str
+) -> tuple[blocks.Block, list[LazyArray]]:
+    """The block, and the tensors `names` in the shape of the scales, which may lack axes of size 1 in the file."""
+    declared = _declared_block(flattened, shape)
+    grid = blocks.grid(shape, declared)
+    arrays = []
+    for name in names:
+        dtype_names = _FLOAT_SCALES if name == "scale" else ("I8", "I16", "I32", "I64")
+        array = flattened.take(name, *dtype_names)
+        if [n for n in array.shape if n != 1] == [n for n in grid if n != 1]:
+            array = array.reshape(grid)
+        arrays.append(array)
+    block = block_of(flattened.tensors, flattened.part_name("scale"), shape, arrays[0].shape, declared)
+    for name, array in zip(names, arrays, strict=True):
+        if array.shape != arrays[0].shape:
+            flattened.fail(f"`{name}` has shape {list(array.shape)}, `scale` {list(arrays[0].shape)}")
+    return block, arrays
+
+
+def _float8(flattened: _Flattened) -> ScaledArray:
+    codes = flattened.take("qdata", "F8_E4M3", "F8_E5M2")
+    block, (scale,) = _block_and_scales(flattened, codes.shape, "scale")
+    return scaled(codes, scale, format_of(codes.dtype.name, scale.dtype), block, flattened.dtype("dtype"))
+
+
+def _integer(flattened: _Flattened) -> ScaledArray:
+    """Int8Tensor, or IntxUnpackedToInt8Tensor, whose codes have fewer bits than their int8."""
+    element = flattened.element("target_dtype") if "target_dtype" in flattened.attributes else "int8"
+    if element not in FORMATS:
+        flattened.fail(f"`target_dtype` {element} is not supported; there are int2 to int8")
+    codes = flattened.take("qdata", "I8")
+    names = ("scale", "zero_point") if "zero_point" in flattened.parts else ("scale",)
+    block, (scale, *zeros) = _block_and_scales(flattened, codes.shape, *names)
+    format = format_of(element, scale.dtype)
+    codes = _narrowed(flattened, codes, format.bits, format.code_dtype)
+    zero = _narrowed(flattened, zeros[0], format.bits, format.code_dtype) if zeros else None
+    return scaled(codes, scale, format, block, flattened.dtype("dtype"), zero=zero)
+
+
+def _narrowed(flattened: _Flattened, array: LazyArray, bits: int, dtype: np.dtype) -> LazyArray:
+    half = 2 ** (bits - 1)
+
+    def narrow(values: np.ndarray) -> np.ndarray:
+        if values.size and not -half <= values.min() <= values.max() < half:
+            flattened.fail(f"codes or zero points are outside [{-half}, {half - 1}]")
+        return values.astype(np.int8).astype(dtype)
+
+    return array.map(narrow, dtype)
+
+
+def _int4(flattened: _Flattened) -> Offset:
+    """Two's complement nibbles (..., outputs, inputs / 2); scales and addends are (..., inputs / group, outputs)."""
+    codes = lazy.nibbles(flattened.take("qdata", "I8", "U8"), ml_dtypes.int4)
+    if codes.ndim < 2:
+        flattened.fail(f"`qdata` has shape [{codes.shape[0] // 2}]; expected [..., outputs, inputs / 2]")
+    axes = (*range(codes.ndim - 2), codes.ndim - 1, codes.ndim - 2)
+    stored_scale, stored_offset = flattened.take("scale", *_FLOAT_SCALES), flattened.take("zero_point", *_FLOAT_SCALES)
+    if stored_scale.ndim != codes.ndim or stored_scale.shape != stored_offset.shape:
+        shapes = f"{list(stored_scale.shape)} and {list(stored_offset.shape)}"
+        flattened.fail(f"`scale` and `zero_point` have shapes {shapes}; expected [..., inputs / group, outputs]")
+    scale, offset = stored_scale.transpose(axes), stored_offset.transpose(axes)
+    declared = _declared_block(flattened, codes.shape)
+    block = block_of(flattened.tensors, flattened.part_name("scale"), codes.shape, scale.shape, declared)
+    array = scaled(codes, scale, format_of("int4", scale.dtype), block, stored_scale.dtype)
+    return Offset(array, offset.map(lambda values: values.astype(np.float32), np.float32))
+
+
+def _mx(flattened: _Flattened) -> ScaledArray:
+    element = flattened.element("elem_dtype")
+    if element == "float4_e2m1fn_x2":
+        codes = _fp4_codes(flattened)
+    elif element in ("float8_e4m3fn", "float8_e5m2"):
+        codes = flattened.take("qdata", "F8_E4M3" if element == "float8_e4m3fn" else "F8_E5M2")
+    else:
+        flattened.fail(f"`elem_dtype` {quoted(element)} is not supported; there are float8 and float4_e2m1fn_x2")
+    scale = _tiled_scales(flattened, codes.shape, np.dtype(ml_dtypes.float8_e8m0fnu), ("F8_E8M0", "U8"))
+    format = format_of(codes.dtype.name, scale.dtype)
+    return scaled(codes, scale, format, (flattened.attributes["block_size"],), flattened.dtype("orig_dtype"))
+
+
+def _nvfp4(flattened: _Flattened) -> ScaledArray:
+    codes = _fp4_codes(flattened)
+    scale = _tiled_scales(flattened, codes.shape, np.dtype(ml_dtypes.float8_e4m3fn), ("F8_E4M3", "U8"))
+    format, tensor_scale = format_variants.torchao.nvfp4_single_level, None
+    if "per_tensor_scale" in flattened.parts:
+        format, tensor_scale = format_variants.torchao.nvfp4, flattened.take("per_tensor_scale", "F32")
+        if tensor_scale.size != 1:
+            flattened.fail(f"`per_tensor_scale` has shape {list(tensor_scale.shape)}; expected one element")
+        tensor_scale = tensor_scale.reshape(())
+    block, dtype = (flattened.attributes["block_size"],), flattened.dtype("orig_dtype")
+    return scaled(codes, scale, format, block, dtype, tensor_scale=tensor_scale)
+
+
+def _fp4_codes(flattened: _Flattened) -> LazyArray:
+    codes = flattened.take("qdata", "U8", "F4")
+    return codes if codes.dtype == ml_dtypes.float4_e2m1fn else lazy.nibbles(codes, ml_dtypes.float4_e2m1fn)
+
+
+def _tiled_scales(
+    flattened: _Flattened, shape: tuple[int, ...], dtype: np.dtype, dtype_names: tuple[str, ...]
+) -> LazyArray:
+    """The scales of blocks along the last axis, tiled or in their own shape in the file."""
+    size = flattened.attributes.get("block_size")
+    if type(size) is not int or size < 1 or shape[-1] % size:
+        flattened.fail(f"`block_size` {quoted(size)} does not divide the last axis of {list(shape)}")
+    grid = (*shape[:-1], shape[-1] // size)
+    if flattened.attributes.get("is_swizzled_scales") is not True:
+        return flattened.take("scale", *dtype_names, shape=grid).view(dtype)
+    if len(grid) != 2:
+        flattened.fail(f"scales of shape {list(grid)} with `is_swizzled_scales` are not supported, only of matrices")
+    tiles = (-(-grid[0] // 128), -(-grid[1] // 4), 32, 4, 4)
+    return lazy.untiled(flattened.take("scale", *dtype_names, view=tiles), grid).view(dtype)
+
+
+_READERS = {
+    "Float8Tensor": _float8,
+    "Int8Tensor": _integer,
+    "IntxUnpackedToInt8Tensor": _integer,
+    "Int4Tensor": _int4,
+    "MXTensor": _mx,
+    "NVFP4Tensor": _nvfp4,
+}
