@@ -157,7 +157,11 @@ def _nvfp4_parts(name: str, q: ScaledArray) -> list[Part]:
 
 
 def _global_scale(q: ScaledArray) -> np.ndarray:
-    return (np.float32(1) / np.asarray(q.tensor_scale, np.float32)).reshape(1)
+    """The float32 whose reciprocal is the tensor scale, or differs from it by 1 ulp if there is none."""
+    tensor_scale = np.asarray(q.tensor_scale, np.float32).reshape(1)
+    nearest = np.float32(1) / tensor_scale
+    candidates = [nearest, np.nextafter(nearest, np.float32(0)), np.nextafter(nearest, np.float32(np.inf))]
+    return next((c for c in candidates if np.float32(1) / c == tensor_scale), nearest)
 
 
 def _integer_scheme(q: ScaledArray, block: tuple[int, int], activations: str | None) -> Scheme | None:

@@ -1,0 +1,200 @@
+"""Saving: round trips are byte-stable, folders are replaced atomically, and what cannot be stored is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import scaledot as sd
+from scaledot import checkpoint
+from scaledot.checkpoint import safetensors, source
+from scaledot.checkpoint.writers import WRITERS
+from scaledot.formats import FORMATS
+
+GOLDEN = Path(__file__).parent / "golden" / "hf"
+READ_ONLY = ("awq", "bnb", "deepseek", "gptoss", "gptq", "torchao")
+SAVED = {"ct": "compressed-tensors", "modelopt": "modelopt", "hf": "hf-fp8"}
+
+
+def stored(folder: Path) -> dict[str, tuple]:
+    """The dtype, shape and bytes of every tensor of a checkpoint."""
+    opened = source.open_source(folder)
+    found = {}
+    for name, tensor in opened.tensors.items():
+        data = tensor.path.read_bytes()[tensor.start : tensor.stop]
+        found[name] = (tensor.dtype, tensor.shape, data)
+    return found
+
+
+def x(shape=(64, 256), seed=0, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def assert_same(a, b):
+    leaves, tree = jax.tree.flatten(a)
+    others, other_tree = jax.tree.flatten(b)
+    assert tree == other_tree
+    for left, right in zip(leaves, others, strict=True):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype)
+        assert np.asarray(left).tobytes() == np.asarray(right).tobytes()
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir() if not p.name.startswith(READ_ONLY)))
+def test_a_published_checkpoint_is_saved_with_the_same_bytes(name, tmp_path):
+    folder, layout = GOLDEN / name, SAVED[name.split("_")[0]]
+    config = json.loads((folder / "config.json").read_text())
+    sections = config["quantization_config"].get("config_groups", {}).values()
+    is_int_quantized = any(section.get("format") == "int-quantized" for section in sections)
+    activations = "dynamic" if is_int_quantized else None
+    checkpoint.save(checkpoint.load(folder), tmp_path / name, layout, config=config, activations=activations)
+    assert stored(tmp_path / name) == stored(folder)
+    assert_same(checkpoint.load(tmp_path / name), checkpoint.load(folder))
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in GOLDEN.iterdir()))
+def test_the_own_layout_stores_every_published_checkpoint(name, tmp_path):
+    loaded = checkpoint.load(GOLDEN / name)
+    checkpoint.save(loaded, tmp_path / "model")
+    assert_same(checkpoint.load(tmp_path / "model"), loaded)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [256, 255])
+def test_the_own_layout_stores_every_format(format, columns, tmp_path):
+    q = sd.quantize(x((6, columns)), format, pad=True)
+    checkpoint.save({"w": q, "norm": x((8,))}, tmp_path / "model")
+    assert_same(checkpoint.load(tmp_path / "model"), {"w": q, "norm": x((8,))})
+
+
+@pytest.mark.parametrize(
+    "q",
+    [
+        sd.quantize(x(), "int4", block=(64,), calibration="minmax"),
+        sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)),
+        sd.quantize(x((3, 4, 64)), "mxfp8"),
+        checkpoint.Permuted(sd.quantize(x(), "int4", block=(64,)), jnp.arange(256, dtype=jnp.int32)[::-1]),
+        checkpoint.Flat(sd.quantize(x((640,)), "nf4"), (10, 64)),
+        checkpoint.Offset(sd.quantize(x(), "int4", block=(32,)), jnp.ones((64, 8), jnp.float32)),
+    ],
+    ids=["zero points", "rotation", "three axes", "Permuted", "Flat", "Offset"],
+)
+def test_the_own_layout_stores(q, tmp_path):
+    checkpoint.save({"a.weight": q}, tmp_path / "model")
+    assert_same(checkpoint.load(tmp_path / "model"), {"a.weight": q})
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+def test_shards_have_an_index_and_load_as_one(layout, tmp_path):
+    tree = {f"layers.{i}.weight": sd.quantize(x(seed=i), "fp8_e4m3") for i in range(4)} | {"norm.weight": x((8,))}
+    checkpoint.save(tree, tmp_path / "model", layout, max_shard_bytes=40_000)
+    files = sorted(file.name for file in (tmp_path / "model").glob("*.safetensors"))
+    assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    loaded = checkpoint.load(tmp_path / "model")
+    assert [np.asarray(q.data).tobytes() for q in loaded.values() if isinstance(q, sd.ScaledArray)] == [
+        np.asarray(q.data).tobytes() for q in tree.values() if isinstance(q, sd.ScaledArray)
+    ]
+
+
+def test_files_that_are_not_part_of_the_checkpoint_are_kept(tmp_path):
+    folder = tmp_path / "model"
+    checkpoint.save({f"w{i}": x() for i in range(3)}, folder, max_shard_bytes=40_000, config={"model_type": "llama"})
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("1")
+    checkpoint.save({"w": x()}, folder)
+    found = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    assert found == ["model.safetensors", "original/params.json", "tokenizer.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
+
+
+def test_an_error_leaves_the_old_checkpoint(tmp_path):
+    checkpoint.save({"w": x()}, tmp_path / "model")
+    before = stored(tmp_path / "model")
+    with pytest.raises(ValueError, match="compressed-tensors stores"):
+        checkpoint.save({"w": sd.quantize(x(), "nf4")}, tmp_path / "model", "compressed-tensors")
+    with pytest.raises(TypeError, match="leaf of type str"):
+        checkpoint.save({"w": "text"}, tmp_path / "model")
+    assert stored(tmp_path / "model") == before
+
+
+@pytest.mark.parametrize(
+    ("layout", "q", "reason"),
+    [
+        ("hf-fp8", sd.quantize(x(), "mxfp4"), "is mxfp4 with block"),
+        ("hf-fp8", sd.quantize(x(), "fp8_e4m3", block=(0,)), "the same block"),
+        ("modelopt", sd.quantize(x(), "int8"), "modelopt stores"),
+        ("modelopt", sd.quantize(x((2, 32, 64)), "nvfp4"), "has 3 axes"),
+        ("compressed-tensors", sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)), "is rotated"),
+        ("compressed-tensors", sd.quantize(x(), "mxfp6_e3m2"), "mxfp6_e2m3"),
+        ("compresed-tensors", sd.quantize(x(), "int8"), "did you mean 'compressed-tensors'"),
+    ],
+)
+def test_what_a_layout_cannot_store_is_refused(layout, q, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        checkpoint.save({"a.weight": q}, tmp_path / "model", layout)
+    assert not (tmp_path / "model").exists()
+
+
+def test_two_block_sizes_are_refused_by_name(tmp_path):
+    tree = {f"w{b}.weight": sd.quantize(x(), "fp8_e4m3", block=(b, b)) for b in (32, 64)}
+    with pytest.raises(ValueError, match=r"'w32.weight' has blocks \(32, 32\) and 'w64.weight' \(64, 64\)"):
+        checkpoint.save(tree, tmp_path / "model", "hf-fp8")
+
+
+def test_formats_of_a_mixed_checkpoint_are_groups_of_modules(tmp_path):
+    tree = {"a.weight": sd.quantize(x(), "nvfp4"), "b.weight": sd.quantize(x(), "mxfp8"), "lm_head.weight": x()}
+    checkpoint.save(tree, tmp_path / "model", "compressed-tensors")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert [group["targets"] for group in config["config_groups"].values()] == [["a"], ["b"]]
+    assert config["ignore"] == ["lm_head"]
+    loaded = checkpoint.load(tmp_path / "model")
+    assert [loaded[name].format.element for name in ("a.weight", "b.weight")] == ["float4_e2m1fn", "float8_e4m3fn"]
+
+
+def test_a_written_file_is_aligned_and_has_a_standard_header(tmp_path):
+    checkpoint.save({"w": x((3, 5)), "v": x((2, 2), dtype=jnp.float32)}, tmp_path / "model")
+    header = safetensors.read_header(tmp_path / "model" / "model.safetensors")
+    assert header.metadata == {"format": "pt"}
+    assert header.tensors["w"].start % 8 == 0
+
+
+KILL_SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from scaledot.checkpoint import save
+from scaledot.checkpoint.layouts import entries
+from scaledot.checkpoint.source import open_source
+
+folder, random, seen = Path(sys.argv[1]), np.random.default_rng(7), set()
+def tree(step):
+    return {f"w{i}": np.full((64, 1024), step, np.float32) for i in range(8)}
+save(tree(0), folder, max_shard_bytes=600_000)
+for kill in range(20):
+    child = os.fork()  # no JAX backend runs in this process
+    if child == 0:
+        for step in range(20 * kill + 1, 20 * kill + 21):
+            save(tree(step), folder, max_shard_bytes=600_000)
+        os._exit(0)
+    time.sleep(random.uniform(0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    arrays = {name: array.numpy() for name, array in entries(open_source(folder)).items()}
+    values = {float(x) for array in arrays.values() for x in (array.min(), array.max())}
+    assert len(arrays) == 8 and len(values) == 1, (sorted(arrays), values)
+    seen |= values
+print(len(seen))
+"""
+
+
+def test_kill_9_at_20_random_moments_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    command = [sys.executable, "-W", "ignore:.*fork.*:RuntimeWarning", "-c", KILL_SAVES, tmp_path / "model"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 5  # many kills came after a save and during the next one
