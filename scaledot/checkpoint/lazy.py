@@ -197,7 +197,7 @@ def reorder_last(array: LazyArray, order: tuple[int, ...]) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = array.read((*index[:-1], slice(aligned.units.start * count, aligned.units.stop * count)))
-        grouped = some.reshape(*some.shape[:-1], -1, count)[..., list(order)]
+        grouped = some.reshape(*some.shape[:-1], some.shape[-1] // count, count)[..., list(order)]
         return grouped.reshape(some.shape)[..., aligned.cut]
 
     return LazyArray(array.shape, array.dtype, read)
@@ -229,7 +229,7 @@ def fields(
     def read(index: Index) -> np.ndarray:
         aligned = _aligned(index[-1], count)
         some = np.ascontiguousarray(records.read((*index[:-1], aligned.units, octets)))
-        return decode(some).reshape(*some.shape[:-2], -1)[..., aligned.cut]
+        return decode(some).reshape(*some.shape[:-2], some.shape[-2] * count)[..., aligned.cut]
 
     return LazyArray((*leading, units * count), np.dtype(dtype), read)
 

@@ -93,17 +93,17 @@ def _tensor_scale(tensors: Tensors, name: str, leading: tuple[int, ...]) -> Lazy
     return scale
 
 
-def _halves(octets: np.ndarray, count: int) -> np.ndarray:
-    """The low nibbles of each `count` bytes, and then their high nibbles, along the last axis."""
-    grouped = octets.reshape(*octets.shape[:-1], -1, 1, count)
-    return ((grouped >> np.array([[0], [4]], np.uint8)) & np.uint8(15)).reshape(*octets.shape[:-1], -1)
-
-
 def _planes(octets: np.ndarray, bits: int, count: int) -> np.ndarray:
     """The lowest `bits` bits of each `count` bytes, then the next higher ones, and so on, along the last axis."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    grouped = octets.reshape(*octets.shape[:-1], -1, 1, count)
-    return ((grouped >> shifts) & np.uint8(2**bits - 1)).reshape(*octets.shape[:-1], -1)
+    *leading, size = octets.shape
+    grouped = octets.reshape(*leading, size // count, 1, count)
+    return ((grouped >> shifts) & np.uint8(2**bits - 1)).reshape(*leading, size * 8 // bits)
+
+
+def _halves(octets: np.ndarray, count: int) -> np.ndarray:
+    """The low nibbles of each `count` bytes, and then their high nibbles, along the last axis."""
+    return _planes(octets, 4, count)
 
 
 def _signed(codes: np.ndarray, half: int, dtype) -> np.ndarray:

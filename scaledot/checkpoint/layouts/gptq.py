@@ -42,9 +42,8 @@ def weights(tensors: Tensors) -> dict[str, ScaledArray | Permuted]:
 def _check_not_dynamic(source: Source) -> None:
     """Raises if modules have settings of their own; keys that begin with "-" only exclude modules."""
     dynamic = source.quantization.get("dynamic") or {}
-    changed = [key for key in dynamic if not str(key).startswith("-")]
-    if changed:
-        raise CheckpointError(source.path, f"`dynamic` settings of modules are not supported: {quoted(changed)}")
+    if not isinstance(dynamic, dict) or not all(key.startswith("-") for key in dynamic):
+        raise CheckpointError(source.path, f"`dynamic` settings of modules are not supported: {quoted(dynamic)}")
 
 
 def _weight(tensors: Tensors, module: str, bits: int, group: int, is_v1: bool) -> ScaledArray | Permuted:

@@ -17,15 +17,16 @@ from scaledot.checkpoint import dtypes, lazy
 from scaledot.checkpoint.errors import CheckpointError, quoted
 from scaledot.checkpoint.forms import Offset
 from scaledot.checkpoint.json_text import parse_object
-from scaledot.checkpoint.layouts.building import block_of, format_of, scaled
+from scaledot.checkpoint.layouts.building import format_of, scaled
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
-from scaledot.formats import FORMATS
+from scaledot.formats import FORMATS, Format
 from scaledot.numerics import blocks
 
 RESERVED = ("_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale")
 _FLOAT_SCALES = ("F32", "BF16", "F16")
+_INTEGERS = ("I8", "I16", "I32", "I64")
 
 
 class _Flattened(NamedTuple):
@@ -82,9 +83,9 @@ def _flattened(tensors: Tensors):
         path = tensors.source.path
         record = parse_object(text.encode(), path, f"the metadata of tensor {quoted(name)}")
         kind, attributes, parts = record.get("_type"), record.get("_data"), record.get("_tensor_data_names")
-        if kind == "Tensor":
+        if "_type" not in record or kind == "Tensor":
             continue
-        if kind not in _READERS:
+        if not isinstance(kind, str) or kind not in _READERS:
             raise CheckpointError(
                 path, f"the class {quoted(kind)} is not supported; there are {', '.join(_READERS)}", tensor=name
             )
@@ -93,37 +94,28 @@ def _flattened(tensors: Tensors):
         yield _Flattened(tensors, name, kind, attributes, parts)
 
 
-def _declared_block(flattened: _Flattened, shape: tuple[int, ...]) -> blocks.Block:
+def _block(flattened: _Flattened, shape: tuple[int, ...]) -> blocks.Block:
+    """The block, with one entry per axis; 0 is a whole axis."""
     block = flattened.attributes.get("block_size")
     if not isinstance(block, list) or len(block) != len(shape) or not all(type(n) is int and n > 0 for n in block):
         flattened.fail(f"`block_size` {quoted(block)} does not fit shape {list(shape)}")
     return tuple(0 if n == size != 1 else n for n, size in zip(block, shape, strict=True))
 
 
-def _block_and_scales(
-    flattened: _Flattened, shape: tuple[int, ...], *names: str
-) -> tuple[blocks.Block, list[LazyArray]]:
-    """The block, and the tensors `names` in the shape of the scales, which may lack axes of size 1 in the file."""
-    declared = _declared_block(flattened, shape)
-    grid = blocks.grid(shape, declared)
-    arrays = []
-    for name in names:
-        dtype_names = _FLOAT_SCALES if name == "scale" else ("I8", "I16", "I32", "I64")
-        array = flattened.take(name, *dtype_names)
-        if [n for n in array.shape if n != 1] == [n for n in grid if n != 1]:
-            array = array.reshape(grid)
-        arrays.append(array)
-    block = block_of(flattened.tensors, flattened.part_name("scale"), shape, arrays[0].shape, declared)
-    for name, array in zip(names, arrays, strict=True):
-        if array.shape != arrays[0].shape:
-            flattened.fail(f"`{name}` has shape {list(array.shape)}, `scale` {list(arrays[0].shape)}")
-    return block, arrays
+def _per_block(flattened: _Flattened, part: str, grid: tuple[int, ...], *dtype_names: str) -> LazyArray:
+    """A tensor with an entry per block of a grid, which may lack axes of size 1 in the file."""
+    array = flattened.take(part, *dtype_names)
+    if [n for n in array.shape if n != 1] != [n for n in grid if n != 1]:
+        flattened.tensors.fail(flattened.part_name(part), f"the shape is {list(array.shape)}; expected {list(grid)}")
+    return array.reshape(grid)
 
 
 def _float8(flattened: _Flattened) -> ScaledArray:
     codes = flattened.take("qdata", "F8_E4M3", "F8_E5M2")
-    block, (scale,) = _block_and_scales(flattened, codes.shape, "scale")
-    return scaled(codes, scale, format_of(codes.dtype.name, scale.dtype), block, flattened.dtype("dtype"))
+    block = _block(flattened, codes.shape)
+    scale = _per_block(flattened, "scale", blocks.grid(codes.shape, block), *_FLOAT_SCALES)
+    format = format_of(codes.dtype.name, scale.dtype)
+    return scaled(codes, scale, format, blocks.trim(block), flattened.dtype("dtype"))
 
 
 def _integer(flattened: _Flattened) -> ScaledArray:
@@ -132,16 +124,21 @@ def _integer(flattened: _Flattened) -> ScaledArray:
     if element not in FORMATS:
         flattened.fail(f"`target_dtype` {element} is not supported; there are int2 to int8")
     codes = flattened.take("qdata", "I8")
-    names = ("scale", "zero_point") if "zero_point" in flattened.parts else ("scale",)
-    block, (scale, *zeros) = _block_and_scales(flattened, codes.shape, *names)
-    format = format_of(element, scale.dtype)
-    codes = _narrowed(flattened, codes, format.bits, format.code_dtype)
-    zero = _narrowed(flattened, zeros[0], format.bits, format.code_dtype) if zeros else None
-    return scaled(codes, scale, format, block, flattened.dtype("dtype"), zero=zero)
+    block = _block(flattened, codes.shape)
+    grid = blocks.grid(codes.shape, block)
+    scale = _per_block(flattened, "scale", grid, *_FLOAT_SCALES)
+    format, zero = format_of(element, scale.dtype), None
+    if "zero_point" in flattened.parts:
+        zero = _narrowed(flattened, _per_block(flattened, "zero_point", grid, *_INTEGERS), format)
+    codes = _narrowed(flattened, codes, format)
+    return scaled(codes, scale, format, blocks.trim(block), flattened.dtype("dtype"), zero=zero)
 
 
-def _narrowed(flattened: _Flattened, array: LazyArray, bits: int, dtype: np.dtype) -> LazyArray:
-    half = 2 ** (bits - 1)
+def _narrowed(flattened: _Flattened, array: LazyArray, format: Format) -> LazyArray:
+    """Integers in the code dtype of a format; raises when it reads those that its bits do not hold."""
+    half, dtype = 2 ** (format.bits - 1), format.code_dtype
+    if array.dtype == dtype:
+        return array
 
     def narrow(values: np.ndarray) -> np.ndarray:
         if values.size and not -half <= values.min() <= values.max() < half:
@@ -156,15 +153,14 @@ def _int4(flattened: _Flattened) -> Offset:
     codes = lazy.nibbles(flattened.take("qdata", "I8", "U8"), ml_dtypes.int4)
     if codes.ndim < 2:
         flattened.fail(f"`qdata` has shape [{codes.shape[0] // 2}]; expected [..., outputs, inputs / 2]")
+    block = _block(flattened, codes.shape)
+    *leading, outputs, groups = blocks.grid(codes.shape, block)
     axes = (*range(codes.ndim - 2), codes.ndim - 1, codes.ndim - 2)
-    stored_scale, stored_offset = flattened.take("scale", *_FLOAT_SCALES), flattened.take("zero_point", *_FLOAT_SCALES)
-    if stored_scale.ndim != codes.ndim or stored_scale.shape != stored_offset.shape:
-        shapes = f"{list(stored_scale.shape)} and {list(stored_offset.shape)}"
-        flattened.fail(f"`scale` and `zero_point` have shapes {shapes}; expected [..., inputs / group, outputs]")
-    scale, offset = stored_scale.transpose(axes), stored_offset.transpose(axes)
-    declared = _declared_block(flattened, codes.shape)
-    block = block_of(flattened.tensors, flattened.part_name("scale"), codes.shape, scale.shape, declared)
-    array = scaled(codes, scale, format_of("int4", scale.dtype), block, stored_scale.dtype)
+    scale, offset = (
+        _per_block(flattened, part, (*leading, groups, outputs), *_FLOAT_SCALES).transpose(axes)
+        for part in ("scale", "zero_point")
+    )
+    array = scaled(codes, scale, format_of("int4", scale.dtype), blocks.trim(block), scale.dtype)
     return Offset(array, offset.map(lambda values: values.astype(np.float32), np.float32))
 
 
