@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -143,9 +143,14 @@ def _read_entry(entry: Any) -> None:
     for leaf in leaves:
         _read_leaf(leaf)
     if forms.is_weight(entry):
-        structs = tree.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-        values = jax.eval_shape(forms.dequantize, structs)
-        assert values.shape == tuple(entry.shape), f"{values.shape} is not {entry.shape}"
+        shape = _dequantized_shape(tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        assert shape == tuple(entry.shape), f"{shape} is not {entry.shape}"
+
+
+@lru_cache(maxsize=10_000)
+def _dequantized_shape(tree: Any, types: tuple) -> tuple[int, ...]:
+    """Traces `dequantize`, which checks that the leaves fit."""
+    return jax.eval_shape(forms.dequantize, tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in types)).shape
 
 
 def _read_leaf(leaf: LazyArray) -> None:
