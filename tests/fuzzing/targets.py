@@ -92,7 +92,8 @@ def _sharded(checkpoint: Checkpoint) -> Files:
     files, weight_map = checkpoint.files(), {}
     del files[MODEL]
     for shard, some in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
-        part = Checkpoint({}, {name: checkpoint.header[name] for name in some}, checkpoint.data)
+        metadata = {name: value for name, value in checkpoint.header.items() if name == "__metadata__"}
+        part = Checkpoint({}, metadata | {name: checkpoint.header[name] for name in some}, checkpoint.data)
         files[shard] = part.files()[MODEL]
         weight_map |= dict.fromkeys(some, shard)
     return files | {INDEX: json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}).encode()}
