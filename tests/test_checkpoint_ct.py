@@ -284,7 +284,12 @@ BAD_TENSORS = {  # scheme, tensors that are replaced or, by None, removed, and t
         {"x.weight_shape": np.array([16])},
         r"weight_shape': expected 2 integers, not I64\[1\]",
     ),
-    "vector": (FP8, {"x.weight": np.ones(64, E4M3)}, r"'x.weight': the shape is \[64\]; expected at least 2 axes"),
+    "two weights": (NVFP4, {"x.weight": np.ones((16, 64), BF16)}, "'x.weight' is another tensor of the same weight"),
+    "vector": (
+        FP8,
+        {"x.weight": np.ones(64, E4M3)},
+        r"'x.weight': the shape is \[64\]; a quantised weight has at least 2 axes",
+    ),
 }
 
 
@@ -297,6 +302,13 @@ def test_an_error_names_the_file_and_the_tensor(tmp_path, case):
         checkpoint.load(tmp_path)
     assert str(tmp_path / "model.safetensors") in str(error.value)
     assert "tensor '" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["x.weight", "x.weight_packed"])
+def test_a_scalar_is_no_weight(tmp_path, name):
+    tensors = {name: np.ones((), E4M3 if name == "x.weight" else np.uint8), "x.weight_scale": np.ones(1, BF16)}
+    with pytest.raises(CheckpointError, match=r"the shape is \[\]; a quantised weight has at least 2 axes"):
+        checkpoint.load(write(tmp_path, tensors))
 
 
 def test_asymmetric_codes_need_zero_points(tmp_path):

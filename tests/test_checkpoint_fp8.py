@@ -128,6 +128,16 @@ BAD = {
         CONFIG,
         "'x.scale': the dtype is F32; expected F8_E8M0 or U8",
     ),
+    "scales of no elements": (
+        {"x.weight": CODES[:0], "x.weight_scale_inv": SCALE},
+        CONFIG,
+        r"'x.weight': its scales have shape \[2, 2\], which does not fit \[0, 256\]",
+    ),
+    "vector": (
+        {"x.weight": CODES[0], "x.weight_scale_inv": SCALE[0, :1]},
+        CONFIG,
+        r"'x.weight': the shape is \[256\]; a quantised weight has at least 2 axes",
+    ),
     "block size": (
         {"x.weight": CODES, "x.weight_scale_inv": SCALE},
         {**CONFIG, "weight_block_size": [128]},

@@ -198,11 +198,17 @@ WRONG = {
         WITH_DTYPE | {"block_size": [1, 48]},
         r"'a._weight_scale': the shape is \[6, 1\]; expected \[6, 2\]",
     ),
+    "nf4": (
+        "IntxUnpackedToInt8Tensor",
+        INT8,
+        INTX | {"target_dtype": torch_dtype("nf4")},
+        "'a.weight': .* 'nf4' is not",
+    ),
     "int1": (
         "IntxUnpackedToInt8Tensor",
         INT8,
         INTX | {"target_dtype": torch_dtype("int1")},
-        "'a.weight': .* int1 is not",
+        "'a.weight': .* 'int1' is not",
     ),
     "float zero point": (
         "IntxUnpackedToInt8Tensor",

@@ -57,6 +57,13 @@ def with_rank(scale: LazyArray, ndim: int) -> LazyArray:
     return scale if scale.ndim >= ndim else scale.reshape((*scale.shape, *(1,) * (ndim - scale.ndim)))
 
 
+def check_rank(tensors: Tensors, name: str) -> None:
+    """Raises CheckpointError unless a tensor has the axes of a weight: outputs and inputs, after those of experts."""
+    shape = tensors.info(name).shape
+    if len(shape) < 2:
+        tensors.fail(name, f"the shape is {list(shape)}; a quantised weight has at least 2 axes")
+
+
 def per_tensor(tensors: Tensors, name: str, scale: LazyArray, shape: tuple[int, ...]) -> LazyArray:
     """The tensor scale `name` of a weight of `shape`: a scalar, or one entry per index of the leading axes."""
     found = () if scale.size == 1 else scale.shape
@@ -86,7 +93,7 @@ def block_of(
         return blocks.trim(declared)
     entries = []
     for size, count in zip(shape, scale_shape, strict=True):
-        if count != 1 and (count == 0 or size == 0 or size % count):
+        if count != 1 and (not 0 < count <= size or size % count):
             hint = "" if declared is None else f" in blocks of {list(declared)}"
             tensors.fail(name, f"its scales have shape {list(scale_shape)}, which does not fit {list(shape)}{hint}")
         entries.append(0 if count == 1 and size != 1 else size // count)

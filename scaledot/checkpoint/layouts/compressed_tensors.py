@@ -24,7 +24,15 @@ from scaledot import format_variants
 from scaledot.array import ScaledArray
 from scaledot.checkpoint import lazy
 from scaledot.checkpoint.layouts import compressed_tensors_integers as integers
-from scaledot.checkpoint.layouts.building import as_e8m0, checked_block, per_tensor, scaled, with_rank, with_scale_dtype
+from scaledot.checkpoint.layouts.building import (
+    as_e8m0,
+    check_rank,
+    checked_block,
+    per_tensor,
+    scaled,
+    with_rank,
+    with_scale_dtype,
+)
 from scaledot.checkpoint.layouts.compressed_tensors_config import Scheme, schemes
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.source import Source
@@ -89,6 +97,7 @@ def weights(tensors: Tensors) -> dict[str, Any]:
     modules += [(module, ".weight") for module in tensors.ending(".weight") if _is_quantized(tensors, module)]
     found: dict[str, Any] = {}
     for module, suffix in modules:
+        _check_codes(tensors, module, suffix)
         scheme = _scheme_of(tensors, module, suffix, declared)
         found[f"{module}.weight"] = weight = _weight(tensors, module, scheme)
         divisor = None if weight.tensor_scale is None else weight.tensor_scale.reciprocal_of
@@ -96,6 +105,13 @@ def weights(tensors: Tensors) -> dict[str, Any]:
             name = f"{module}.weight_global_scale"
             found[name] = tensors.info(name).array(tensors.source.reader)
     return found
+
+
+def _check_codes(tensors: Tensors, module: str, suffix: str) -> None:
+    name, other = f"{module}{suffix}", f"{module}.weight"
+    if name != other and other in tensors:
+        tensors.fail(name, f"{other!r} is another tensor of the same weight")
+    check_rank(tensors, name)
 
 
 def _is_quantized(tensors: Tensors, module: str) -> bool:
@@ -155,8 +171,6 @@ def _weight(tensors: Tensors, module: str, scheme: Scheme) -> ScaledArray:
     storage = _STORAGE[scheme.format]
     name, dtype = f"{module}{storage.suffix}", tensors.model_dtype()
     stored = tensors.take(name, *storage.dtypes)
-    if stored.ndim < 2:
-        tensors.fail(name, f"the shape is {list(stored.shape)}; expected at least 2 axes")
     if storage.is_integer_words:
         codes, format = integers.unpacked(tensors, module, stored, scheme)
     else:

@@ -12,7 +12,15 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.checkpoint import lazy
 from scaledot.checkpoint.errors import CheckpointError, quoted
-from scaledot.checkpoint.layouts.building import USUAL_BLOCK, as_e8m0, block_of, format_of, scaled, with_rank
+from scaledot.checkpoint.layouts.building import (
+    USUAL_BLOCK,
+    as_e8m0,
+    block_of,
+    check_rank,
+    format_of,
+    scaled,
+    with_rank,
+)
 from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
 
@@ -35,9 +43,8 @@ def weights(tensors: Tensors) -> dict[str, ScaledArray]:
 
 def _weight(tensors: Tensors, name: str, declared: tuple[int, ...] | None) -> ScaledArray:
     scale_name = _scale_name(tensors, name)
+    check_rank(tensors, name)
     codes = tensors.take(name)
-    if codes.ndim == 0:
-        tensors.fail(name, "a quantised weight has at least one axis, this one has shape []")
     is_packed = codes.dtype == np.int8
     scale = as_e8m0(tensors.take(scale_name, *(_EXPONENTS if is_packed else _SCALE_DTYPES)))
     if is_packed:

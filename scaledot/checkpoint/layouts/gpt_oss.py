@@ -23,9 +23,8 @@ def matches(source: Source) -> bool:
     if source.quantization:
         return source.quantization.get("quant_method") == "mxfp4"
     return any(
-        name.endswith(f"{separator}blocks") and f"{name.removesuffix('blocks')}scales" in source.tensors
-        for separator in _SEPARATORS
-        for name in source.tensors
+        name.endswith(("_blocks", ".blocks")) and tensor.dtype == "U8" and f"{name[:-6]}scales" in source.tensors
+        for name, tensor in source.tensors.items()
     )
 
 

@@ -16,7 +16,15 @@ import numpy as np
 from scaledot import format_variants
 from scaledot.checkpoint import lazy
 from scaledot.checkpoint.errors import CheckpointError, quoted
-from scaledot.checkpoint.layouts.building import as_e8m0, checked_block, format_of, per_tensor, scaled, with_rank
+from scaledot.checkpoint.layouts.building import (
+    as_e8m0,
+    check_rank,
+    checked_block,
+    format_of,
+    per_tensor,
+    scaled,
+    with_rank,
+)
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
@@ -140,9 +148,8 @@ def _kind(tensors: Tensors, name: str, scale_name: str, algorithm: str | None) -
 
 
 def _codes(tensors: Tensors, name: str, kind: str) -> LazyArray:
+    check_rank(tensors, name)
     stored = tensors.take(name)
-    if stored.ndim < 2:
-        tensors.fail(name, f"the shape is {list(stored.shape)}; expected at least 2 axes")
     if kind == "INT4":
         return lazy.row_nibbles(stored, ml_dtypes.int4)
     return lazy.nibbles(stored, ml_dtypes.float4_e2m1fn) if stored.dtype == np.uint8 else stored

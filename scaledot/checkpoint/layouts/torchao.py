@@ -21,12 +21,13 @@ from scaledot.checkpoint.layouts.building import format_of, scaled
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
-from scaledot.formats import FORMATS, Format
+from scaledot.formats import Format
 from scaledot.numerics import blocks
 
 RESERVED = ("_qdata", "_weight_scale", "_weight_zero_point", "_weight_per_tensor_scale")
 _FLOAT_SCALES = ("F32", "BF16", "F16")
 _INTEGERS = ("I8", "I16", "I32", "I64")
+_INTEGER_ELEMENTS = tuple(f"int{bits}" for bits in range(2, 9))
 
 
 class _Flattened(NamedTuple):
@@ -121,8 +122,8 @@ def _float8(flattened: _Flattened) -> ScaledArray:
 def _integer(flattened: _Flattened) -> ScaledArray:
     """Int8Tensor, or IntxUnpackedToInt8Tensor, whose codes have fewer bits than their int8."""
     element = flattened.element("target_dtype") if "target_dtype" in flattened.attributes else "int8"
-    if element not in FORMATS:
-        flattened.fail(f"`target_dtype` {element} is not supported; there are int2 to int8")
+    if element not in _INTEGER_ELEMENTS:
+        flattened.fail(f"`target_dtype` {quoted(element)} is not supported; there are {', '.join(_INTEGER_ELEMENTS)}")
     codes = flattened.take("qdata", "I8")
     block = _block(flattened, codes.shape)
     grid = blocks.grid(codes.shape, block)
