@@ -108,6 +108,11 @@ def test_a_sharded_load_has_the_leaves_of_a_load_on_one_device(name, spec):
         assert np.asarray(leaf).tobytes() == np.asarray(expected).tobytes()
 
 
+def test_one_scale_is_that_of_the_tensor_without_a_configuration():
+    loaded = checkpoint.load(GOLDEN / "ct_fp8" / "model.safetensors")
+    assert loaded["model.layers.0.mlp.up_proj.weight"].block == (0, 0)
+
+
 def test_statistics_of_activations_are_returned():
     loaded = checkpoint.load(GOLDEN / "ct_nvfp4")
     assert loaded["model.layers.0.mlp.up_proj.input_global_scale"].shape == (1,)

@@ -144,6 +144,12 @@ def test_an_algorithm_dequantises_to_codes_times_scales(tmp_path, algorithm):
     assert_slices_agree(tmp_path, seed=len(algorithm))
 
 
+@pytest.mark.parametrize(("algorithm", "block"), [("FP8", (0, 0)), ("FP8_PER_CHANNEL_PER_TOKEN", (0,))])
+def test_scales_of_fp8_are_those_of_the_tensor_or_of_outputs(tmp_path, algorithm, block):
+    tensors, _ = ALGORITHMS[algorithm]()
+    assert checkpoint.load(write(tmp_path, named(tensors), config(algorithm)))["x.weight"].block == block
+
+
 @pytest.mark.parametrize("spec", [P("x", None), P(None, "x")], ids=str)
 @pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_AWQ"])
 def test_a_sharded_load_has_the_leaves_of_a_load_on_one_device(tmp_path, algorithm, spec):
@@ -203,7 +209,7 @@ BAD_TENSORS = {  # algorithm, tensors, and the message
     "channel scale shape": (
         "FP8",
         FP8 | {"weight_scale": np.ones(15, np.float32)},
-        r"'x.weight_scale': its scales have shape \[15, 1\], which does not fit \[16, 64\]",
+        r"'x.weight_scale': the shape is \[15, 1\]; codes of shape \[16, 64\] in blocks of \[0\] need \[16, 1\]",
     ),
     "second scale shape": (
         "NVFP4",

@@ -109,7 +109,8 @@ def checked_block(
 ) -> blocks.Block:
     """The declared block, whose grid the scales must have; without one, the usual block or that of the shapes."""
     if declared is None:
-        return block_of(tensors, scale_name, shape, scale_shape, USUAL_BLOCK)
+        has_one_scale = scale_shape[-2:] == (1, 1)
+        return block_of(tensors, scale_name, shape, scale_shape, None if has_one_scale else USUAL_BLOCK)
     grid = blocks.grid(shape, declared)
     if scale_shape != grid:
         tensors.fail(

@@ -165,6 +165,8 @@ def _block(
 ) -> blocks.Block:
     """The block of a weight: the declared group size, or that of the format, or that of the shapes."""
     declared = _KINDS[kind].block
-    if kind in ("NVFP4", "MXFP4", "MXFP8", "INT4") and type(group_size) is int and group_size > 0:
+    if kind in ("FP8", "INT8"):  # a scale per tensor or per output
+        declared = (0, 0) if scale_shape[-2] == 1 else (0,)
+    elif type(group_size) is int and group_size > 0:
         declared = (group_size,)
     return checked_block(tensors, scale_name, shape, scale_shape, declared)
