@@ -118,10 +118,15 @@ def _mismatches(target: Any, state: Any) -> Iterator[str]:
     if not isinstance(state, dict) or "static" not in state:
         yield f"the saved object is not a {type(target).__name__}"
         return
-    yield from _differences(from_json(np.asarray(state["static"]).tobytes()), static_fields(target))
+    yield from static_differences(np.asarray(state["static"]).tobytes(), target)
     saved, expected = state.keys() - {"static"}, _arrays(target).keys()
     if saved != expected:
         yield f"the arrays {', '.join(sorted(saved))} were saved, {', '.join(sorted(expected))} are expected"
+
+
+def static_differences(saved: bytes, target: Any) -> Iterator[str]:
+    """Yields a description of each static field of `target` that differs from the saved JSON."""
+    yield from _differences(from_json(saved), static_fields(target))
 
 
 def _differences(saved: Any, target: Any, name: str = "") -> Iterator[str]:

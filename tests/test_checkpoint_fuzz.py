@@ -8,7 +8,7 @@ from scaledot.checkpoint.source import open_source
 from tests.fuzzing import checkpoints, engine, targets
 from tests.fuzzing.__main__ import main
 
-COUNTS = {"json_text": 3000, "safetensors": 2000, "folder": 800, "gguf": 1000, "layouts": 800}
+COUNTS = {"json_text": 3000, "safetensors": 2000, "folder": 800, "gguf": 400, "layouts": 800}
 SETS = [pytest.param(1, id="few"), pytest.param(10, id="many", marks=pytest.mark.exhaustive)]
 
 
@@ -21,8 +21,6 @@ def target(request):
 def test_mutated_files_are_read_or_refused_in_bounded_time_and_memory(target, factor):
     count = factor * COUNTS[target]
     result = engine.run(target, count, seed=factor)
-    if any(reason.startswith("NotImplementedError at gguf.py") for reason in result.failures):
-        pytest.skip("GGUF files are not read yet")
     assert not result.failures, list(result.failures)
     assert result.count >= count
     assert min(result.outcomes["opened"], result.outcomes["refused"]) > count / 100
@@ -34,8 +32,7 @@ def test_checkpoints_are_valid_before_they_are_mutated(tmp_path):
         folder.mkdir()
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        source = open_source(folder)
-        if find_layout(source) is not None:
+        if find_layout(open_source(folder)) is not None:  # one has every dtype, also those of codes, without a layout
             targets.TARGETS["folder"].read(folder, files)
 
 

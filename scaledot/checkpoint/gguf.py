@@ -23,7 +23,7 @@ MAX_STRINGS = 4_000_000
 MAX_NAME_BYTES = 65535  # the specification's limit for keys
 _MAX_AXES = 4
 _MAX_DEPTH = 8
-_MAX_ELEMENTS = 2**63 - 1
+_MAX_ELEMENTS = 2**60 - 1  # of NumPy, which does not count axes of size 0, for 8 bytes each
 _DEFAULT_ALIGNMENT = 32
 _BUFFER_BYTES = 2**20
 
@@ -264,8 +264,8 @@ def _placed(path: Path, record: _Record, data_start: int, alignment: int, size: 
         fail(f"the type {_OTHER_TYPES.get(record.type, 'unknown')} ({record.type}) is not supported; there are {known}")
     block_type = TYPES[record.type]
     elements = math.prod(record.shape)
-    if elements > _MAX_ELEMENTS:
-        fail(f"the shape {list(record.shape)} has more than 2^63 - 1 elements")
+    if math.prod(axis or 1 for axis in record.shape) > _MAX_ELEMENTS:
+        fail(f"the shape {list(record.shape)} is too large: sizes other than 0 give more than 2^60 - 1 elements")
     if block_type.elements > 1 and (not record.shape or record.shape[-1] % block_type.elements):
         fail(f"rows of shape {list(record.shape)} are no multiple of the {block_type.elements} elements of a block")
     if record.offset % alignment:

@@ -66,13 +66,13 @@ def open_source(path: str | PathLike[str]) -> Source:
 def _open_folder(folder: Path) -> Source:
     files = sorted(folder.glob("*.safetensors"))
     if os.path.lexists(folder / INDEX):  # a dangling link is an error, not a folder without an index
-        tensors, metadata = _read_indexed(folder, read_object(_inside(folder, INDEX)))
+        tensors, metadata = _read_indexed(folder, read_object(inside(folder, INDEX)))
     elif files:
         tensors, metadata = _read_all(folder, [file.name for file in files])
     else:
         gguf_files = sorted(folder.glob("*.gguf"))
         if len(gguf_files) == 1:
-            return open_source(_inside(folder, gguf_files[0].name))
+            return open_source(inside(folder, gguf_files[0].name))
         raise CheckpointError(folder, "the folder has neither safetensors files nor exactly one GGUF file")
     config = _optional(folder, "config.json")
     quantization = _quantization(folder, config)
@@ -101,7 +101,7 @@ def _read_all(folder: Path, names: list[str]) -> Header:
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        header = safetensors.read_header(_inside(folder, name))
+        header = safetensors.read_header(inside(folder, name))
         for tensor in header.tensors.values():
             if tensor.name in tensors:
                 raise CheckpointError(tensor.path, f"also in {tensors[tensor.name].path.name}", tensor=tensor.name)
@@ -110,7 +110,7 @@ def _read_all(folder: Path, names: list[str]) -> Header:
     return Header(tensors, metadata)
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """The path of a file of the folder; raises CheckpointError if the name or a link leads out of it."""
     if (
         name in ("", ".", "..")
@@ -131,7 +131,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _optional(folder: Path, name: str) -> dict[str, Any]:
-    return read_object(_inside(folder, name)) if os.path.lexists(folder / name) else {}
+    return read_object(inside(folder, name)) if os.path.lexists(folder / name) else {}
 
 
 def _quantization(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def mutated_json(random: Random, value: Any, words: Sequence[str]) -> Any:
 
     words: strings that mean something to the reader, such as names of dtypes, keys and methods.
     """
-    value = copy.deepcopy(value)
+    value = json.loads(json.dumps(value))  # several times as fast as copy.deepcopy
     for _ in range(random.choice((1, 1, 2, 3))):
         places = list(_places(value))
         if not places:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -92,7 +92,8 @@ def _sharded(checkpoint: Checkpoint) -> Files:
     files, weight_map = checkpoint.files(), {}
     del files[MODEL]
     for shard, some in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
-        part = Checkpoint({}, {name: checkpoint.header[name] for name in some}, checkpoint.data)
+        metadata = {name: value for name, value in checkpoint.header.items() if name == "__metadata__"}
+        part = Checkpoint({}, metadata | {name: checkpoint.header[name] for name in some}, checkpoint.data)
         files[shard] = part.files()[MODEL]
         weight_map |= dict.fromkeys(some, shard)
     return files | {INDEX: json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}).encode()}
@@ -143,9 +144,14 @@ def _read_entry(entry: Any) -> None:
     for leaf in leaves:
         _read_leaf(leaf)
     if forms.is_weight(entry):
-        structs = tree.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves])
-        values = jax.eval_shape(forms.dequantize, structs)
-        assert values.shape == tuple(entry.shape), f"{values.shape} is not {entry.shape}"
+        shape = _dequantized_shape(tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        assert shape == tuple(entry.shape), f"{shape} is not {entry.shape}"
+
+
+@lru_cache(maxsize=10_000)
+def _dequantized_shape(tree: Any, types: tuple) -> tuple[int, ...]:
+    """Traces `dequantize`, which checks that the leaves fit."""
+    return jax.eval_shape(forms.dequantize, tree.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in types)).shape
 
 
 def _read_leaf(leaf: LazyArray) -> None:

@@ -31,6 +31,7 @@ _INTEGERS = ("I8", "I16", "I32")
 _ONE_LEVEL_NVFP4 = dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_one_level", two_level=False)
 _F16 = np.dtype(np.float16)
 _F32 = np.dtype(np.float32)
+_NAN_OF_INFINITY = np.errstate(invalid="ignore")  # a damaged scale: infinity times the code 0
 
 
 def matches(source: Source) -> bool:
@@ -131,6 +132,7 @@ def _k_codes_of_6_bits(octets: np.ndarray) -> np.ndarray:
     return _signed(codes, 32, np.int8)
 
 
+@_NAN_OF_INFINITY
 def _k_scales(octets: np.ndarray) -> np.ndarray:
     """Eight scales of 6 bits times the float16 number before them; bytes are d, dmin, and 12 of scales and minima."""
     scales, shared = octets[..., 4:], octets[..., :2].view(_F16).astype(_F32)
@@ -139,6 +141,7 @@ def _k_scales(octets: np.ndarray) -> np.ndarray:
     return shared * codes.astype(_F32)
 
 
+@_NAN_OF_INFINITY
 def _k_offsets(octets: np.ndarray) -> np.ndarray:
     minima, shared = octets[..., 4:], octets[..., 2:4].view(_F16).astype(_F32)
     middle, tail = minima[..., 4:8], minima[..., 8:]
@@ -146,6 +149,7 @@ def _k_offsets(octets: np.ndarray) -> np.ndarray:
     return -(shared * codes.astype(_F32))
 
 
+@_NAN_OF_INFINITY
 def _q6_k_scales(octets: np.ndarray) -> np.ndarray:
     """Sixteen int8 scales times the float16 number after them."""
     return octets[..., 16:].view(_F16).astype(_F32) * octets[..., :16].view(np.int8).astype(_F32)

@@ -193,6 +193,8 @@ def _nvfp4(flattened: _Flattened) -> ScaledArray:
 
 def _fp4_codes(flattened: _Flattened) -> LazyArray:
     codes = flattened.take("qdata", "U8", "F4")
+    if codes.ndim == 0:
+        flattened.fail("a quantised weight has at least one axis, this one has shape []")
     return codes if codes.dtype == ml_dtypes.float4_e2m1fn else lazy.nibbles(codes, ml_dtypes.float4_e2m1fn)
 
 
@@ -201,7 +203,7 @@ def _tiled_scales(
 ) -> LazyArray:
     """The scales of blocks along the last axis, tiled or in their own shape in the file."""
     size = flattened.attributes.get("block_size")
-    if type(size) is not int or size < 1 or shape[-1] % size:
+    if type(size) is not int or size < 1 or not shape or shape[-1] % size:
         flattened.fail(f"`block_size` {quoted(size)} does not divide the last axis of {list(shape)}")
     grid = (*shape[:-1], shape[-1] // size)
     if flattened.attributes.get("is_swizzled_scales") is not True:
