@@ -46,7 +46,7 @@ def run(size: int, repeats: int) -> dict[str, Any]:
     total = min(TOTAL_BYTES, 64 * size * size * 2)
     with tempfile.TemporaryDirectory(prefix="scaledot-checkpoints-") as folder:
         bf16, fp8 = (_written(Path(folder) / kind, size, total, kind) for kind in ("bf16", "fp8"))
-        measured = {"load": _loads(bf16, fp8, repeats)}
+        measured: dict[str, Any] = {"load": _loads(bf16, fp8, repeats)}
         measured["memory"] = {path.name: _memory(path) for path in (bf16, fp8)}
         measured["inspect_seconds"] = _inspect_seconds(bf16)
         small = _written(Path(folder) / "small", size, min(CONVERTED_BYTES, total), "bf16")
@@ -93,7 +93,7 @@ def _loads(bf16: Path, fp8: Path, repeats: int) -> dict[str, Any]:
         "load of FP8": lambda: checkpoint.load(fp8),
     }
     if record.version("safetensors") is not None:
-        from safetensors.numpy import load_file
+        from safetensors.numpy import load_file  # pyright: ignore[reportMissingImports]
 
         calls["safetensors.numpy of bf16"] = lambda: load_file(_file(bf16))
     return {name: {"median": times.median, "min": times.min} for name, times in interleaved(calls, repeats).items()}
@@ -142,15 +142,15 @@ def _conversions(source: Path, folder: Path, repeats: int) -> dict[str, Any]:
 
 def _convert_with_peer(source: Path, target: Path) -> None:
     """The same conversion by the functions of compressed-tensors, with all cores, from file to file."""
-    import torch
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-    from safetensors import safe_open
-    from safetensors.torch import save_file
+    import torch  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.compressors import BaseCompressor  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.quantization import preset_name_to_scheme  # pyright: ignore[reportMissingImports]
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # pyright: ignore[reportMissingImports]
+    from safetensors import safe_open  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(os.cpu_count() or 1)
-    scheme: QuantizationScheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
     compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     compressed = {}
     with safe_open(source, "pt") as file:

@@ -15,7 +15,19 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scaledot import checkpoint_policies, format_variants, linen, lora, nnx, orbax, recipes, state, train, transform
+    from scaledot import (
+        checkpoint,
+        checkpoint_policies,
+        format_variants,
+        linen,
+        lora,
+        nnx,
+        orbax,
+        recipes,
+        state,
+        train,
+        transform,
+    )
     from scaledot.array import ScaledArray
     from scaledot.formats import FORMATS, Format, Quirks, find_format
     from scaledot.numerics.hadamard import Hadamard
@@ -40,6 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _SUBMODULES = {
+    "checkpoint": "checkpoint",
     "checkpoint_policies": "checkpoint_policies",
     "collective_matmul": "parallel.collective_matmul",
     "format_variants": "format_variants",
@@ -96,6 +109,7 @@ __all__ = [
     "Recipe",
     "ScaledArray",
     "amax",
+    "checkpoint",
     "checkpoint_policies",
     "collective_matmul",
     "conv_general_dilated",

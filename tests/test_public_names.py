@@ -11,6 +11,7 @@ from pathlib import Path
 SNAPSHOT = Path(__file__).parent / "public_names.txt"
 MODULES = (
     "scaledot",
+    "scaledot.checkpoint",
     "scaledot.checkpoint_policies",
     "scaledot.compat.jax_nn",
     "scaledot.format_variants",

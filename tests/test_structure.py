@@ -28,7 +28,7 @@ LAYERS = [  # from the bottom up: a module imports only from its own layer and l
     {"ops", "parallel"},
     {"train", "checkpoint_policies"},
     {"flax_hooks", "inference", "transform"},
-    {"linen", "nnx", "orbax", "lora"},
+    {"linen", "nnx", "orbax", "lora", "checkpoint"},
     {"compat", "plan"},
     {"cli"},
     {"__main__"},

@@ -1,4 +1,24 @@
-"""Checkpoints of other libraries: reads and writes the quantised weights that they publish and serve."""
+"""Checkpoints: opens the quantised weights that others publish, and saves those that others serve.
+
+    params = checkpoint.load("Llama-3.1-8B-NVFP4", rename=checkpoint.LLAMA)      # ScaledArrays and arrays
+    checkpoint.save(params, "out", "compressed-tensors", config=config, rename=checkpoint.LLAMA)
+
+Opening a checkpoint reads headers only. Every tensor is a `LazyArray`, which reads any slice of itself; a quantised
+weight is a ScaledArray whose leaves are LazyArrays. `load` reads them onto devices.
+
+| module | holds |
+|---|---|
+| `source`, `safetensors`, `gguf` | `open_source`: the tensors of a folder or file, their types and places |
+| `json_text`, `errors` | JSON of untrusted files, within bounds; `CheckpointError` |
+| `reader`, `lazy`, `unpacking` | slices of tensors, LazyArrays and what is derived from them, codes from packed bytes |
+| `tensors`, `layouts/` | a table of layouts: which tensors make a quantised weight |
+| `forms`, `subnormals` | weights that are more than a ScaledArray; exact dequantised values |
+| `names` | maps between names in a file and paths of parameters |
+| `materialize`, `loading` | `load` |
+| `writers/`, `saving`, `atomic` | a table of layouts that can be written; `save`, which replaces a folder atomically |
+| `conversion`, `listing` | `convert`, `inspect`, `diff` |
+| `peft` | `save_adapters`, `load_adapters`: LoRA adapters in the layout of Hugging Face PEFT |
+"""
 
 from scaledot.checkpoint.conversion import convert
 from scaledot.checkpoint.errors import CheckpointError
@@ -6,6 +26,7 @@ from scaledot.checkpoint.forms import Flat, Offset, Permuted, dequantize
 from scaledot.checkpoint.listing import diff, inspect
 from scaledot.checkpoint.loading import load
 from scaledot.checkpoint.names import GPT_OSS, LLAMA, MIXTRAL, QWEN, NameMap
+from scaledot.checkpoint.peft import load_adapters, save_adapters
 from scaledot.checkpoint.saving import save
 
 __all__ = [
@@ -23,5 +44,7 @@ __all__ = [
     "diff",
     "inspect",
     "load",
+    "load_adapters",
     "save",
+    "save_adapters",
 ]

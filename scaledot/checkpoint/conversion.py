@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scaledot import format_variants
+from scaledot.array import ScaledArray
 from scaledot.checkpoint import dtypes, forms
 from scaledot.checkpoint.layouts import entries
 from scaledot.checkpoint.lazy import LazyArray
@@ -21,6 +23,7 @@ from scaledot.checkpoint.writers.parts import with_packed_codes
 from scaledot.formats import FORMATS, Format, find_format
 from scaledot.numerics.blocks import Block
 from scaledot.ops.quantize import quantize
+from scaledot.programs import program
 
 # Weights that quantised checkpoints leave in full precision: embeddings, output layer, norms and routers of experts.
 DEFAULT_EXCLUDE = ("*embed*", "lm_head.*", "*norm*", "*router*", "*.gate.*", "*shared_expert_gate*")
@@ -48,12 +51,13 @@ def convert(
       format: the format of matrices, a Format, a name such as "nvfp4" or "compressed_tensors.nvfp4" (the arithmetic of
         that library), or the name of a float dtype, which dequantises. None keeps the codes of the source.
       block: the block, instead of that of the format; blocks end at the last axis, that of the inputs.
-      include, exclude: the matrices to quantise: patterns of names, or functions. Others are copied as they are.
+      include, exclude: the matrices to quantise: patterns of names, or functions. Others are copied as they are, except
+        weights that are quantised already.
       activations, max_shard_bytes: as in `save`.
     """
     opened = open_source(source)
-    rule = _rule(format, block, predicate(include), predicate(exclude))
-    converted = {name: rule(name, entry) for name, entry in entries(opened).items()}
+    plan = _plan(format, block, lambda name: predicate(include)(name) and not predicate(exclude)(name))
+    converted = {name: plan(name, entry) for name, entry in entries(opened).items()}
     config = dict(opened.config)
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
@@ -61,25 +65,37 @@ def convert(
     write_folder(Path(target), converted, layout, config, activations, max_shard_bytes, resume_key=key)
 
 
-def _rule(format, block, is_included, is_excluded) -> Callable[[str, Any], Entry]:
-    """Returns the function of name and entry that plans the conversion of an entry."""
+Plan = Callable[[str, Any], Entry]  # of a tensor or weight of the source, by name
+
+
+def _plan(format: str | Format | None, block: Block | None, is_selected: Callable[[str], bool]) -> Plan:
+    if format is None:
+        return lambda name, entry: _kept(entry)
     dtype = dtypes.named(format) if isinstance(format, str) else None
-    row = None if format is None or dtype is not None else named_format(format)
+    if dtype is not None:
+        return lambda name, entry: _dequantized(entry, dtype) if forms.is_weight(entry) else _kept(entry)
+    return functools.partial(_quantized, named_format(format), block, is_selected)
 
-    to_format = functools.partial(quantize, format=row, block=block)
-    to_packed_format = jax.jit(lambda x: with_packed_codes(to_format(x)))
 
-    def converted(name: str, entry: Any) -> Entry:
-        is_matrix = forms.is_weight(entry) or (entry.ndim == 2 and is_included(name) and not is_excluded(name))
-        if dtype is not None and forms.is_weight(entry):
-            return Entry(jax.ShapeDtypeStruct(entry.shape, dtype), lambda: read_entry(entry, dequantize=dtype))
-        if row is None or not is_matrix or not _is_float(entry):
-            return Entry(jax.tree.map(_type_of, entry, is_leaf=_is_lazy), lambda: read_entry(entry))
-        kept = entry.array.dtype if not isinstance(entry, LazyArray | forms.ScaledArray) else entry.dtype
-        type = jax.eval_shape(to_format, jax.ShapeDtypeStruct(entry.shape, kept))
-        return Entry(type, lambda: to_packed_format(read_entry(entry, dequantize=kept)))
+def _quantized(format: Format, block: Block | None, is_selected: Callable[[str], bool], name: str, entry: Any) -> Entry:
+    is_matrix = isinstance(entry, LazyArray) and entry.ndim == 2 and jnp.issubdtype(entry.dtype, jnp.floating)
+    if not forms.is_weight(entry) and not (is_matrix and is_selected(name)):
+        return _kept(entry)
+    original = _dequantized(entry, forms.dtype_of(entry)) if forms.is_weight(entry) else _kept(entry)
+    type = jax.eval_shape(functools.partial(quantize, format=format, block=block), original.type)
+    return Entry(type, lambda: program(_quantize_packed, format, block)(original.compute()))
 
-    return converted
+
+def _quantize_packed(format: Format, block: Block | None, x: jax.Array) -> ScaledArray:
+    return with_packed_codes(quantize(x, format, block=block))
+
+
+def _kept(entry: Any) -> Entry:
+    return Entry(jax.tree.map(_type_of, entry, is_leaf=_is_lazy), lambda: read_entry(entry))
+
+
+def _dequantized(entry: Any, dtype: np.dtype) -> Entry:
+    return Entry(jax.ShapeDtypeStruct(entry.shape, dtype), lambda: read_entry(entry, dequantize=dtype))
 
 
 def named_format(format: str | Format) -> Format:
@@ -97,10 +113,6 @@ def named_format(format: str | Format) -> Format:
             f"`format` {format!r} is not in scaledot.format_variants; without a dot, there are {[*FORMATS]}"
         )
     return find_format(format)
-
-
-def _is_float(entry: Any) -> bool:
-    return forms.is_weight(entry) or jnp.issubdtype(entry.dtype, jnp.floating)
 
 
 def _type_of(array: LazyArray) -> jax.ShapeDtypeStruct:

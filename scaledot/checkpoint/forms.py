@@ -6,10 +6,11 @@ codes cannot be used without the permutation or the offset by mistake.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.subnormals import dequantize_on_host, has_subnormals
@@ -76,9 +77,14 @@ class Offset:
 Weight = ScaledArray | Permuted | Flat | Offset
 
 
-def is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> TypeGuard[Weight]:
     """Whether a node of a tree is a quantised weight."""
     return isinstance(node, Weight)
+
+
+def dtype_of(weight: Weight) -> np.dtype:
+    """The dtype that a weight dequantises to by default."""
+    return weight.dtype if isinstance(weight, ScaledArray) else weight.array.dtype
 
 
 def dequantize(weight: Weight, dtype=None) -> jax.Array:
