@@ -18,8 +18,13 @@ _LEAST_NORMAL = 17
 
 
 def has_subnormals(q: ScaledArray) -> bool:
-    """Whether a weight with E8M0 scales may have subnormal values."""
-    if q.tensor_scale is not None or q.rotation is not None or q.scale.dtype != ml_dtypes.float8_e8m0fnu:
+    """Whether a weight with E8M0 scales may have subnormal values; False if it is traced: its scales are unknown."""
+    if (
+        isinstance(q.scale, jax.core.Tracer)
+        or q.tensor_scale is not None
+        or q.rotation is not None
+        or q.scale.dtype != ml_dtypes.float8_e8m0fnu
+    ):
         return False
     if not getattr(q.scale, "is_fully_addressable", True):
         return False
