@@ -126,7 +126,7 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path):
     ("layout", "q", "reason"),
     [
         ("hf-fp8", sd.quantize(x(), "mxfp4"), "is mxfp4 with block"),
-        ("hf-fp8", sd.quantize(x(), "fp8_e4m3", block=(0,)), "the same block"),
+        ("hf-fp8", sd.quantize(x(), "fp8_e4m3", block=(0,)), "or per 2-D block"),
         ("modelopt", sd.quantize(x(), "int8"), "modelopt stores"),
         ("modelopt", sd.quantize(x((2, 32, 64)), "nvfp4"), "has 3 axes"),
         ("compressed-tensors", sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)), "is rotated"),
@@ -142,7 +142,10 @@ def test_what_a_layout_cannot_store_is_refused(layout, q, reason, tmp_path):
 
 def test_two_block_sizes_are_refused_by_name(tmp_path):
     tree = {f"w{b}.weight": sd.quantize(x(), "fp8_e4m3", block=(b, b)) for b in (32, 64)}
-    with pytest.raises(ValueError, match=r"'w32.weight' has blocks \(32, 32\) and 'w64.weight' \(64, 64\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"'w32.weight' has blocks of \(32, 32\) and float32 scales and 'w64.weight' has blocks of \(64, 64\)",
+    ):
         checkpoint.save(tree, tmp_path / "model", "hf-fp8")
 
 

@@ -177,7 +177,7 @@ def test_ragged_dot_qt_shares_scales_of_columns_between_groups(bwd):
         dw_bound = x_ties[rows].T @ np.abs(g[rows]) + x_max.T @ g_error[1][rows]
         assert_within(dw[group], x_codes.T @ g[rows], dw_bound)
     assert not dw[1].any()
-    with pytest.raises(NotImplementedError, match="group_offset"):
+    with pytest.raises(ValueError, match="group_offset"):
         qwix.ragged_dot_qt(x, w, groups, config, group_offset=jnp.array([1]))
 
 

@@ -12,21 +12,18 @@ from scaledot.checkpoint.writers.parts import (
     matrix_block,
     module_of,
     scale_part,
+    shared,
     unsupported,
 )
 
 _LAYOUT = "hf-fp8"
-_SUPPORTED = "float8_e4m3fn codes with one scale per tensor or per 2-D block, the same block for all weights"
+_SUPPORTED = "float8_e4m3fn codes with one scale per tensor or per 2-D block"
 
 
 def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations: str | None) -> Written:
     blocks = {name: _block(name, q) for name, q in weights.items()}
-    if len(set(blocks.values())) > 1:
-        (first, block), *others = blocks.items()
-        other = next(name for name, b in others if b != block)
-        raise ValueError(f"{first!r} has blocks {block} and {other!r} {blocks[other]}; {_LAYOUT} stores one block size")
+    shared({name: f"blocks of {blocks[name]} and {q.scale.dtype} scales" for name, q in weights.items()}, _LAYOUT)
     block = next(iter(blocks.values()), None)
-    is_e8m0 = any(q.scale.dtype == E8M0 for q in weights.values())
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -34,9 +31,9 @@ def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations
         "weight_block_size": None if block is None else list(block),
         "modules_to_not_convert": unquantized,
     }
-    if is_e8m0:
+    if any(q.scale.dtype == E8M0 for q in weights.values()):
         config["scale_fmt"] = "ue8m0"
-    return Written({name: _parts(name, q, block) for name, q in weights.items()}, config)
+    return Written({name: _parts(name, q, block) for name, q in weights.items()}, config if weights else None)
 
 
 def _block(name: str, q: ScaledArray) -> tuple[int, int] | None:

@@ -16,21 +16,18 @@ from scaledot.checkpoint.writers.parts import (
     packed_codes,
     row_scale_part,
     scale_part,
+    shared,
     unsupported,
 )
 
 _LAYOUT = "modelopt"
-_SUPPORTED = "float8_e4m3fn with a float32 scale per tensor (FP8), NVFP4 and MXFP8, one of them for all weights"
+_SUPPORTED = "float8_e4m3fn with a float32 scale per tensor (FP8), NVFP4 and MXFP8"
 _PRODUCER = {"name": "scaledot"}
 
 
 def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations: str | None) -> Written:
     algorithms = {name: _algorithm(name, q) for name, q in weights.items()}
-    if len(set(algorithms.values())) > 1:
-        (first, algorithm), *others = algorithms.items()
-        other = next(name for name, found in others if found != algorithm)
-        raise ValueError(f"{first!r} is {algorithm} and {other!r} {algorithms[other]}; {_LAYOUT} stores {_SUPPORTED}")
-    algorithm = next(iter(algorithms.values()), None)
+    algorithm = shared(algorithms, _LAYOUT)
     parts = {name: _PARTS[algorithms[name]](name, q) for name, q in weights.items()}
     if algorithm is None:
         return Written(parts)

@@ -125,6 +125,17 @@ def matrix_block(name: str, q: ScaledArray, layout: str) -> tuple[int, int]:
     return rows, inputs
 
 
+def shared(kinds: Mapping[str, str], layout: str) -> str | None:
+    """The kind that all weights have, None without weights; raises ValueError that names two that differ."""
+    for name, kind in kinds.items():
+        first = next(iter(kinds))
+        if kind != kinds[first]:
+            raise ValueError(
+                f"{first!r} has {kinds[first]} and {name!r} has {kind}; {layout} stores one kind of weights"
+            )
+    return next(iter(kinds.values()), None)
+
+
 def unsupported(name: str, q: ScaledArray, layout: str, supported: str) -> ValueError:
     return ValueError(
         f"{name!r} is {q.format.name} with block {q.block} and {np.dtype(q.scale.dtype).name} scales; {layout} stores "

@@ -199,7 +199,7 @@ def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 def refuse_offset(group_offset: jax.Array | None) -> None:
     if group_offset is not None:
-        raise NotImplementedError(
+        raise ValueError(
             "`group_offset` must be None, as in jax.lax.ragged_dot; slice lhs and rhs to the groups instead"
         )
 

@@ -209,7 +209,7 @@ def _divided(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _unit(lhs: _Operand, rhs: _Operand) -> tuple[str, ...]:
-    """The names of the operands that are divided by their scales."""
+    """The names of the operands that are divided by a precomputed scale, so that their cast has scale 1."""
     return tuple(name for name, operand in (("lhs", lhs), ("rhs", rhs)) if operand.scale is not None)
 
 

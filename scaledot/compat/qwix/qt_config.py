@@ -21,7 +21,27 @@ _UNSUPPORTED = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DotGeneralQtConfig:
+class _QtConfig:
+    """The fields that configs of matmuls and convolutions share."""
+
+    lhs_qtype: Any = None
+    rhs_qtype: Any = None
+    lhs_calibration_method: str = "absmax"
+    rhs_calibration_method: str = "absmax"
+    lhs_collect_quant_stat: Callable[[Any], Any] | None = None
+    rhs_collect_quant_stat: Callable[[Any], Any] | None = None
+    lhs_disable_channelwise_axes: bool = False
+    rhs_disable_channelwise_axes: bool = False
+    dlhs_grad_qtype: Any = None
+    drhs_grad_qtype: Any = None
+    dlhs_grad_calibration_method: str = "absmax"
+    drhs_grad_calibration_method: str = "absmax"
+    dlhs_grad_disable_channelwise_axes: bool = False
+    drhs_grad_disable_channelwise_axes: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DotGeneralQtConfig(_QtConfig):
     """How `dot_general_qt` quantises its operands and gradients; fields are Qwix's, a qtype of None does not quantise.
 
     tile_size, dlhs_tile_size, drhs_tile_size: elements per scale along the last contracting dim; a float is
@@ -38,25 +58,11 @@ class DotGeneralQtConfig:
     sparsity_rule.
     """
 
-    lhs_qtype: Any = None
-    rhs_qtype: Any = None
     tile_size: TileSize = None
-    lhs_calibration_method: str = "absmax"
-    rhs_calibration_method: str = "absmax"
-    lhs_collect_quant_stat: Callable[[Any], Any] | None = None
-    rhs_collect_quant_stat: Callable[[Any], Any] | None = None
-    lhs_disable_channelwise_axes: bool = False
-    rhs_disable_channelwise_axes: bool = False
-    dlhs_grad_qtype: Any = None
-    dlhs_grad_calibration_method: str = "absmax"
     dlhs_tile_size: TileSize = None
     dlhs_stochastic_rounding_noise_fn: NoiseFn | None = None
-    dlhs_grad_disable_channelwise_axes: bool = False
-    drhs_grad_qtype: Any = None
-    drhs_grad_calibration_method: str = "absmax"
     drhs_tile_size: TileSize = None
     drhs_stochastic_rounding_noise_fn: NoiseFn | None = None
-    drhs_grad_disable_channelwise_axes: bool = False
     disable_gradient_clipping: bool = False
     use_original_residuals: bool = False
     dlhs_residual_qtype: Any = None
@@ -87,23 +93,8 @@ class RaggedDotQtConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ConvGeneralQtConfig:
+class ConvGeneralQtConfig(_QtConfig):
     """How `conv_general_qt` quantises its operands and gradients; fields as in DotGeneralQtConfig."""
-
-    lhs_qtype: Any = None
-    rhs_qtype: Any = None
-    lhs_calibration_method: str = "absmax"
-    rhs_calibration_method: str = "absmax"
-    lhs_collect_quant_stat: Callable[[Any], Any] | None = None
-    rhs_collect_quant_stat: Callable[[Any], Any] | None = None
-    lhs_disable_channelwise_axes: bool = False
-    rhs_disable_channelwise_axes: bool = False
-    dlhs_grad_qtype: Any = None
-    drhs_grad_qtype: Any = None
-    dlhs_grad_calibration_method: str = "absmax"
-    drhs_grad_calibration_method: str = "absmax"
-    dlhs_grad_disable_channelwise_axes: bool = False
-    drhs_grad_disable_channelwise_axes: bool = False
 
 
 class DotDims(NamedTuple):
@@ -191,7 +182,7 @@ class _Casts(NamedTuple):
         return _cast(qtype, method, tile, axes, not per_tensor)
 
     def backward(self, gradient: str, residual: str, g: _Axes, y: _Axes) -> Gemm | None:
-        """The casts of g and the residual for `gradient`, "dlhs" or "drhs"; None if it is straight through."""
+        """The Gemm that computes `gradient`, "dlhs" or "drhs", from g and a residual; None for a straight-through gradient."""
         config, (qtype, method, per_tensor) = self.config, self._settings(f"{gradient}_grad")
         tile, noise = (getattr(config, f"{gradient}_{name}") for name in ("tile_size", "stochastic_rounding_noise_fn"))
         g_cast = _cast(qtype, method, tile, g, not per_tensor, noise)

@@ -144,7 +144,7 @@ class QuantizationProvider:
 
     def recipes(self, rule: Any) -> Iterator[tuple[str, str, Recipe]]:
         """Yields (operands, primitive, recipe) for the contractions that a rule quantises."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract; use PtqProvider or QtProvider")
+        raise TypeError(f"{type(self).__name__} is abstract; use PtqProvider or QtProvider")
 
 
 def _selector(provider: QuantizationProvider, rule: QuantizationRule, operands: str, primitive: str):

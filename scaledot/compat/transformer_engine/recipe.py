@@ -23,7 +23,7 @@ _BLOCK = 128
 
 
 class Format(enum.Enum):
-    """Code dtypes of the forward and the backward pass.
+    """The dtypes of codes: those of activations and weights, and those of gradients.
 
     >>> Format.HYBRID.value
     ('e4m3', 'e5m2')
