@@ -182,7 +182,7 @@ class _Casts(NamedTuple):
         return _cast(qtype, method, tile, axes, not per_tensor)
 
     def backward(self, gradient: str, residual: str, g: _Axes, y: _Axes) -> Gemm | None:
-        """The Gemm that computes `gradient`, "dlhs" or "drhs", from g and a residual; None for a straight-through gradient."""
+        """The Gemm of `gradient`, "dlhs" or "drhs", from g and a residual; None for a straight-through gradient."""
         config, (qtype, method, per_tensor) = self.config, self._settings(f"{gradient}_grad")
         tile, noise = (getattr(config, f"{gradient}_{name}") for name in ("tile_size", "stochastic_rounding_noise_fn"))
         g_cast = _cast(qtype, method, tile, g, not per_tensor, noise)
