@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -137,6 +138,13 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path):
 def test_what_a_layout_cannot_store_is_refused(layout, q, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         checkpoint.save({"a.weight": q}, tmp_path / "model", layout)
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, ml_dtypes.float6_e2m3fn, jnp.int4], ids=["F4", "F6", "int4"])
+def test_arrays_of_less_than_a_byte_per_element_are_refused_by_name(dtype, tmp_path):
+    with pytest.raises(TypeError, match=f"'a.b' has dtype {np.dtype(dtype).name}"):
+        checkpoint.save({"a": {"b": np.zeros((2, 8), dtype)}}, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
