@@ -165,6 +165,15 @@ def test_formats_of_a_mixed_checkpoint_are_groups_of_modules(tmp_path):
     assert [loaded[name].format.element for name in ("a.weight", "b.weight")] == ["float4_e2m1fn", "float8_e4m3fn"]
 
 
+@pytest.mark.parametrize(("format", "has_groups"), [("fp8_e4m3", True), ("nvfp4", True), ("mxfp8", False)])
+def test_the_configuration_of_modelopt_has_groups_of_the_algorithms_for_which_modelopt_writes_them(
+    format, has_groups, tmp_path
+):
+    checkpoint.save({"a.weight": sd.quantize(x(), format)}, tmp_path / "model", "modelopt")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    assert ("config_groups" in config) == has_groups
+
+
 def test_a_written_file_is_aligned_and_has_a_standard_header(tmp_path):
     checkpoint.save({"w": x((3, 5)), "v": x((2, 2), dtype=jnp.float32)}, tmp_path / "model")
     header = safetensors.read_header(tmp_path / "model" / "model.safetensors")
