@@ -69,7 +69,7 @@ $(MAXTEXT)/.installed: tests/maxtext_training/requirements.txt
 	touch $@
 
 # Opens saved checkpoints with compressed-tensors, ModelOpt, transformers and safetensors, and loads what those and gguf
-# write. It needs an environment of its own, of 1.9 GB if torch comes without CUDA, and takes about three minutes.
+# write. It needs an environment of its own, of 1.9 GB if torch comes without CUDA, and takes two minutes then.
 CHECKPOINTS := .venv-checkpoints
 
 test-checkpoints: $(CHECKPOINTS)/.installed

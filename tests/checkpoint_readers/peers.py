@@ -51,3 +51,8 @@ def assert_same_bits(tensor: torch.Tensor, array: Any) -> None:
     assert (jax_dtype(tensor), tuple(tensor.shape)) == (array.dtype, array.shape)
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     np.testing.assert_array_equal(octets, np.frombuffer(array.tobytes(), np.uint8))
+
+
+def assert_close(tensor: torch.Tensor, array: Any, relative: float) -> None:
+    """Compares values, each with a relative error of at most `relative`."""
+    np.testing.assert_allclose(tensor.float().numpy(), np.asarray(array, np.float32), rtol=relative, atol=0)

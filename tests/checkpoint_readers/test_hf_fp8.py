@@ -8,9 +8,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 import scaledot as sd
-from scaledot import checkpoint, format_variants
-
-E8M0_SCALES = format_variants.deepgemm.fp8_ue8m0
+from scaledot import checkpoint
 
 
 @pytest.mark.parametrize(
