@@ -3,8 +3,9 @@
 import jax
 import pytest
 
-# This file has no doctests, and docs/conftest.py has the same module name. MaxText has an environment of its own.
-collect_ignore = ["conftest.py", "maxtext_training"]
+# This file has no doctests, and docs/conftest.py has the same module name. Tests with MaxText and tests with readers of
+# checkpoints have environments of their own.
+collect_ignore = ["conftest.py", "maxtext_training", "checkpoint_readers"]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -140,6 +141,13 @@ def test_what_a_layout_cannot_store_is_refused(layout, q, reason, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("dtype", [jnp.float4_e2m1fn, ml_dtypes.float6_e2m3fn, jnp.int4], ids=["F4", "F6", "int4"])
+def test_arrays_of_less_than_a_byte_per_element_are_refused_by_name(dtype, tmp_path):
+    with pytest.raises(TypeError, match=f"'a.b' has dtype {np.dtype(dtype).name}"):
+        checkpoint.save({"a": {"b": np.zeros((2, 8), dtype)}}, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_two_block_sizes_are_refused_by_name(tmp_path):
     tree = {f"w{b}.weight": sd.quantize(x(), "fp8_e4m3", block=(b, b)) for b in (32, 64)}
     with pytest.raises(
@@ -158,6 +166,15 @@ def test_formats_of_a_mixed_checkpoint_are_groups_of_modules(tmp_path):
     assert config["ignore"] == ["lm_head"]
     loaded = checkpoint.load(tmp_path / "model")
     assert [loaded[name].format.element for name in ("a.weight", "b.weight")] == ["float4_e2m1fn", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize(("format", "has_groups"), [("fp8_e4m3", True), ("nvfp4", True), ("mxfp8", False)])
+def test_the_configuration_of_modelopt_has_groups_of_the_algorithms_for_which_modelopt_writes_them(
+    format, has_groups, tmp_path
+):
+    checkpoint.save({"a.weight": sd.quantize(x(), format)}, tmp_path / "model", "modelopt")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    assert ("config_groups" in config) == has_groups
 
 
 def test_a_written_file_is_aligned_and_has_a_standard_header(tmp_path):

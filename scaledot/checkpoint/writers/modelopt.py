@@ -80,13 +80,11 @@ def _own_config(algorithm: str, unquantized: list[str]) -> dict[str, Any]:
 
 def _mirrored_config(algorithm: str, unquantized: list[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json, which repeats hf_quant_config.json in other words."""
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": _PRODUCER, "ignore": unquantized}
+    if algorithm == "MXFP8":  # ModelOpt describes it by its name only
+        return config
     numbers: dict[str, Any] = {"dynamic": False, "num_bits": 4 if algorithm == "NVFP4" else 8, "type": "float"}
     if algorithm in _GROUP_SIZES:
         numbers["group_size"] = _GROUP_SIZES[algorithm]
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": algorithm,
-        "producer": _PRODUCER,
-        "config_groups": {"group_0": {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}},
-        "ignore": unquantized,
-    }
+    group = {"weights": numbers, "input_activations": numbers, "targets": ["Linear"]}
+    return config | {"config_groups": {"group_0": group}}

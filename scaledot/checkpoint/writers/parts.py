@@ -47,6 +47,8 @@ def array_part(name: str, array: Any, extract: Callable[[Any], Any] = lambda arr
     dtype = np.dtype(array.dtype)
     if dtype not in dtypes.NAMES:
         raise TypeError(f"{name!r} has dtype {dtype.name}, which safetensors files cannot hold")
+    if dtypes.bits(dtypes.NAMES[dtype]) < 8:
+        raise TypeError(f"{name!r} has dtype {dtype.name}; codes of less than a byte are saved in a ScaledArray only")
     return Part(name, dtypes.NAMES[dtype], tuple(array.shape), lambda value: np.asarray(extract(value)))
 
 
