@@ -92,7 +92,8 @@ def test_the_own_layout_stores(q, tmp_path):
 @pytest.mark.parametrize("layout", WRITERS)
 def test_shards_have_an_index_and_load_as_one(layout, tmp_path):
     tree = {f"layers.{i}.weight": sd.quantize(x(seed=i), "fp8_e4m3") for i in range(4)} | {"norm.weight": x((8,))}
-    checkpoint.save(tree, tmp_path / "model", layout, max_shard_bytes=40_000)
+    activations = "dynamic" if layout == "modelopt" else None
+    checkpoint.save(tree, tmp_path / "model", layout, max_shard_bytes=40_000, activations=activations)
     files = sorted(file.name for file in (tmp_path / "model").glob("*.safetensors"))
     assert files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     loaded = checkpoint.load(tmp_path / "model")
@@ -168,19 +169,46 @@ def test_formats_of_a_mixed_checkpoint_are_groups_of_modules(tmp_path):
     assert [loaded[name].format.element for name in ("a.weight", "b.weight")] == ["float4_e2m1fn", "float8_e4m3fn"]
 
 
-@pytest.mark.parametrize(("format", "has_groups"), [("fp8_e4m3", True), ("nvfp4", True), ("mxfp8", False)])
-def test_the_configuration_of_modelopt_has_groups_of_the_algorithms_for_which_modelopt_writes_them(
-    format, has_groups, tmp_path
+@pytest.mark.parametrize(
+    ("format", "block", "has_input_scale", "algorithm"),
+    [
+        ("fp8_e4m3", None, True, "FP8"),
+        ("fp8_e4m3", None, False, "FP8_PER_CHANNEL_PER_TOKEN"),
+        ("fp8_e4m3", (0,), True, "FP8_PER_CHANNEL_PER_TOKEN"),
+        ("nvfp4", None, True, "NVFP4"),
+        ("nvfp4", None, False, "W4A16_NVFP4"),
+        ("mxfp8", None, False, "MXFP8"),
+    ],
+)
+def test_the_algorithm_of_modelopt_follows_from_weights_and_activations(
+    format, block, has_input_scale, algorithm, tmp_path
 ):
-    checkpoint.save({"a.weight": sd.quantize(x(), format)}, tmp_path / "model", "modelopt")
+    tree = {"a.weight": sd.quantize(x(), format, block=block)}
+    tree |= {"a.input_scale": jnp.float32(0.5)} if has_input_scale else {}
+    checkpoint.save(tree, tmp_path / "model", "modelopt", activations="dynamic")
     config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
-    assert ("config_groups" in config) == has_groups
+    assert config["quant_algo"] == algorithm
+    assert ("config_groups" in config) == (algorithm in ("FP8", "NVFP4"))
+    loaded = checkpoint.load(tmp_path / "model", dequantize=jnp.float32)["a.weight"]
+    np.testing.assert_allclose(loaded, sd.dequantize(tree["a.weight"], jnp.float32), rtol=2.0**-22)  # order of scales
+
+
+def test_fp8_of_modelopt_without_scales_of_activations_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="pass activations='dynamic', or add a static `X.input_scale`"):
+        checkpoint.save({"a.weight": sd.quantize(x(), "fp8_e4m3")}, tmp_path / "model", "modelopt")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.float8_e5m2, jnp.bool_])
+def test_arrays_of_every_dtype_are_loaded_from_the_own_layout(dtype, tmp_path):
+    tree = {"step": jnp.arange(2).astype(dtype), "w": x()}
+    checkpoint.save(tree, tmp_path / "model")
+    assert_same(checkpoint.load(tmp_path / "model"), tree)
 
 
 def test_a_written_file_is_aligned_and_has_a_standard_header(tmp_path):
     checkpoint.save({"w": x((3, 5)), "v": x((2, 2), dtype=jnp.float32)}, tmp_path / "model")
     header = safetensors.read_header(tmp_path / "model" / "model.safetensors")
-    assert header.metadata == {"format": "pt"}
+    assert header.metadata == {"format": "pt", "scaledot": "1"}
     assert header.tensors["w"].start % 8 == 0
 
 

@@ -18,7 +18,7 @@ from scaledot.checkpoint.names import Location, NameMap
 from scaledot.checkpoint.progress import Progress
 from scaledot.checkpoint.source import INDEX
 from scaledot.checkpoint.writers import writer_of
-from scaledot.checkpoint.writers.parts import Part, Written, array_part, module_of
+from scaledot.checkpoint.writers.parts import Contents, Part, Written, array_part, module_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", INDEX)
@@ -94,7 +94,7 @@ def _planned(entries: Mapping[str, Entry], layout: str, activations: str | None)
     weights = {name: entry.type for name, entry in entries.items() if forms.is_weight(entry.type)}
     matrices = [name for name, entry in entries.items() if name not in weights and len(entry.type.shape) == 2]
     unquantized = sorted(module_of(name) for name in matrices if name.endswith(".weight"))
-    return writer_of(layout).plan(weights, unquantized, activations)
+    return writer_of(layout).plan(Contents(weights, unquantized, entries.keys(), activations))
 
 
 class Shard(NamedTuple):
@@ -162,7 +162,7 @@ def _begin(folder: Path, resume_key: str | None, shards: list[Shard]) -> None:
 
 def _write_shard(folder: Path, shard: Shard, entries: Mapping[str, Entry], metadata, progress: Progress) -> None:
     tensors = list(_pending(shard, entries, progress))
-    own = {key: text for key, text in metadata.items() if key.partition(":")[2] in shard.parts}
+    own = {key: text for key, text in metadata.items() if ":" not in key or key.partition(":")[2] in shard.parts}
     unfinished = folder / f"{shard.file}.part"
     with unfinished.open("wb") as file:
         safetensors.write(file, tensors, {"format": "pt", **own})

@@ -5,7 +5,7 @@ returned as it is, or an error that names it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,7 +31,9 @@ SIDE_TENSORS = (
     "prob_output_scale",
     "pre_quant_scale",
 )
-_PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "BOOL", "I64", "C64")
+# Dtypes of tensors that are not quantised: in a quantised checkpoint, where other integers are codes; and in others.
+PLAIN_DTYPES = ("F16", "BF16", "F32", "F64", "BOOL", "I64", "C64")
+UNQUANTIZED_DTYPES = (*PLAIN_DTYPES, "U8", "I8", "I16", "U16", "I32", "U32", "U64")
 
 
 class Tensors:
@@ -94,15 +96,17 @@ class Tensors:
         stored = self._stored.get(name)
         raise CheckpointError(self.source.path if stored is None else stored.path, reason, tensor=name)
 
-    def rest(self, layout: str, reserved: tuple[str, ...] = ()) -> dict[str, LazyArray]:
-        """Takes all other tensors: those in full precision and SIDE_TENSORS.
+    def rest(
+        self, layout: str, reserved: tuple[str, ...] = (), plain_dtypes: Collection[str] = PLAIN_DTYPES
+    ) -> dict[str, LazyArray]:
+        """Takes all other tensors: those of `plain_dtypes` and SIDE_TENSORS.
 
         reserved: ends of names that only belong to quantised weights; such a tensor without its weight is an error.
         """
         plain = {}
         for name in self:
             is_side = name.endswith(tuple(f".{side}" for side in SIDE_TENSORS))
-            if not is_side and (name.endswith(reserved) or self.info(name).dtype not in _PLAIN_DTYPES):
+            if not is_side and (name.endswith(reserved) or self.info(name).dtype not in plain_dtypes):
                 self.fail(name, f"no weight of layout {layout} uses this tensor of dtype {self.info(name).dtype}")
             plain[name] = self.take(name)
         return plain

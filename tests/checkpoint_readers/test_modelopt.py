@@ -3,6 +3,7 @@
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import peers
 import pytest
 import torch
@@ -38,8 +39,10 @@ def dequantized(algorithm: str, state: dict[str, torch.Tensor], shape, dtype: to
 def test_a_saved_weight_is_dequantised_to_its_values(format, tmp_path):
     folder, algorithm = tmp_path / "model", ALGORITHMS[format]
     weight = sd.quantize(peers.example(), format)
-    checkpoint.save({"a.weight": weight, "lm_head.weight": peers.example()}, folder, "modelopt")
+    tree = {"a.weight": weight, "a.input_scale": np.float32(0.5), "lm_head.weight": peers.example()}
+    checkpoint.save(tree, folder, "modelopt")
     state = peers.of_module(peers.tensors(folder), "a")
+    del state["input_scale"]
     assert {name: x.dtype for name, x in state.items()} == DTYPES[algorithm]
     assert {name: tuple(x.shape) for name, x in state.items()} == SHAPES[algorithm]
     found = dequantized(algorithm, state, weight.shape, torch.float32)
@@ -53,7 +56,8 @@ def test_a_saved_weight_is_dequantised_to_its_values(format, tmp_path):
 
 @pytest.mark.parametrize("format", ALGORITHMS)
 def test_both_configurations_say_the_same(format, tmp_path):
-    tree = {"a.weight": sd.quantize(peers.example(), format), "lm_head.weight": peers.example()}
+    weight = sd.quantize(peers.example(), format)
+    tree = {"a.weight": weight, "a.input_scale": np.float32(0.5), "lm_head.weight": peers.example()}
     checkpoint.save(tree, tmp_path / "model", "modelopt")
     own = json.loads((tmp_path / "model" / "hf_quant_config.json").read_text())
     mirrored = peers.quantization_config(tmp_path / "model")

@@ -5,7 +5,8 @@ A layout is a module with
 * `matches(source)`: whether the configuration names this layout; without a configuration, whether tensors look like it;
 * `weights(tensors)`: takes the tensors of quantised weights and returns these as ScaledArrays of LazyArrays, by name,
   and tensors of them that are returned as they are;
-* `RESERVED`: ends of names of tensors that only belong to quantised weights.
+* `RESERVED`: ends of names of tensors that only belong to quantised weights;
+* `PLAIN_DTYPES`, optionally: dtypes of tensors that are not quantised, instead of those in `tensors`.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from typing import Any
 
 from scaledot.checkpoint.errors import CheckpointError, quoted
 from scaledot.checkpoint.source import Source
-from scaledot.checkpoint.tensors import Tensors
+from scaledot.checkpoint.tensors import PLAIN_DTYPES, UNQUANTIZED_DTYPES, Tensors
 
 LAYOUTS = {
     "gguf": "gguf_blocks",
@@ -55,8 +56,8 @@ def entries(source: Source) -> dict[str, Any]:
     layout = find_layout(source)
     tensors = Tensors(source)
     if layout is None:
-        return dict(tensors.rest("without quantisation"))
+        return dict(tensors.rest("without quantisation", plain_dtypes=UNQUANTIZED_DTYPES))
     module = module_of(layout)
     found = module.weights(tensors)
-    found |= tensors.rest(layout, module.RESERVED)
+    found |= tensors.rest(layout, module.RESERVED, getattr(module, "PLAIN_DTYPES", PLAIN_DTYPES))
     return found

@@ -13,15 +13,16 @@ from scaledot.checkpoint.json_text import parse_object
 from scaledot.checkpoint.lazy import LazyArray
 from scaledot.checkpoint.source import Source
 from scaledot.checkpoint.tensors import Tensors
-from scaledot.checkpoint.writers.native import PREFIX, is_packed
+from scaledot.checkpoint.writers.native import PREFIX, VERSION_KEY, is_packed
 
 RESERVED: tuple[str, ...] = ()
+PLAIN_DTYPES = tuple(dtypes.DTYPES)
 _FIELDS = ("data", "scale", "tensor_scale", "zero")
 _FORMS = {"ScaledArray": None, "Permuted": "permutation", "Offset": "offset", "Flat": None}
 
 
 def matches(source: Source) -> bool:
-    return any(key.startswith(PREFIX) for key in source.metadata)
+    return VERSION_KEY in source.metadata
 
 
 def weights(tensors: Tensors) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The table of layouts that can be written.
 
-A writer is a module with `plan(weights, matrices, activations) -> Written`. It sees shapes and dtypes only: leaves of
+A writer is a module with `plan(contents) -> Written`. It sees shapes and dtypes only: leaves of
 ScaledArrays may be jax.ShapeDtypeStructs, so that a checkpoint can be planned before its tensors are computed. Each
 `Part` of a weight extracts one tensor of the file from the computed weight.
 """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.writers.parts import (
     E8M0,
+    Contents,
     Part,
     Written,
     array_part,
@@ -45,8 +46,8 @@ class Scheme:
         return common | dict(self.weights) | arguments
 
 
-def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations: str | None) -> Written:
-    """activations: "dynamic" if activations are quantised at run time, "static" by stored scales, None for neither."""
+def plan(contents: Contents) -> Written:
+    weights, activations = contents.weights, contents.activations
     schemes = {name: _scheme(name, q, activations) for name, q in weights.items()}
     distinct = list(dict.fromkeys(schemes.values()))
     groups = {}
@@ -65,7 +66,7 @@ def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": unquantized,
+        "ignore": contents.unquantized,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

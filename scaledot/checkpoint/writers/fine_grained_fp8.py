@@ -1,11 +1,11 @@
 """Writes Hugging Face's `fp8`: E4M3 codes with one scale per block of a matrix, or one per tensor."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.writers.parts import (
     E8M0,
+    Contents,
     Part,
     Written,
     array_part,
@@ -20,16 +20,17 @@ _LAYOUT = "hf-fp8"
 _SUPPORTED = "float8_e4m3fn codes with one scale per tensor or per 2-D block"
 
 
-def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations: str | None) -> Written:
+def plan(contents: Contents) -> Written:
+    weights = contents.weights
     blocks = {name: _block(name, q) for name, q in weights.items()}
     shared({name: f"blocks of {blocks[name]} and {q.scale.dtype} scales" for name, q in weights.items()}, _LAYOUT)
     block = next(iter(blocks.values()), None)
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
-        "activation_scheme": activations or "dynamic",
+        "activation_scheme": contents.activations or "dynamic",
         "weight_block_size": None if block is None else list(block),
-        "modules_to_not_convert": unquantized,
+        "modules_to_not_convert": contents.unquantized,
     }
     if any(q.scale.dtype == E8M0 for q in weights.values()):
         config["scale_fmt"] = "ue8m0"

@@ -1,6 +1,10 @@
-"""Writes ModelOpt's layout: FP8 with one scale per tensor, NVFP4 and MXFP8."""
+"""Writes ModelOpt's layout: FP8, NVFP4 and MXFP8.
 
-from collections.abc import Mapping
+`quant_algo` also says how activations are quantised. With an `input_scale` of every weight among the arrays it is FP8
+or NVFP4, whose activations have static scales; without, W4A16_NVFP4, or, for dynamic activations,
+FP8_PER_CHANNEL_PER_TOKEN, which has one scale per output channel.
+"""
+
 from typing import Any
 
 import numpy as np
@@ -8,6 +12,7 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.writers.parts import (
     E8M0,
+    Contents,
     Part,
     Written,
     array_part,
@@ -21,28 +26,26 @@ from scaledot.checkpoint.writers.parts import (
 )
 
 _LAYOUT = "modelopt"
-_SUPPORTED = "float8_e4m3fn with a float32 scale per tensor (FP8), NVFP4 and MXFP8"
+_SUPPORTED = "float8_e4m3fn with float32 scales per tensor or output channel, NVFP4 and MXFP8"
 _PRODUCER = {"name": "scaledot"}
 
 
-def plan(weights: Mapping[str, ScaledArray], unquantized: list[str], activations: str | None) -> Written:
-    algorithms = {name: _algorithm(name, q) for name, q in weights.items()}
-    algorithm = shared(algorithms, _LAYOUT)
-    parts = {name: _PARTS[algorithms[name]](name, q) for name, q in weights.items()}
-    if algorithm is None:
-        return Written(parts)
-    return Written(
-        parts,
-        _mirrored_config(algorithm, unquantized),
-        {"hf_quant_config.json": _own_config(algorithm, unquantized)},
-    )
+def plan(contents: Contents) -> Written:
+    kinds = {name: _kind(name, q) for name, q in contents.weights.items()}
+    kind = shared(kinds, _LAYOUT)
+    if kind is None:
+        return Written({})
+    algorithm = _algorithm(kind, contents)
+    parts = {name: _PARTS[algorithm](name, q) for name, q in contents.weights.items()}
+    own, mirrored = (config(algorithm, contents.unquantized) for config in (_own_config, _mirrored_config))
+    return Written(parts, mirrored, {"hf_quant_config.json": own})
 
 
-def _algorithm(name: str, q: ScaledArray) -> str:
+def _kind(name: str, q: ScaledArray) -> str:
     rows, inputs = matrix_block(name, q, _LAYOUT)
     element, scale = q.format.element, np.dtype(q.scale.dtype)
-    if element == "float8_e4m3fn" and (rows, inputs) == (0, 0) and scale == np.float32:
-        return "FP8"
+    if element == "float8_e4m3fn" and (rows, inputs) in ((0, 0), (1, 0)) and scale == np.float32:
+        return "FP8 scales per tensor" if rows == 0 else "FP8 scales per channel"
     if element == "float8_e4m3fn" and inputs == 32 and rows > 0 and scale == E8M0:
         return "MXFP8"
     if element == "float4_e2m1fn" and inputs == 16 and rows > 0 and q.tensor_scale is not None:
@@ -50,8 +53,34 @@ def _algorithm(name: str, q: ScaledArray) -> str:
     raise unsupported(name, q, _LAYOUT, _SUPPORTED)
 
 
+def _algorithm(kind: str, contents: Contents) -> str:
+    if kind == "MXFP8":
+        return kind
+    if kind == "NVFP4":
+        return kind if contents.has_input_scales else "W4A16_NVFP4"
+    if kind == "FP8 scales per tensor" and contents.has_input_scales:
+        return "FP8"
+    if contents.activations == "dynamic":
+        return "FP8_PER_CHANNEL_PER_TOKEN"
+    raise ValueError(
+        "ModelOpt's FP8 also quantises activations: pass activations='dynamic', or add a static `X.input_scale` for "
+        "each `X.weight` with one scale per tensor"
+    )
+
+
 def _fp8(name: str, q: ScaledArray) -> list[Part]:
     return [array_part(name, q.data, lambda q: q.data), scale_part(f"{module_of(name)}.weight_scale", q, ())]
+
+
+def _fp8_per_channel(name: str, q: ScaledArray) -> list[Part]:
+    outputs = q.shape[0]
+    scale = Part(
+        f"{module_of(name)}.weight_scale",
+        "F32",
+        (outputs,),
+        lambda q: np.broadcast_to(np.asarray(q.scale)[:, 0], (outputs,)),
+    )
+    return [array_part(name, q.data, lambda q: q.data), scale]
 
 
 def _mxfp8(name: str, q: ScaledArray) -> list[Part]:
@@ -67,8 +96,14 @@ def _nvfp4(name: str, q: ScaledArray) -> list[Part]:
     return [packed_codes(name, q), row_scale_part(f"{module}.weight_scale", q), tensor_scale]
 
 
-_PARTS = {"FP8": _fp8, "MXFP8": _mxfp8, "NVFP4": _nvfp4}
-_GROUP_SIZES = {"NVFP4": 16, "MXFP8": 32}
+_PARTS = {
+    "FP8": _fp8,
+    "FP8_PER_CHANNEL_PER_TOKEN": _fp8_per_channel,
+    "MXFP8": _mxfp8,
+    "NVFP4": _nvfp4,
+    "W4A16_NVFP4": _nvfp4,
+}
+_GROUP_SIZES = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
 
 
 def _own_config(algorithm: str, unquantized: list[str]) -> dict[str, Any]:
@@ -81,7 +116,7 @@ def _own_config(algorithm: str, unquantized: list[str]) -> dict[str, Any]:
 def _mirrored_config(algorithm: str, unquantized: list[str]) -> dict[str, Any]:
     """The `quantization_config` of config.json, which repeats hf_quant_config.json in other words."""
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "producer": _PRODUCER, "ignore": unquantized}
-    if algorithm == "MXFP8":  # ModelOpt describes it by its name only
+    if algorithm not in ("FP8", "NVFP4"):  # ModelOpt describes the others by their names only
         return config
     numbers: dict[str, Any] = {"dynamic": False, "num_bits": 4 if algorithm == "NVFP4" else 8, "type": "float"}
     if algorithm in _GROUP_SIZES:

@@ -7,7 +7,6 @@ axis is even, and other codes one per byte.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,20 @@ import numpy as np
 from scaledot import serialization
 from scaledot.array import ScaledArray
 from scaledot.checkpoint import dtypes, forms
-from scaledot.checkpoint.writers.parts import PACKED_DTYPES, Part, Written, packed_nibbles
+from scaledot.checkpoint.writers.parts import PACKED_DTYPES, Contents, Part, Written, packed_nibbles
 
-PREFIX = "scaledot:"
+VERSION_KEY, VERSION = "scaledot", "1"
+PREFIX = f"{VERSION_KEY}:"
 
 
-def plan(weights: Mapping[str, Any], unquantized: list[str], activations: str | None) -> Written:
-    if activations is not None:
+def plan(contents: Contents) -> Written:
+    if contents.activations is not None:
         raise ValueError("layout 'scaledot' does not describe activations; omit `activations`")
-    metadata = {PREFIX + name: json.dumps(_record(weight)) for name, weight in weights.items()}
-    return Written({name: _parts(name, weight) for name, weight in weights.items()}, metadata=metadata)
+    records = {PREFIX + name: json.dumps(_record(weight)) for name, weight in contents.weights.items()}
+    return Written(
+        {name: _parts(name, weight) for name, weight in contents.weights.items()},
+        metadata={VERSION_KEY: VERSION, **records},
+    )
 
 
 def _record(weight: Any) -> dict[str, Any]:

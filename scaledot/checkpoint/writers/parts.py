@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,24 @@ class Written:
     quantization: dict[str, Any] | None = None
     files: Mapping[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Contents(NamedTuple):
+    """What is saved: quantised weights by name, modules of matrices that are not quantised, and names of all arrays.
+
+    activations: "dynamic" if activations are quantised at run time, "static" by scales among the arrays; None if only
+    weights are quantised.
+    """
+
+    weights: Mapping[str, Any]
+    unquantized: list[str]
+    names: Collection[str]
+    activations: str | None
+
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether every weight has a static scale of its activations."""
+        return all(f"{module_of(name)}.input_scale" in self.names for name in self.weights)
 
 
 def array_part(name: str, array: Any, extract: Callable[[Any], Any] = lambda array: array) -> Part:
