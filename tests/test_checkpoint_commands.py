@@ -41,9 +41,7 @@ def printed(capsys, *words, code=0) -> str:
 
 def test_inspect_lists_tensors_and_their_sizes(model, capsys):
     lines = printed(capsys, "inspect", model).splitlines()
-    assert (
-        lines[0] == f"{model}: layout without quantisation, 4 tensors, {2 * (2 * 256 * 128 + 64 * 128 + 128):,} bytes"
-    )
+    assert lines[0] == f"{model}: layout scaledot, 4 tensors, {2 * (2 * 256 * 128 + 64 * 128 + 128):,} bytes"
     assert lines[2].split() == [UP, "bfloat16", "256×128", "65,536"]
 
 
@@ -175,6 +173,68 @@ def test_diff_compares_codes_of_equal_formats_and_values_of_others(model, tmp_pa
 
 def test_the_command_has_the_layouts_and_exclusions_of_the_library():
     assert tuple(convert_command.LAYOUTS) == tuple(WRITERS)
+
+
+def test_convert_copies_tokenizers_and_sets_the_dtype(model, tmp_path):
+    (model / "tokenizer.json").write_text("{}")
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    checkpoint.convert(model, tmp_path / "out", format="float32")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert {x.dtype for x in checkpoint.load(tmp_path / "out").values()} == {np.dtype(np.float32)}
+
+
+def test_static_scales_of_nvfp4_activations_are_converted_between_layouts(model, tmp_path):
+    checkpoint.convert(model, tmp_path / "a", "compressed-tensors", format="nvfp4")
+    tree = checkpoint.load(tmp_path / "a") | {f"{UP.removesuffix('.weight')}.input_global_scale": jnp.full(1, 8.0)}
+    tree |= {f"{DOWN.removesuffix('.weight')}.input_global_scale": jnp.full(1, 4.0)}
+    checkpoint.save(tree, tmp_path / "b", "compressed-tensors")
+    checkpoint.convert(tmp_path / "b", tmp_path / "c", "modelopt")
+    found = checkpoint.load(tmp_path / "c")
+    assert float(found[f"{UP.removesuffix('.weight')}.input_scale"]) == 0.125
+    checkpoint.convert(tmp_path / "c", tmp_path / "d", "compressed-tensors")
+    assert checkpoint.diff(tmp_path / "b", tmp_path / "d") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"format": "nvfp4", "include": "*.wieght"}, "selects no tensor"),
+        ({"block": (128, 128)}, "`block` needs a `format`"),
+    ],
+)
+def test_conversions_that_would_do_nothing_are_refused(options, error, model, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        checkpoint.convert(model, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"include": "nothing*"}, "matches no tensor"),
+        ({"sharding": {"nothing*": None}}, "'nothing\\*' of `sharding` matches no tensor"),
+        ({"sharding": "tp"}, "`sharding` must be a Sharding"),
+        ({"sharding": {"*": "tp"}}, "has 'tp' for"),
+        ({"rename": "LLAMA"}, "`rename` must be a NameMap"),
+        ({"rename": {"{}.{}.weight": "{}/{}.T", "model.{}.{}.{}.{}.weight": "{}/{}/{}/{}"}}, "cannot be transposed"),
+        ({"dequantize": jnp.float8_e4m3fn}, "float dtype of at least 16 bits"),
+    ],
+)
+def test_arguments_of_load_are_checked(options, error, model):
+    with pytest.raises((ValueError, TypeError), match=error):
+        checkpoint.load(model, **options)
+
+
+def test_added_templates_apply_first():
+    names = checkpoint.LLAMA | {"model.layers.{}.mlp.up_proj.weight": "up_{}"}
+    assert names.to_path("model.layers.3.mlp.up_proj.weight") == ("up_3", False)
+    assert names.to_path("model.layers.3.mlp.down_proj.weight").name == "layers_3/mlp/down_proj/kernel"
+    with pytest.raises(ValueError, match="two templates have the same path"):
+        checkpoint.NameMap({"a": "x", "b": "x"})
 
 
 def test_a_missing_checkpoint_is_an_error(capsys):

@@ -1,5 +1,6 @@
 """Saving: round trips are byte-stable, folders are replaced atomically, and what cannot be stored is refused."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -118,8 +119,8 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path):
     checkpoint.save({"w": x()}, tmp_path / "model")
     before = stored(tmp_path / "model")
     with pytest.raises(ValueError, match="compressed-tensors stores"):
-        checkpoint.save({"w": sd.quantize(x(), "nf4")}, tmp_path / "model", "compressed-tensors")
-    with pytest.raises(TypeError, match="leaf of type str"):
+        checkpoint.save({"w.weight": sd.quantize(x(), "nf4")}, tmp_path / "model", "compressed-tensors")
+    with pytest.raises(TypeError, match="of type str"):
         checkpoint.save({"w": "text"}, tmp_path / "model")
     assert stored(tmp_path / "model") == before
 
@@ -194,7 +195,7 @@ def test_the_algorithm_of_modelopt_follows_from_weights_and_activations(
 
 
 def test_fp8_of_modelopt_without_scales_of_activations_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="pass activations='dynamic', or add a static `X.input_scale`"):
+    with pytest.raises(ValueError, match=r"pass activations='dynamic', or add a static `X\.input_scale`"):
         checkpoint.save({"a.weight": sd.quantize(x(), "fp8_e4m3")}, tmp_path / "model", "modelopt")
 
 
@@ -210,6 +211,82 @@ def test_a_written_file_is_aligned_and_has_a_standard_header(tmp_path):
     header = safetensors.read_header(tmp_path / "model" / "model.safetensors")
     assert header.metadata == {"format": "pt", "scaledot": "1"}
     assert header.tensors["w"].start % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "error"),
+    [
+        ({"a": {"b": x()}, "a.b": x()}, r"two arrays would be saved as 'a\.b'"),
+        ({"__metadata__": x()}, "is reserved"),
+        ({"a": [x()]}, "'a' is of type list"),
+        ({"a": None}, "'a' is of type NoneType"),
+        ((x(),), "`tree` must be a dict"),
+        ({"a": sd.quantize(x(), "int8"), "a.scale": x()}, r"'a\.scale' is the name of an array and of a part"),
+    ],
+    ids=["duplicate", "metadata", "list", "None", "tuple", "name of a part"],
+)
+def test_trees_that_would_lose_arrays_are_refused(tree, error, tmp_path):
+    with pytest.raises((ValueError, TypeError), match=error):
+        checkpoint.save(tree, tmp_path / "model")
+
+
+def test_saving_through_a_link_replaces_the_folder_that_it_leads_to(tmp_path):
+    checkpoint.save({"old": x()}, tmp_path / "step1")
+    (tmp_path / "latest").symlink_to("step1")
+    for name in ("first", "second"):
+        checkpoint.save({name: x()}, tmp_path / "latest")
+        assert list(checkpoint.load(tmp_path / "step1")) == [name]
+    assert (tmp_path / "latest").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step1"]
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_an_error(tmp_path):
+    checkpoint.save({"w": x(seed=1)}, tmp_path / "model")
+    opened = source.open_source(tmp_path / "model")
+    checkpoint.save({"w": x(seed=2)}, tmp_path / "model")
+    with pytest.raises(checkpoint.CheckpointError, match="was changed or replaced after the checkpoint was opened"):
+        opened.tensors["w"].array(opened.reader).numpy()
+
+
+def test_a_global_scale_is_stored_verbatim_only_with_its_own_weight(tmp_path):
+    """1 / (1 / 3.1) is not 3.1 in float32, so that `load` returns the stored number beside the weight."""
+    stored = next(g for g in np.linspace(3, 4, 999, dtype=np.float32) if np.float32(1) / (np.float32(1) / g) != g)
+    q = dataclasses.replace(sd.quantize(x(), "nvfp4"), tensor_scale=jnp.float32(np.float32(1) / stored))
+    tree = {"a.weight": q, "a.weight_global_scale": np.array([stored])}
+    checkpoint.save(tree, tmp_path / "a", "compressed-tensors")
+    loaded = checkpoint.load(tmp_path / "a")
+    assert float(loaded["a.weight_global_scale"][0]) == float(stored)
+    checkpoint.save(loaded | {"a.weight": sd.quantize(x() * 100, "nvfp4")}, tmp_path / "b", "compressed-tensors")
+    found = checkpoint.load(tmp_path / "b", dequantize=jnp.float32)["a.weight"]
+    np.testing.assert_allclose(found, sd.dequantize(sd.quantize(x() * 100, "nvfp4"), jnp.float32), rtol=2.0**-21)
+    checkpoint.save(loaded, tmp_path / "c", "modelopt")
+    assert list(checkpoint.load(tmp_path / "c")) == ["a.weight"]
+
+
+@pytest.mark.parametrize(
+    ("format", "tree", "activations", "section"),
+    [
+        ("int4", {}, "dynamic", {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}),
+        ("int8", {}, "dynamic", {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}),
+        ("fp8_e4m3", {}, "dynamic", {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}),
+        ("fp8_e4m3", {"a.input_scale": 1}, None, {"num_bits": 8, "strategy": "tensor", "dynamic": False}),
+        ("mxfp8", {}, "dynamic", {"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True}),
+        ("nvfp4", {"a.input_global_scale": 1}, None, {"num_bits": 4, "strategy": "tensor_group", "dynamic": "local"}),
+        ("nvfp4", {}, None, None),
+    ],
+)
+def test_the_configuration_describes_activations(format, tree, activations, section, tmp_path):
+    tree = {"a.weight": sd.quantize(x(), format)} | {name: jnp.ones(1, jnp.float32) for name in tree}
+    checkpoint.save(tree, tmp_path / "model", "compressed-tensors", activations=activations)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]
+    found = config["config_groups"]["group_0"]["input_activations"]
+    assert found is None if section is None else section.items() <= found.items()
+
+
+@pytest.mark.parametrize(("layout", "format"), [("compressed-tensors", "nvfp4"), ("hf-fp8", "fp8_e4m3")])
+def test_static_activations_need_their_scales(layout, format, tmp_path):
+    with pytest.raises(ValueError, match=r"activations='static' needs the scale 'a\."):
+        checkpoint.save({"a.weight": sd.quantize(x(), format)}, tmp_path / "model", layout, activations="static")
 
 
 KILL_SAVES = """

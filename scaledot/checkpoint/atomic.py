@@ -20,12 +20,13 @@ _RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
-def replaced_folder(path: Path, is_replaced: Callable[[str], bool], *, resume: bool = False) -> Iterator[Path]:
+def replaced_folder(path: Path, is_obsolete: Callable[[str], bool], *, resume: bool = False) -> Iterator[Path]:
     """Context with a new folder to write to, which takes the place of `path` at its end, unless an error is raised.
 
-    is_replaced: whether a file of the old folder, by name, belongs to what is saved; others are carried over.
+    is_obsolete: whether a file of the old folder, by name, is part of the old checkpoint; others are carried over.
     resume: keep what an interrupted call has left in the new folder.
     """
+    path = path.resolve()  # a link stays a link to the folder that is replaced
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; a checkpoint is saved as a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +37,7 @@ def replaced_folder(path: Path, is_replaced: Callable[[str], bool], *, resume: b
             _clear(new)
         yield new
         if path.exists():
-            _carry_over(path, new, is_replaced)
+            _carry_over(path, new, is_obsolete)
         synchronize(new)
         _take_place(new, path)
         synchronize(path.parent)
@@ -47,10 +48,11 @@ def replaced_folder(path: Path, is_replaced: Callable[[str], bool], *, resume: b
 def _locked(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process is saving to {folder}") from None
         yield
-    except BlockingIOError:
-        raise BlockingIOError(f"another process is saving to {folder}") from None
     finally:
         os.close(descriptor)
 
@@ -60,9 +62,9 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
-def _carry_over(old: Path, new: Path, is_replaced: Callable[[str], bool]) -> None:
+def _carry_over(old: Path, new: Path, is_obsolete: Callable[[str], bool]) -> None:
     for child in old.iterdir():
-        if is_replaced(child.name) or (new / child.name).exists():
+        if is_obsolete(child.name) or (new / child.name).exists():
             continue
         if child.is_dir() and not child.is_symlink():
             shutil.copytree(child, new / child.name, copy_function=_link_or_copy, symlinks=True)
@@ -93,6 +95,7 @@ def _take_place(new: Path, path: Path) -> None:
         new.rename(path)
     elif not _exchanged(new, path):
         previous = path.with_name(f".{path.name}.previous")
+        shutil.rmtree(previous, ignore_errors=True)  # of a crash after which `path` was saved again
         path.rename(previous)
         new.rename(path)
         previous.rename(new)  # deleted by the caller

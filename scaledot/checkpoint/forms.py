@@ -56,7 +56,7 @@ class Flat:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Offset:
-    """A weight with an offset per block that is no multiple of the scale (GGUF Q4_1 and Q4_K).
+    """A weight with an offset per block that is no multiple of the scale (GGUF Q4_1, Q5_1, Q4_K, Q5_K).
 
     Values are dequantize(array) + offset. offset: float32, in the shape of `array.scale`.
     """

@@ -18,8 +18,9 @@ from scaledot.checkpoint.source import Source, open_source
 
 
 class TensorRow(NamedTuple):
-    """A tensor of a checkpoint: its format, or the dtype if it is not quantised; block; shape; size in the file.
+    """A tensor of a checkpoint: its format, or the dtype if it is not quantised; block; shape; bytes.
 
+    nbytes: of packed codes, scales and other arrays; GGUF's K types store their scales in fewer bytes.
     snr_db: the signal-to-noise ratio against the tensor of the same name in a reference, in dB; None without one.
     """
 

@@ -1,5 +1,6 @@
 """`load`: reads a checkpoint into a tree of jax arrays and ScaledArrays."""
 
+import contextlib
 import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,6 +9,8 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from scaledot.array import ScaledArray
@@ -43,18 +46,34 @@ def load(
     activation quantisation, are returned as they are.
 
     Args:
-      dequantize: True for arrays in the dtype of the model instead of quantised weights, or a dtype.
+      dequantize: False returns quantised weights, True dequantises them to the dtype of the model, a float dtype to
+        that dtype. Other tensors keep their dtypes.
       sharding: where arrays are placed: a Sharding for all of them, one for each pattern of names, or a function of
         name and shape. Scales are sharded with their blocks. Each process reads only the bytes of its shards.
       rename: the path of each array in the result, as a NameMap or its templates, or a function of the name. Paths with
         slashes give nested dicts.
       include: the tensors to load, by name in the file: patterns, or a function. Others are not read.
     """
+    dequantize = _checked_dtype(dequantize)
     source = open_source(path)
-    is_included, locate, place = predicate(include), _locator(rename), _placement(sharding)
-    jobs = [_Job(locate(name), entry, name) for name, entry in entries(source).items() if is_included(name)]
-    with Progress(f"loading {source.path.name}", sum(job.nbytes for job in jobs)) as progress:
+    is_included, locate = predicate(include), _locator(rename)
+    found = {name: entry for name, entry in entries(source).items() if is_included(name)}
+    if not found and include is not None:
+        raise ValueError(f"`include` {include!r} matches no tensor of {source.path}")
+    jobs = [_Job(locate(name), entry, name) for name, entry in found.items()]
+    with (
+        _placement(sharding) as place,
+        Progress(f"loading {source.path.name}", sum(j.nbytes for j in jobs)) as progress,
+    ):
         return _nested(_run(jobs, place, dequantize, progress))
+
+
+def _checked_dtype(dequantize: Any) -> Any:
+    if dequantize is None or isinstance(dequantize, bool):
+        return bool(dequantize)
+    if not jnp.issubdtype(dequantize, jnp.floating) or jnp.finfo(dequantize).bits < 16:
+        raise TypeError(f"`dequantize` must be True, False or a float dtype of at least 16 bits, not {dequantize!r}")
+    return np.dtype(dequantize)
 
 
 class _Job(NamedTuple):
@@ -66,7 +85,7 @@ class _Job(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         shape = tuple(self.entry.shape)
-        return (*shape[:-2], shape[-1], shape[-2]) if self.location.is_transposed else shape
+        return (*shape[:-2], *shape[-2:][::-1]) if self.location.is_transposed else shape
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +128,10 @@ def transposed(entry: Any) -> Any:
             f"a {kind} weight of shape {entry.shape} cannot be transposed with its codes; pass `dequantize`, or a "
             "`rename` without .T for it"
         )
+    if entry.ndim < 2:
+        raise ValueError(
+            f"a tensor of shape {tuple(entry.shape)} cannot be transposed; use a `rename` without .T for it"
+        )
     return entry.mT
 
 
@@ -144,15 +167,32 @@ def _locator(rename: Rename) -> Callable[[str], Location]:
         rename = NameMap(rename)
     if isinstance(rename, NameMap):
         return rename.to_path
+    if not callable(rename):
+        raise TypeError(f"`rename` must be a NameMap, a mapping of templates or a function, not {rename!r}")
     return lambda name: Location(rename(name), False)
 
 
-def _placement(sharding: ShardingFor) -> Callable[[str, tuple[int, ...]], Sharding | None]:
+@contextlib.contextmanager
+def _placement(sharding: ShardingFor) -> Iterator[Callable[[str, tuple[int, ...]], Sharding | None]]:
+    """Context with a function of path and shape; at its end, patterns that matched nothing are an error."""
     if isinstance(sharding, Mapping):
         patterns = PathPatterns(sharding, "sharding")
-        return lambda path, shape: patterns.value_for(path)
-    if sharding is None or isinstance(sharding, Sharding):
-        return lambda path, shape: sharding
+        patterns.matching = "tensor"
+        yield lambda path, shape: _checked_sharding(path, patterns.value_for(path))
+        patterns.check_all_matched()
+    elif sharding is None or isinstance(sharding, Sharding):
+        yield lambda path, shape: sharding
+    elif callable(sharding):
+        yield lambda path, shape: _checked_sharding(path, sharding(path, shape))
+    else:
+        raise TypeError(
+            f"`sharding` must be a Sharding, a mapping of patterns to them, or a function, not {sharding!r}"
+        )
+
+
+def _checked_sharding(path: str, sharding: Any) -> Sharding | None:
+    if sharding is not None and not isinstance(sharding, Sharding):
+        raise TypeError(f"`sharding` has {sharding!r} for {path!r}; pass a Sharding, such as NamedSharding(mesh, spec)")
     return sharding
 
 

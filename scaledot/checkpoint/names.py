@@ -34,12 +34,14 @@ class NameMap:
         for name, path in templates.items():
             if name.count(_GAP) != path.count(_GAP):
                 raise ValueError(f"the templates {name!r} and {path!r} must have the same number of {_GAP}")
+        if len(set(templates.values())) < len(templates):
+            raise ValueError("two templates have the same path, so that names could not be restored from paths")
         self.templates = dict(templates)
         self._rows = [_Row.of(name, path) for name, path in templates.items()]
 
     def __or__(self, templates: Mapping[str, str]) -> "NameMap":
-        """This map with further templates, which replace those of the same names."""
-        return NameMap(self.templates | dict(templates))
+        """This map with further templates, which apply before those that it has."""
+        return NameMap(dict(templates) | {n: p for n, p in self.templates.items() if n not in templates})
 
     def to_path(self, name: str) -> Location:
         """The path of a tensor; raises ValueError if no template matches."""

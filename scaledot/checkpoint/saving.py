@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -18,7 +19,7 @@ from scaledot.checkpoint.names import Location, NameMap
 from scaledot.checkpoint.progress import Progress
 from scaledot.checkpoint.source import INDEX
 from scaledot.checkpoint.writers import writer_of
-from scaledot.checkpoint.writers.parts import Contents, Part, Written, array_part, module_of
+from scaledot.checkpoint.writers.parts import GLOBAL_SCALE, Contents, Part, Written, array_part, module_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", INDEX)
@@ -43,8 +44,8 @@ def save(
 ) -> None:
     """Writes a folder of safetensors files with `config.json`, which replaces an existing folder atomically.
 
-    An interrupted call leaves the old folder as it was. Files of the old folder that are not part of a checkpoint, such
-    as those of a tokenizer, are kept.
+    An interrupted call leaves the old folder as it was. Of the old folder, `model*.safetensors`, their index and
+    configurations are replaced; other files, such as those of a tokenizer, are kept.
 
     Args:
       tree: arrays, ScaledArrays and the forms that `load` returns, in a dict of names or nested dicts.
@@ -54,10 +55,16 @@ def save(
       rename: the NameMap (or its templates) that `load` was called with, for the names in the file; weights are
         transposed back. Or a function of the path. By default, keys of nested dicts are joined with dots.
       activations: what the configuration says about activations: "dynamic", quantised at run time, or "static", by
-        scales in the tree; None if only weights are quantised.
+        scales in the tree; by default "static" if all weights have such scales, else that only weights are quantised.
       max_shard_bytes: the size from which a further file is begun.
     """
-    entries = {name: Entry(array, lambda array=array: array) for name, array in _flat(tree, _namer(rename))}
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"`tree` must be a dict of arrays, not {type(tree).__name__}")
+    entries: dict[str, Entry] = {}
+    for name, array in _flat(tree, _namer(rename)):
+        if name in entries or name == "__metadata__":
+            raise ValueError(f"two arrays would be saved as {name!r}" if name in entries else f"{name!r} is reserved")
+        entries[name] = Entry(array, lambda array=array: array)
     write_folder(Path(path), entries, layout, config, activations, max_shard_bytes)
 
 
@@ -78,15 +85,15 @@ def write_folder(
         raise ValueError(f"`activations` must be 'dynamic', 'static' or None, not {activations!r}")
     written = _planned(entries, layout, activations)
     shards = _shards(_parts_of_entries(entries, written), max_shard_bytes)
-    files = _json_files(dict(config or {}), written, shards)
-    with replaced_folder(path, _is_replaced, resume=resume_key is not None) as folder:
+    files = {name: json.dumps(content, indent=2) for name, content in _json_files(config, written, shards).items()}
+    with replaced_folder(path, is_part, resume=resume_key is not None) as folder:
         _begin(folder, resume_key, shards)
         with Progress(f"saving {path.name}", sum(shard.nbytes for shard in shards)) as progress:
             for shard in shards:
                 if not (folder / shard.file).exists():
                     _write_shard(folder, shard, entries, written.metadata, progress)
         for name, content in files.items():
-            _write_json(folder / name, content)
+            _write_text(folder / name, content)
         (folder / _KEY_FILE).unlink(missing_ok=True)
 
 
@@ -109,11 +116,29 @@ class Shard(NamedTuple):
 
 
 def _parts_of_entries(entries: Mapping[str, Entry], written: Written) -> dict[str, list[Part]]:
-    """The parts of each entry. A part that the tree has as an array of its own is that array, verbatim."""
-    parts = {name: written.parts.get(name) or [array_part(name, entry.type)] for name, entry in entries.items()}
-    for name in written.parts:
-        parts[name] = [part for part in parts[name] if part.name == name or part.name not in entries]
-    return parts
+    """The parts of each entry. X.weight includes `X.weight_global_scale`, which `load` returns beside some weights."""
+    originals = {f"{module_of(name)}{GLOBAL_SCALE}" for name in written.parts} & entries.keys()
+    parts = {name: written.parts.get(name) or [array_part(name, e.type)] for name, e in entries.items()}
+    parts = {name: of_entry for name, of_entry in parts.items() if name not in originals}
+    parts |= {
+        name: [_with_original(part, entries[part.name]) if part.name in originals else part for part in of_weight]
+        for name, of_weight in written.parts.items()
+    }
+    names = [part.name for of_entry in parts.values() for part in of_entry]
+    if len(set(names)) < len(names):
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{duplicate!r} is the name of an array and of a part of a quantised weight; rename the array")
+    return {name: parts[name] for name in entries if name in parts}
+
+
+def _with_original(part: Part, original: Entry) -> Part:
+    """The part with the bits of `original`, if that has the same reciprocal."""
+
+    def extract(weight: Any) -> np.ndarray:
+        computed, stored = part.extract(weight), np.asarray(original.compute(), np.float32).reshape(part.shape)
+        return stored if np.array_equal(np.float32(1) / stored, np.float32(1) / computed) else computed
+
+    return part._replace(extract=extract)
 
 
 def _shards(parts: dict[str, list[Part]], max_shard_bytes: int) -> list[Shard]:
@@ -131,9 +156,9 @@ def _shards(parts: dict[str, list[Part]], max_shard_bytes: int) -> list[Shard]:
     return [Shard(f"model-{n:05}-of-{len(groups):05}.safetensors", group) for n, group in enumerate(groups, 1)]
 
 
-def _json_files(config: dict[str, Any], written: Written, shards: list[Shard]) -> dict[str, Any]:
+def _json_files(config: Mapping[str, Any] | None, written: Written, shards: list[Shard]) -> dict[str, Any]:
     files: dict[str, Any] = dict(written.files)
-    config.pop("quantization_config", None)
+    config = without_quantization(config or {})
     if written.quantization is not None:
         config["quantization_config"] = written.quantization
     if config:
@@ -142,6 +167,14 @@ def _json_files(config: dict[str, Any], written: Written, shards: list[Shard]) -
         weight_map = {part.name: s.file for s in shards for parts in s.parts.values() for part in parts}
         files[INDEX] = {"metadata": {"total_size": sum(s.nbytes for s in shards)}, "weight_map": weight_map}
     return files
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without its sections about quantisation, also in that of a multimodal model's text part."""
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    if isinstance(kept.get("text_config"), dict):
+        kept["text_config"] = without_quantization(kept["text_config"])
+    return kept
 
 
 _KEY_FILE = ".resume"
@@ -197,15 +230,16 @@ class _Shared:
         return value
 
 
-def _write_json(path: Path, content: Any) -> None:
+def _write_text(path: Path, content: str) -> None:
     with path.open("w") as file:
-        json.dump(content, file, indent=2)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _is_replaced(name: str) -> bool:
-    return name.endswith(".safetensors") or name in _CONFIG_FILES
+def is_part(name: str) -> bool:
+    """Whether a file belongs to a checkpoint of this module."""
+    return name in _CONFIG_FILES or re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) is not None
 
 
 def _flat(tree: Mapping[str, Any], locate: Callable[[str], Location], path: tuple[str, ...] = ()):
@@ -216,16 +250,19 @@ def _flat(tree: Mapping[str, Any], locate: Callable[[str], Location], path: tupl
             yield from _flat(node, locate, here)
             continue
         name, is_transposed = locate("/".join(here))
-        _check_addressable(name, node)
+        _check_saveable(name, node)
         yield name, transposed(node) if is_transposed else node
 
 
-def _check_addressable(name: str, node: Any) -> None:
-    for leaf in jax.tree.leaves(node):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(f"{name!r} has a leaf of type {type(leaf).__name__}; trees to save hold arrays")
-        if not getattr(leaf, "is_fully_addressable", True):
-            raise ValueError(f"{name!r} is sharded over other processes; save with Orbax, or gather it first")
+def _check_saveable(name: str, node: Any) -> None:
+    if not forms.is_weight(node) and not (
+        hasattr(node, "shape") and isinstance(getattr(node, "dtype", None), np.dtype)
+    ):
+        raise TypeError(
+            f"{name!r} is of type {type(node).__name__}; trees to save hold arrays and ScaledArrays in dicts"
+        )
+    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(node)):
+        raise ValueError(f"{name!r} is sharded over other processes; save with Orbax, or gather it first")
 
 
 def _namer(rename: Rename) -> Callable[[str], Location]:

@@ -45,30 +45,32 @@ class Source:
 
 def open_source(path: str | PathLike[str]) -> Source:
     """Opens a folder or a file."""
-    path = Path(path)
+    path, reader = Path(path), Reader()
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, reader)
     if not path.is_file():
         raise CheckpointError(path, "expected a folder or a regular file")
     if path.suffix == ".gguf":
+        reader.watch(path)
         header = gguf.read_header(path)
-        return Source(path, header.tensors, {}, {}, header.metadata, Reader())
+        return Source(path, header.tensors, {}, {}, header.metadata, reader)
     if path.suffix == ".safetensors":
+        reader.watch(path)
         tensors, metadata = safetensors.read_header(path)
-        return Source(path, tensors, {}, {}, dict(metadata), Reader())
+        return Source(path, tensors, {}, {}, dict(metadata), reader)
     raise CheckpointError(
         path, "expected a folder, a .safetensors file or a .gguf file; pickled files are never opened"
     )
 
 
-def _open_folder(folder: Path) -> Source:
+def _open_folder(folder: Path, reader: Reader) -> Source:
     files = sorted(folder.glob("*.safetensors"))
     if os.path.lexists(folder / INDEX):  # a dangling link is an error, not a folder without an index
-        tensors, metadata = _read_indexed(folder, read_object(inside(folder, INDEX)))
+        tensors, metadata = _read_indexed(folder, read_object(inside(folder, INDEX)), reader)
     elif files:
-        tensors, metadata = _read_all(folder, [file.name for file in files])
+        tensors, metadata = _read_all(folder, [file.name for file in files], reader)
     else:
         gguf_files = sorted(folder.glob("*.gguf"))
         if len(gguf_files) == 1:
@@ -76,10 +78,10 @@ def _open_folder(folder: Path) -> Source:
         raise CheckpointError(folder, "the folder has neither safetensors files nor exactly one GGUF file")
     config = _optional(folder, "config.json")
     quantization = _quantization(folder, config)
-    return Source(folder, tensors, config, quantization, dict(metadata), Reader())
+    return Source(folder, tensors, config, quantization, dict(metadata), reader)
 
 
-def _read_indexed(folder: Path, index: dict[str, Any]) -> Header:
+def _read_indexed(folder: Path, index: dict[str, Any], reader: Reader) -> Header:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
         raise CheckpointError(folder / INDEX, "`weight_map` must be an object of file names")
@@ -87,7 +89,7 @@ def _read_indexed(folder: Path, index: dict[str, Any]) -> Header:
     for file in files:
         if not file.endswith(".safetensors"):
             raise CheckpointError(folder / INDEX, f"{quoted(file)} is not the name of a safetensors file")
-    header = _read_all(folder, files)
+    header = _read_all(folder, files, reader)
     for name, file in weight_map.items():
         if name not in header.tensors or header.tensors[name].path.name != file:
             raise CheckpointError(folder / INDEX, f"{file} has no such tensor", tensor=name)
@@ -97,11 +99,13 @@ def _read_indexed(folder: Path, index: dict[str, Any]) -> Header:
     return header
 
 
-def _read_all(folder: Path, names: list[str]) -> Header:
+def _read_all(folder: Path, names: list[str], reader: Reader) -> Header:
     tensors: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for name in names:
-        header = safetensors.read_header(inside(folder, name))
+        path = inside(folder, name)
+        reader.watch(path)
+        header = safetensors.read_header(path)
         for tensor in header.tensors.values():
             if tensor.name in tensors:
                 raise CheckpointError(tensor.path, f"also in {tensors[tensor.name].path.name}", tensor=tensor.name)

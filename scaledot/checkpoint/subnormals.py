@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.core import Tracer
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
@@ -20,7 +21,7 @@ _LEAST_NORMAL = 17
 def has_subnormals(q: ScaledArray) -> bool:
     """Whether a weight with E8M0 scales may have subnormal values; False if it is traced: its scales are unknown."""
     if (
-        isinstance(q.scale, jax.core.Tracer)
+        isinstance(q.scale, Tracer)
         or q.tensor_scale is not None
         or q.rotation is not None
         or q.scale.dtype != ml_dtypes.float8_e8m0fnu

@@ -107,7 +107,7 @@ class Tensors:
         for name in self:
             is_side = name.endswith(tuple(f".{side}" for side in SIDE_TENSORS))
             if not is_side and (name.endswith(reserved) or self.info(name).dtype not in plain_dtypes):
-                self.fail(name, f"no weight of layout {layout} uses this tensor of dtype {self.info(name).dtype}")
+                self.fail(name, f"no weight uses this tensor of dtype {self.info(name).dtype} (layout: {layout})")
             plain[name] = self.take(name)
         return plain
 

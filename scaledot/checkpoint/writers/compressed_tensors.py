@@ -31,15 +31,20 @@ _SUPPORTED = (
     "output channel or group of inputs; nvfp4, mxfp4, mxfp6_e2m3 and mxfp8"
 )
 _WORD_BITS = 32
+_VERSION = "0.20.0"  # of compressed-tensors, whose layout this is
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One way to store a weight: the name of the format, its `weights` section, and the parts of a weight."""
+    """One way to store a weight: the name of the format, its `weights` section, and the parts of a weight.
+
+    activations: "dynamic", "static" or None, if only the weight is quantised.
+    """
 
     format: str
     weights: tuple[tuple[str, Any], ...]
     parts: Callable[[str, ScaledArray], list[Part]] = dataclasses.field(compare=False)
+    activations: str | None = None
 
     def section(self, **arguments: Any) -> dict[str, Any]:
         common = {"symmetric": True, "group_size": None, "dynamic": False}
@@ -47,8 +52,8 @@ class Scheme:
 
 
 def plan(contents: Contents) -> Written:
-    weights, activations = contents.weights, contents.activations
-    schemes = {name: _scheme(name, q, activations) for name, q in weights.items()}
+    weights = contents.weights
+    schemes = {name: _scheme(name, q, _activations_of(name, q, contents)) for name, q in weights.items()}
     distinct = list(dict.fromkeys(schemes.values()))
     groups = {}
     for number, scheme in enumerate(distinct):
@@ -56,7 +61,7 @@ def plan(contents: Contents) -> Written:
         groups[f"group_{number}"] = {
             "targets": ["Linear"] if len(distinct) == 1 else modules,
             "weights": scheme.section(),
-            "input_activations": _activations(scheme, activations),
+            "input_activations": _input_activations(scheme),
             "output_activations": None,
             "format": scheme.format,
         }
@@ -65,6 +70,7 @@ def plan(contents: Contents) -> Written:
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
+        "version": _VERSION,
         "config_groups": groups,
         "ignore": contents.unquantized,
         "kv_cache_scheme": None,
@@ -87,7 +93,19 @@ def _scheme(name: str, q: ScaledArray, activations: str | None) -> Scheme:
         found = _fp8_scheme(block)
     if found is None:
         raise unsupported(name, q, _LAYOUT, _SUPPORTED)
-    return found
+    return dataclasses.replace(found, activations=activations)
+
+
+def _activations_of(name: str, q: ScaledArray, contents: Contents) -> str | None:
+    if q.tensor_scale is None:
+        return contents.activations_of(name)
+    mode = contents.activations_of(name, ".input_global_scale")
+    if mode == "dynamic" and f"{module_of(name)}.input_global_scale" not in contents.names:
+        raise ValueError(
+            f"NVFP4 activations have a static scale per tensor: add {module_of(name)}.input_global_scale "
+            "(2688 / amax, float32, of shape (1,)) to the tree, or omit `activations` for a weight-only model"
+        )
+    return mode
 
 
 def _fp8_scheme(block: tuple[int, int]) -> Scheme | None:
@@ -220,14 +238,16 @@ def _packed_words(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     return pack.pack_bits(codes.astype(jnp.int8), bits, axis=axis)
 
 
-def _activations(scheme: Scheme, activations: str | None) -> dict[str, Any] | None:
-    """The `input_activations` section: activations have the numbers of the weights, or 8 bits if those are packed."""
-    if activations is None:
+def _input_activations(scheme: Scheme) -> dict[str, Any] | None:
+    """The `input_activations` section: 8 bits per token for integers, otherwise the numbers of the weights."""
+    if scheme.activations is None:
         return None
-    dynamic: bool | str = activations == "dynamic"
-    weights = dict(scheme.weights)
+    dynamic, weights = scheme.activations == "dynamic", dict(scheme.weights)
+    token = "token" if dynamic else "tensor"
+    if weights["type"] == "int":
+        return scheme.section(num_bits=8, symmetric=True, strategy=token, group_size=None, dynamic=dynamic)
     if weights["strategy"] in ("tensor", "channel"):
-        return scheme.section(symmetric=True, strategy="token" if dynamic else "tensor", dynamic=dynamic)
+        return scheme.section(strategy=token, dynamic=dynamic)
     if weights["strategy"] == "block":
         group = {"strategy": "group", "group_size": weights["block_structure"][1]}
         return {

@@ -28,13 +28,19 @@ def plan(contents: Contents) -> Written:
     config: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
-        "activation_scheme": contents.activations or "dynamic",
+        "activation_scheme": _activation_scheme(contents),
         "weight_block_size": None if block is None else list(block),
         "modules_to_not_convert": contents.unquantized,
     }
     if any(q.scale.dtype == E8M0 for q in weights.values()):
         config["scale_fmt"] = "ue8m0"
     return Written({name: _parts(name, q, block) for name, q in weights.items()}, config if weights else None)
+
+
+def _activation_scheme(contents: Contents) -> str:
+    """There is no weight-only scheme: activations without static scales are quantised at run time."""
+    modes = {contents.activations_of(name, ".activation_scale") for name in contents.weights}
+    return "static" if modes == {"static"} else "dynamic"
 
 
 def _block(name: str, q: ScaledArray) -> tuple[int, int] | None:

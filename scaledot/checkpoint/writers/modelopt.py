@@ -56,9 +56,11 @@ def _kind(name: str, q: ScaledArray) -> str:
 def _algorithm(kind: str, contents: Contents) -> str:
     if kind == "MXFP8":
         return kind
+    modes = {contents.activations_of(name) for name in contents.weights}
+    is_static = modes == {"static"} or f"{module_of(next(iter(contents.weights)))}.input_scale" in contents.names
     if kind == "NVFP4":
-        return kind if contents.has_input_scales else "W4A16_NVFP4"
-    if kind == "FP8 scales per tensor" and contents.has_input_scales:
+        return kind if is_static else "W4A16_NVFP4"
+    if kind == "FP8 scales per tensor" and is_static:
         return "FP8"
     if contents.activations == "dynamic":
         return "FP8_PER_CHANNEL_PER_TOKEN"

@@ -45,8 +45,7 @@ class Written:
 class Contents(NamedTuple):
     """What is saved: quantised weights by name, modules of matrices that are not quantised, and names of all arrays.
 
-    activations: "dynamic" if activations are quantised at run time, "static" by scales among the arrays; None if only
-    weights are quantised.
+    activations: the argument of `save`.
     """
 
     weights: Mapping[str, Any]
@@ -54,10 +53,12 @@ class Contents(NamedTuple):
     names: Collection[str]
     activations: str | None
 
-    @property
-    def has_input_scales(self) -> bool:
-        """Whether every weight has a static scale of its activations."""
-        return all(f"{module_of(name)}.input_scale" in self.names for name in self.weights)
+    def activations_of(self, weight: str, suffix: str = ".input_scale") -> str | None:
+        """`activations` for one weight; by default "static" if it has a scale of its activations, X + `suffix`."""
+        scale = f"{module_of(weight)}{suffix}"
+        if self.activations == "static" and scale not in self.names:
+            raise ValueError(f"activations='static' needs the scale {scale!r} for {weight!r}; it is not in the tree")
+        return "static" if self.activations is None and scale in self.names else self.activations
 
 
 def array_part(name: str, array: Any, extract: Callable[[Any], Any] = lambda array: array) -> Part:
@@ -135,8 +136,10 @@ def with_rows_of_scales(q: Any) -> Any:
 
 def matrix_block(name: str, q: ScaledArray, layout: str) -> tuple[int, int]:
     """The block of a matrix, one entry per axis; raises ValueError for what no layout of this module stores."""
+    if not name.endswith(".weight"):
+        raise ValueError(f"{name!r} does not end in '.weight', as {layout} demands; pass `rename`")
     if q.ndim != 2:
-        raise ValueError(f"{name!r} has {q.ndim} axes; {layout} stores matrices (outputs, inputs): save each one alone")
+        raise ValueError(f"{name!r} has {q.ndim} axes; {layout} stores matrices (outputs, inputs)")
     if q.rotation is not None:
         raise ValueError(f"{name!r} is rotated ({q.rotation}); {layout} has no rotations: requantise it without one")
     if q.tensor_scale is not None and math.prod(q.tensor_scale.shape) != 1:
@@ -163,6 +166,7 @@ def unsupported(name: str, q: ScaledArray, layout: str, supported: str) -> Value
     )
 
 
+GLOBAL_SCALE = ".weight_global_scale"
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
