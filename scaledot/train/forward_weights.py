@@ -36,6 +36,7 @@ def forward_weights(params: Any, recipe: Rules, *, dtype: Any = None, states: An
       states: for delayed scaling of w, the states of all layers: {path of a layer: state}, or the collection
         "_overwrite_with_gradient" of linen.
 
+    >>> import jax.numpy as jnp
     >>> forward_weights({"up": {"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}}, "mxfp8")["up"]["kernel"]
     ScaledArray(mxfp8[64,32], block=(32, 1), dtype=float32)
     """
