@@ -4,6 +4,7 @@ import json
 
 import jax.numpy as jnp
 import peers
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -94,8 +95,11 @@ def test_int8_weights_with_quantised_activations_are_not_packed(block, calibrati
 )
 def test_the_activations_of_a_configuration_are_accepted(name, block, activations, tmp_path):
     weight = sd.quantize(peers.example(), name, block=block)
-    (scheme,) = saved({"a.weight": weight}, tmp_path / "model", activations).config_groups.values()
-    assert scheme.input_activations.num_bits == weight.format.bits
+    tree = {"a.weight": weight}
+    if activations == "static" or name == "nvfp4":
+        tree["a.input_global_scale" if name == "nvfp4" else "a.input_scale"] = np.ones(1, np.float32)
+    (scheme,) = saved(tree, tmp_path / "model", activations).config_groups.values()
+    assert scheme.input_activations.num_bits == (8 if weight.format.is_integer else weight.format.bits)
     assert scheme.input_activations.dynamic == ("local" if name == "nvfp4" else activations == "dynamic")
 
 
