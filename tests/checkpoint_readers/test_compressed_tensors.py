@@ -3,8 +3,8 @@
 import json
 
 import jax.numpy as jnp
-import peers
 import numpy as np
+import peers
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
