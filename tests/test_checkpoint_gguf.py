@@ -196,7 +196,7 @@ WRONG_TENSORS = {
     "an unknown type": (Tensor("x", 99, (256,), bytes(66)), r"type unknown \(99\)"),
     "a removed type": (Tensor("x", 4, (256,), bytes(66)), r"type unknown \(4\)"),
     "five axes": (Tensor("x", "F32", (1,) * 5, bytes(4)), "5 axes; at most 4"),
-    "too many elements": (Tensor("x", "F32", (2**32, 2**32), bytes(4)), r"more than 2\^63 - 1"),
+    "too many elements": (Tensor("x", "F32", (2**32, 2**32), bytes(4)), r"more than 2\^60 - 1"),
     "part of a block": (Tensor("x", "Q8_0", (2, 16), bytes(34)), "no multiple of the 32 elements"),
     "a scalar in blocks": (Tensor("x", "Q8_0", (), bytes(34)), "no multiple of the 32 elements"),
     "an unaligned offset": (Tensor("x", "F32", (1,), bytes(64), offset=4), "offset 4 is no multiple of the alignment"),
