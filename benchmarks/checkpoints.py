@@ -5,7 +5,7 @@ A checkpoint of SIZE × SIZE matrices with 2 GiB in total is written to a tempor
 * load: seconds of `checkpoint.load` in bfloat16 and fine-grained FP8, of a copy of the same file's memory map, and of
   `safetensors.numpy.load_file`, which cannot read FP8. Loads alternate, each in this process.
 * memory: anonymous memory (RssAnon) of a new process after loading, beyond that before, and the bytes of the tensors.
-* inspect: seconds of the command, with the start of the interpreter.
+* inspect: seconds of the command, of `import jax` in a new interpreter, and of the function.
 * convert: seconds from bfloat16 files to NVFP4 files of compressed-tensors' layout, and of the library's own functions
   on the same matrices with the same result, bit for bit (skipped if it is not installed).
 """
@@ -118,13 +118,18 @@ def _memory(path: Path) -> dict[str, int]:
     return json.loads(output.splitlines()[-1])
 
 
-def _inspect_seconds(path: Path) -> float:
-    def once() -> float:
+def _inspect_seconds(path: Path) -> dict[str, float]:
+    def command(*words: str) -> float:
         start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "scaledot", "inspect", path], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - start
 
-    return min(once() for _ in range(5))
+    times = interleaved({"function": lambda: checkpoint.inspect(path)}, 5)
+    return {
+        "command": min(command("-m", "scaledot", "inspect", str(path)) for _ in range(5)),
+        "import jax": min(command("-c", "import jax") for _ in range(5)),
+        "function": times["function"].min,
+    }
 
 
 def _conversions(source: Path, folder: Path, repeats: int) -> dict[str, Any]:

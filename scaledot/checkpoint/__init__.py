@@ -20,14 +20,38 @@ weight is a ScaledArray whose leaves are LazyArrays. `load` reads them onto devi
 | `peft` | `save_adapters`, `load_adapters`: LoRA adapters in the layout of Hugging Face PEFT |
 """
 
-from scaledot.checkpoint.conversion import convert
-from scaledot.checkpoint.errors import CheckpointError
-from scaledot.checkpoint.forms import Flat, Offset, Permuted, dequantize
-from scaledot.checkpoint.listing import diff, inspect
-from scaledot.checkpoint.loading import load
-from scaledot.checkpoint.names import GPT_OSS, LLAMA, MIXTRAL, QWEN, NameMap
-from scaledot.checkpoint.peft import load_adapters, save_adapters
-from scaledot.checkpoint.saving import save
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scaledot.checkpoint.conversion import convert
+    from scaledot.checkpoint.errors import CheckpointError
+    from scaledot.checkpoint.forms import Flat, Offset, Permuted, dequantize
+    from scaledot.checkpoint.listing import diff, inspect
+    from scaledot.checkpoint.loading import load
+    from scaledot.checkpoint.names import GPT_OSS, LLAMA, MIXTRAL, QWEN, NameMap
+    from scaledot.checkpoint.peft import load_adapters, save_adapters
+    from scaledot.checkpoint.saving import save
+
+_MODULE_OF = {
+    "CheckpointError": "errors",
+    "Flat": "forms",
+    "GPT_OSS": "names",
+    "LLAMA": "names",
+    "MIXTRAL": "names",
+    "NameMap": "names",
+    "Offset": "forms",
+    "Permuted": "forms",
+    "QWEN": "names",
+    "convert": "conversion",
+    "dequantize": "forms",
+    "diff": "listing",
+    "inspect": "listing",
+    "load": "loading",
+    "load_adapters": "peft",
+    "save": "saving",
+    "save_adapters": "peft",
+}
 
 __all__ = [
     "GPT_OSS",
@@ -48,3 +72,16 @@ __all__ = [
     "save",
     "save_adapters",
 ]
+
+
+def __getattr__(name: str):
+    """Imports a name on first use, so that `scaledot inspect` imports little."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

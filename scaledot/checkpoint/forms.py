@@ -15,7 +15,12 @@ import numpy as np
 from scaledot.array import ScaledArray
 from scaledot.checkpoint.subnormals import dequantize_on_host, has_subnormals
 from scaledot.numerics import blocks
-from scaledot.ops.quantize import dequantize as dequantize_scaled
+
+
+def dequantize_scaled(q: ScaledArray, dtype=None) -> jax.Array:
+    from scaledot.ops.quantize import dequantize  # slow to import, and not needed to list a checkpoint
+
+    return dequantize(q, dtype)
 
 
 @jax.tree_util.register_dataclass

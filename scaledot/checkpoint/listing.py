@@ -13,7 +13,6 @@ from scaledot.array import ScaledArray
 from scaledot.checkpoint import forms
 from scaledot.checkpoint.layouts import entries, find_layout
 from scaledot.checkpoint.lazy import LazyArray
-from scaledot.checkpoint.loading import read_entry
 from scaledot.checkpoint.source import Source, open_source
 
 
@@ -71,6 +70,8 @@ def _snr(entry: Any, original: Any) -> float | None:
 
 def values_of(entry: Any) -> jax.Array:
     """The values of an entry in float32."""
+    from scaledot.checkpoint.loading import read_entry  # slow to import, and not needed without a reference
+
     return jnp.asarray(read_entry(entry, dequantize=jnp.float32)).astype(jnp.float32)
 
 

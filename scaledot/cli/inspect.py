@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from scaledot.checkpoint import inspect
+    from scaledot.checkpoint.listing import inspect
 
     listing = inspect(options.checkpoint, options.reference)
     has_snr = options.reference is not None
