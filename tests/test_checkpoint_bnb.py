@@ -115,7 +115,7 @@ def test_llm_int8_weights_are_rounded_as_in_bitsandbytes(tmp_path):
         ({"x.SCB": np.ones(5, np.float32)}, r"'x.SCB': the shape is \[5\]; expected \[6\]"),
         ({"x.weight": np.ones(6, np.int8)}, r"'x.weight': the shape is \[6\]; expected \[outputs, inputs\]"),
         ({"x.weight": None}, "'x.SCB': 'x.weight', which belongs to it, is missing"),
-        ({"x.SCB": None}, "'x.weight': no weight of layout bitsandbytes uses this tensor of dtype I8"),
+        ({"x.SCB": None}, "'x.weight': no weight uses this tensor of dtype I8"),
     ],
     ids=["tiled", "scales", "vector", "no codes", "no scales"],
 )
@@ -135,7 +135,7 @@ WRONG = {
     "no codes": ({"x.weight": None}, "'x.weight.quant_state.bitsandbytes__nf4': 'x.weight', which belongs to it"),
     "no scales": ({"x.weight.absmax": None}, "'x.weight': 'x.weight.absmax', which belongs to it, is missing"),
     "no table": ({"x.weight.quant_map": None}, "'x.weight': 'x.weight.quant_map', which belongs to it, is missing"),
-    "no state": ({f"{STATE}nf4": None}, "'x.weight(.absmax|.quant_map)?': no weight of layout bitsandbytes uses"),
+    "no state": ({f"{STATE}nf4": None}, "'x.weight(.absmax|.quant_map)?': no weight uses this tensor uses"),
     "few codes": ({"x.weight": np.ones((8, 1), np.uint8)}, "'x.weight': the tensor has 8 bytes; expected 384"),
     "few scales": (
         {"x.weight.absmax": np.ones(3, np.float32)},

@@ -301,6 +301,6 @@ def test_codes_without_metadata_are_an_error_that_names_them(tmp_path):
         pending = [safetensors.Pending("a._weight_qdata", "F32", (1,), [np.ones(1, np.float32)])]
         safetensors.write(file, pending, {"tensor_names": "[]"})
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: tensor 'a\._weight_qdata': no weight of layout torchao"
+        CheckpointError, match=r"model\.safetensors: tensor 'a\._weight_qdata': no weight uses this tensor"
     ):
         checkpoint.load(tmp_path)
