@@ -135,7 +135,7 @@ WRONG = {
     "no codes": ({"x.weight": None}, "'x.weight.quant_state.bitsandbytes__nf4': 'x.weight', which belongs to it"),
     "no scales": ({"x.weight.absmax": None}, "'x.weight': 'x.weight.absmax', which belongs to it, is missing"),
     "no table": ({"x.weight.quant_map": None}, "'x.weight': 'x.weight.quant_map', which belongs to it, is missing"),
-    "no state": ({f"{STATE}nf4": None}, "'x.weight(.absmax|.quant_map)?': no weight uses this tensor uses"),
+    "no state": ({f"{STATE}nf4": None}, "'x.weight(.absmax|.quant_map)?': no weight uses this tensor"),
     "few codes": ({"x.weight": np.ones((8, 1), np.uint8)}, "'x.weight': the tensor has 8 bytes; expected 384"),
     "few scales": (
         {"x.weight.absmax": np.ones(3, np.float32)},

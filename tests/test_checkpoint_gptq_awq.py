@@ -156,7 +156,7 @@ def test_excluded_modules_are_no_dynamic_settings(tmp_path):
 WRONG = {
     "no scales": ({"x.scales": None}, "'x.qweight': 'x.scales', which belongs to it, is missing"),
     "no zero points": ({"x.qzeros": None}, "'x.qweight': 'x.qzeros', which belongs to it, is missing"),
-    "no codes": ({"x.qweight": None}, "'x.(qzeros|scales)': no weight of layout .* uses this tensor"),
+    "no codes": ({"x.qweight": None}, "'x.(qzeros|scales)': no weight uses this tensor"),
     "scales of other groups": ({"x.scales": np.ones((4, 32), np.float16)}, r"'x.scales': the shape is \[4, 32\]"),
     "zero points of other outputs": ({"x.qzeros": np.ones((3, 5), np.int32)}, r"'x.qzeros': the shape is \[3, 5\]"),
     "codes as a vector": ({"x.qweight": np.ones(8, np.int32)}, r"'x.qweight': the shape is \[8\]"),
