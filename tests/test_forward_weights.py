@@ -28,7 +28,12 @@ LAYOUTS = {
     "w4a16_qat": ("compressed-tensors",),
     "w4a8_qat": ("compressed-tensors",),
 }
-CASES = [(recipe, layout) for recipe, layouts in LAYOUTS.items() for layout in (*layouts, "scaledot")]
+SAME_WEIGHTS = ("fp8_qat", "int8_qat", "w8a16_qat", "w4a8_qat", "nvfp4_four_over_six")  # as another recipe has
+CASES = [
+    pytest.param(recipe, layout, marks=pytest.mark.exhaustive if recipe in SAME_WEIGHTS else ())
+    for recipe, layouts in LAYOUTS.items()
+    for layout in (*layouts, "scaledot")
+]
 
 
 def numbers(q) -> dict[str, np.ndarray]:
