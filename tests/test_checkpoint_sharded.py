@@ -1,4 +1,4 @@
-"""Sharded loading: each process and each device reads its bytes only."""
+"""Sharded loading: each process reads only the bytes of the shards on its devices."""
 
 import json
 import os

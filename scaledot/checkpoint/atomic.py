@@ -41,7 +41,8 @@ def replaced_folder(path: Path, is_obsolete: Callable[[str], bool], *, resume: b
         synchronize(new)
         _take_place(new, path)
         synchronize(path.parent)
-        shutil.rmtree(new, ignore_errors=True)  # the old folder now
+        if new.exists():  # the old folder now
+            shutil.rmtree(new)
 
 
 @contextlib.contextmanager
@@ -95,7 +96,8 @@ def _take_place(new: Path, path: Path) -> None:
         new.rename(path)
     elif not _exchanged(new, path):
         previous = path.with_name(f".{path.name}.previous")
-        shutil.rmtree(previous, ignore_errors=True)  # of a crash after which `path` was saved again
+        if previous.exists():  # of a crash after which `path` was saved again
+            shutil.rmtree(previous)
         path.rename(previous)
         new.rename(path)
         previous.rename(new)  # deleted by the caller

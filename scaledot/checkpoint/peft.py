@@ -241,7 +241,7 @@ def _pairs(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str
 
 
 def _loaded(folder: Path, module: str, pair: Mapping[str, StoredTensor], fields: dict[str, Any], reader: Reader):
-    """The `_Module` of two tensors; fields: those of the configuration."""
+    """Builds the `_Module` from its lora_A and lora_B tensors and the fields of adapter_config.json."""
     a, b = pair["A"], pair["B"]
     config = _config_of(folder, module, dtypes.DTYPES[a.dtype], fields)
     if (a.shape[0], b.shape[1]) != (config.rank, config.rank):

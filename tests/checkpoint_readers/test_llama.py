@@ -29,7 +29,7 @@ original = functools.cache(llama.example)
 
 
 def quantized(formats: dict[str, tuple]) -> dict:
-    """The parameters with quantised kernels, by the first key of `formats` that is part of the path."""
+    """Quantises each kernel to the format of the first key of `formats` that is a substring of its path."""
     _, params, _ = original()
 
     def cast(path, leaf):

@@ -127,7 +127,7 @@ def scaled(codes: LazyArray, scale: LazyArray, format: Format, block: blocks.Blo
 
 
 def with_divided_scales(weight: ScaledArray) -> ScaledArray:
-    """The weight in the form that dequantises to the bits of a library that divides block scales by a tensor's divisor.
+    """Returns the weight with float32 scales, block scale / global scale, as compressed-tensors dequantises NVFP4.
 
     Its float32 scales are scale / divisor; scale * float32(1 / divisor) may differ in the last bit. A weight whose
     tensor scale is not the reciprocal of a stored divisor is returned as it is.

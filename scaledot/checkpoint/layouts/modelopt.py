@@ -111,7 +111,7 @@ def _check_algorithm(source: Source, algorithm: Any) -> None:
 
 
 def _weight(tensors: Tensors, module: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The weight of a module, and those of its tensors that are returned as they are."""
+    """Returns the quantised weight of a module by name, and the tensors of the module that are not applied to it."""
     name, scale_name, second_name = (f"{module}.{end}" for end in ("weight", "weight_scale", "weight_scale_2"))
     kind = _kind(tensors, name, scale_name, settings.get("quant_algo"))
     codes = _codes(tensors, name, kind)

@@ -7,22 +7,26 @@ ScaledArrays may be jax.ShapeDtypeStructs, so that a checkpoint can be planned b
 
 import importlib
 from types import ModuleType
+from typing import NamedTuple
 
 from scaledot.formats import row_of
 
+
+class Writer(NamedTuple):
+    """A row of WRITERS: the name of a module of this package."""
+
+    module: str
+
+
 WRITERS = {
-    "scaledot": "native",
-    "compressed-tensors": "compressed_tensors",
-    "modelopt": "modelopt",
-    "hf-fp8": "fine_grained_fp8",
+    "scaledot": Writer("native"),
+    "compressed-tensors": Writer("compressed_tensors"),
+    "modelopt": Writer("modelopt"),
+    "hf-fp8": Writer("fine_grained_fp8"),
 }
 
 
 def writer_of(layout: str) -> ModuleType:
     """The module that writes a layout; the error for an unknown name lists the nearest ones."""
-    name = row_of("layout", layout, _Name, WRITERS, "the writable layouts")
-    return importlib.import_module(f"scaledot.checkpoint.writers.{name}")
-
-
-class _Name(str):
-    """The type that `row_of` accepts besides a name; no value has it."""
+    writer = row_of("layout", layout, Writer, WRITERS, "the writable layouts")
+    return importlib.import_module(f"scaledot.checkpoint.writers.{writer.module}")

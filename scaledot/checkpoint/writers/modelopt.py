@@ -56,8 +56,9 @@ def _kind(name: str, q: ScaledArray) -> str:
 def _algorithm(kind: str, contents: Contents) -> str:
     if kind == "MXFP8":
         return kind
-    modes = {contents.activations_of(name) for name in contents.weights}
-    is_static = modes == {"static"} or f"{module_of(next(iter(contents.weights)))}.input_scale" in contents.names
+    for name in contents.weights:
+        contents.activations_of(name)  # raises if static activations lack a scale
+    is_static = all(f"{module_of(name)}.input_scale" in contents.names for name in contents.weights)
     if kind == "NVFP4":
         return kind if is_static else "W4A16_NVFP4"
     if kind == "FP8 scales per tensor" and is_static:

@@ -43,7 +43,7 @@ def _arrays(weight: Any) -> dict[str, Any]:
     if isinstance(weight, ScaledArray):
         fields = ("data", "scale", "tensor_scale", "zero")
         return {field: getattr(weight, field) for field in fields if getattr(weight, field) is not None}
-    own = {"permutation": "permutation", "offset": "offset"}
+    own = ("permutation", "offset")
     return _arrays(weight.array) | {field: getattr(weight, field) for field in own if hasattr(weight, field)}
 
 
