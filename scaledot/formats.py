@@ -59,7 +59,7 @@ E8M0_RULES = (
 )
 # A float scale, which stores the reciprocal of F / amax, or amax / F itself:
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
-# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * 448), with S = 1 / s: five orders of the same float32
+# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * scale_max), S = 1 / s: five orders of the same float32
 # arithmetic, which round differently.
 TWO_LEVEL_RULES = (
     "multiply",  # amax * (S * (1 / F)), as TransformerEngine's CUDA kernels do
@@ -121,6 +121,9 @@ class Format:
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
     search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error.
+    target: the magnitude of a code, possibly between two codes, that the block amax is mapped to; None: the largest.
+    scale_max: the largest E4M3 block scale of a two-level format before a search or a correction increases it: the
+        tensor scale maps the tensor's amax to target × scale_max. Scales above it are headroom, up to 448.
     quirks: deviations that reproduce another library.
     """
 
@@ -135,6 +138,8 @@ class Format:
     two_level: bool = False
     guard: bool = False
     search: str | None = None
+    target: float | None = None
+    scale_max: float = 448.0
     quirks: Quirks = Quirks()
 
     def __post_init__(self):
@@ -170,6 +175,13 @@ class Format:
     @property
     def max(self) -> float:
         """The magnitude that the block amax is mapped to."""
+        if self.target is not None:
+            return self.target
+        return self.largest_code
+
+    @property
+    def largest_code(self) -> float:
+        """The largest magnitude of a code; with `bound` "half", half a step more."""
         if self.codebook is not None:
             return max(abs(v) for v in self.codebook)
         if not self.is_float:
@@ -179,7 +191,7 @@ class Format:
     @property
     def emax(self) -> int:
         """Exponent of the largest power of two that the element represents."""
-        return math.frexp(self.max)[1] - 1
+        return math.frexp(self.largest_code)[1] - 1
 
     @property
     def mantissa_bits(self) -> int:

@@ -228,7 +228,7 @@ def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scal
 
 
 def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
-    """The quantisation multiplier F * 448 / amax of the tensor level, and its inverse, the tensor scale.
+    """The quantisation multiplier F * scale_max / amax of the tensor level, and its inverse, the tensor scale.
 
     Both are 1 for a format with one level and for a tensor of zeros. `tensor_scale` overrides `tensor_amax`.
     """
@@ -236,7 +236,7 @@ def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.
         return jnp.ones((), jnp.float32), jnp.ones((), jnp.float32)
     if tensor_scale is not None:
         return divide(ONE, tensor_scale), tensor_scale
-    largest = np.float32(format.max) * E4M3_MAX
+    largest = np.float32(format.max) * np.float32(format.scale_max)
     is_empty = tensor_amax == 0
     multiplier = jnp.clip(divide(largest, tensor_amax), bits.SMALLEST_SCALE, bits.LARGEST_MULTIPLIER)
     if format.rule == "round_divide_multiply":

@@ -197,6 +197,16 @@ def _checked_format(format: Format, rule: str | None) -> Format:
         _check_codebook(format, format.codebook)
     if format.bound not in ("full", "half"):
         raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
+    if format.target is not None and not 0 < format.target <= 2 * format.largest_code:
+        raise ValueError(
+            f"`target` {format.target} of {format.name} must be above 0 and at most twice the largest code, "
+            f"{format.largest_code:g}"
+        )
+    if not 0 < format.scale_max <= 448 or (format.scale_max != 448 and not format.two_level):
+        raise ValueError(
+            f"`scale_max` {format.scale_max} of {format.name} must be above 0 and at most 448, the largest E4M3, and "
+            "needs a two-level format"
+        )
     if format.two_level and format.scale != "float8_e4m3fn":
         raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
     return format

@@ -113,6 +113,6 @@ class ResolvedCast:
             low, high = calibrate.extremes(x, parsed, block)
             return ~((x < blocks.repeat_scale(low, x.shape, block)) | (x > blocks.repeat_scale(high, x.shape, block)))
         # max × scale differs from the calibrated amax by an ulp or two: 2^-21 keeps the amax itself unclipped.
-        largest_code = jnp.float32(self.cast.format.max * (1 + 2.0**-21))
+        largest_code = jnp.float32(self.cast.format.largest_code * (1 + 2.0**-21))
         limit = math.prod(scale_values(q.scale, q.tensor_scale, q.format), start=largest_code)
         return ~(jnp.abs(x) > blocks.repeat_scale(limit, x.shape, block))
