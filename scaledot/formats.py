@@ -59,8 +59,8 @@ E8M0_RULES = (
 )
 # A float scale, which stores the reciprocal of F / amax, or amax / F itself:
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
-# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * scale_max), S = 1 / s: five orders of the same float32
-# arithmetic, which round differently.
+# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * scale_max), with S = 1 / s: five orders of the same
+# float32 arithmetic, which round differently.
 TWO_LEVEL_RULES = (
     "multiply",  # amax * (S * (1 / F)), as TransformerEngine's CUDA kernels do
     "divide_multiply",  # (amax / F) * S, as its JAX code does
