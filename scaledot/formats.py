@@ -181,7 +181,7 @@ class Format:
 
     @property
     def largest_code(self) -> float:
-        """The largest magnitude of a code; with `bound` "half", half a step more."""
+        """The magnitude of the largest code; with `bound` "half", half a step more."""
         if self.codebook is not None:
             return max(abs(v) for v in self.codebook)
         if not self.is_float:

@@ -28,8 +28,9 @@ import numpy as np
 from scaledot import deprecated
 from scaledot.formats import FORMATS, Format, Quirks, find_format, row_of
 from scaledot.hashing import hash_once
-from scaledot.numerics import calibrate
+from scaledot.numerics import calibrate, eden
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import check_rounding
 
 GEMM_OPERANDS = {"fwd": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("x", "g")}  # matmul: (lhs, rhs)
 
@@ -62,10 +63,12 @@ class Cast:
 
     format: a Format or its name.
     block: (free, contracting) or (contracting,) elements that share a scale; 0 is a whole dim; None: the format's.
-    rounding: "nearest" or "stochastic".
+    rounding: "nearest", "stochastic", or "ms_eden": nearest codes with corrected block scales, which are rounded
+      stochastically, in a rotation that draws its signs (`numerics.eden`); unbiased with less noise than "stochastic".
     rotation: a random Hadamard transform along the contracting dim, before the cast.
     delayed: delayed scaling; None computes scales from the tensor itself (current scaling).
     calibration: as in `quantize`.
+    requantized: cast the dequantised operand of fwd instead of the tensor itself, for x of wgrad and w of dgrad.
     """
 
     format: Format
@@ -74,6 +77,7 @@ class Cast:
     rotation: Hadamard | None = None
     delayed: Delayed | None = None
     calibration: str = "absmax"
+    requantized: bool = False
 
     def __post_init__(self):
         row = find_format(self.format)
@@ -81,8 +85,9 @@ class Cast:
         one_scale = calibrate.parse(self.calibration).method == "fixed"
         block = (None if one_scale else row.block) if self.block is None else self.block
         object.__setattr__(self, "block", None if block is None else _sizes(block))
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"`rounding` {self.rounding!r} is not known; use 'nearest' or 'stochastic'")
+        check_rounding(self.rounding)
+        if self.rounding == "ms_eden":
+            self._check_eden()
         if self.delayed is not None and not isinstance(self.delayed, Delayed):
             raise TypeError(f"`delayed` of a Cast must be a Delayed or None, not {self.delayed!r}")
         if self.delayed is not None and (self.rotation is not None or self.calibration != "absmax" or row.pow2):
@@ -94,6 +99,14 @@ class Cast:
             raise ValueError(
                 f"delayed scaling needs a float format with one float32 scale per tensor, such as fp8_e4m3, not {self}"
             )
+
+    def _check_eden(self) -> None:
+        free, contracting = self.block_2d
+        reason = eden.unsupported(self.format, self.rotation, contracting, (free,))
+        if reason is None and self.rotation is not None and not self.rotation.draws_signs:
+            reason = "is unbiased over new signs in each step: it needs a rotation such as Hadamard(128, mask=None)"
+        if reason is not None:
+            raise ValueError(f"`rounding` 'ms_eden' of a Cast {reason}")
 
     @property
     def block_2d(self) -> tuple[int, int]:
@@ -119,6 +132,11 @@ class Cast:
         return any(b > 1 for b in self.block_2d) or self.rotation is not None
 
     @property
+    def draws_random_numbers(self) -> bool:
+        """Whether rounding, or the signs of a rotation, need a key."""
+        return self.rounding != "nearest" or (self.rotation is not None and self.rotation.draws_signs)
+
+    @property
     def clips(self) -> bool:
         """Whether elements may saturate: by calibration, or because delayed scaling uses the amax of earlier steps."""
         parsed = calibrate.parse(self.calibration)
@@ -132,8 +150,9 @@ class Cast:
         words = [self.format.name]
         if not self.is_per_tensor:
             words.append("×".join("all" if b == 0 else str(b) for b in self.block_2d))
-        words += ["stochastic"] if self.rounding == "stochastic" else []
+        words += [self.rounding] if self.rounding != "nearest" else []
         words += [f"hadamard{self.rotation.size}"] if self.rotation else []
+        words += ["requantised"] if self.requantized else []
         words += [f"delayed({self.delayed.length})"] if self.delayed else []
         words += [self.calibration] if self.calibration != "absmax" else []
         return " ".join(words)
@@ -195,6 +214,7 @@ class Recipe:
             gemm = getattr(self, matmul)
             if not isinstance(gemm, Gemm) and (gemm is not None or matmul == "fwd"):
                 raise TypeError(f"`{matmul}` of a Recipe must be a Gemm, not {gemm!r}")
+        self._check_requantized()
         for tensor in "xwg":
             delayed = {cast for _, name, cast in self.casts() if name == tensor and cast.delayed is not None}
             if len(delayed) > 1:
@@ -205,6 +225,22 @@ class Recipe:
                 raise ValueError(
                     f"{matmul} of {self.name} is straight-through, but {cast} clips elements after the rotation, which "
                     "gives no mask of the unrotated ones; drop the rotation or use calibration='absmax'"
+                )
+
+    def _check_requantized(self) -> None:
+        forward = dict(zip("xw", (self.fwd.lhs, self.fwd.rhs), strict=True))
+        for matmul, tensor, cast in self.casts():
+            if not cast.requantized:
+                continue
+            if matmul == "fwd" or forward.get(tensor) is None:
+                raise ValueError(
+                    f"{tensor} of {matmul} in {self.name} is `requantized`, which needs a forward cast of the same "
+                    "tensor: it is for x of wgrad and w of dgrad, if fwd casts them"
+                )
+            if forward[tensor].rotation is not None and forward[tensor].rotation.draws_signs:
+                raise ValueError(
+                    f"{tensor} of {matmul} in {self.name} is `requantized`, but the signs of its forward rotation are "
+                    "not stored; use a fixed `mask` there"
                 )
 
     def casts(self) -> Iterator[tuple[str, str, Cast]]:
@@ -227,8 +263,8 @@ class Recipe:
 
     @functools.cached_property
     def stochastic(self) -> tuple[str, ...]:
-        """The operands that use stochastic rounding, such as "g of dgrad"."""
-        return tuple(f"{tensor} of {matmul}" for matmul, tensor, cast in self.casts() if cast.rounding != "nearest")
+        """The operands that use stochastic rounding or draw the signs of a rotation, such as "g of dgrad"."""
+        return tuple(f"{tensor} of {matmul}" for matmul, tensor, cast in self.casts() if cast.draws_random_numbers)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain Python values, without fields at their defaults; `Recipe.from_dict` is the inverse."""
@@ -365,6 +401,19 @@ def _four_over_six(cast: Cast) -> Cast:
     return dataclasses.replace(cast, format=dataclasses.replace(cast.format, name="nvfp4_4o6", search="four_over_six"))
 
 
+# Quartet II, arXiv 2601.22813. Block scales have headroom: four-over-six and MS-EDEN increase them. The target of
+# MS-EDEN's block amax is slightly above the largest code, where a clipped maximum costs less than a coarser scale.
+_QUARTET_FORWARD = Cast(
+    dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_4o6_256", search="four_over_six", scale_max=256.0)
+)
+_EDEN = Cast(
+    dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_eden", target=6 * (16 / 17) / 0.93, scale_max=256.0),
+    rounding="ms_eden",
+    rotation=Hadamard(128, mask=None),
+)
+_EDEN_AGAIN = dataclasses.replace(_EDEN, requantized=True)
+
+
 FP8_CURRENT = of_tensors("fp8_current", _E4M3, _E4M3, _E5M2)
 FP8_DELAYED = of_tensors("fp8_delayed", _delayed("fp8_e4m3"), _delayed("fp8_e4m3"), _delayed("fp8_e5m2"))
 FP8_BLOCK = of_tensors("fp8_block", _E4M3_1X128, _E4M3_128X128, _E4M3_1X128)
@@ -380,6 +429,12 @@ NVFP4_FOUR_OVER_SIX = Recipe(
     fwd=Gemm(_four_over_six(_NV), _four_over_six(_NV_16X16)),
     dgrad=Gemm(_stochastic(_NV), _four_over_six(_NV_16X16)),
     wgrad=NVFP4.wgrad,
+)
+QUARTET_II = Recipe(
+    "quartet_ii",
+    fwd=Gemm(_QUARTET_FORWARD, _QUARTET_FORWARD),
+    dgrad=Gemm(_EDEN, _EDEN_AGAIN),
+    wgrad=Gemm(_EDEN_AGAIN, _EDEN),
 )
 INT8 = of_tensors("int8", _INT8, _INT8, _stochastic(_INT8))
 INT8_BLOCK = Recipe(
@@ -405,6 +460,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             MXFP8,
             NVFP4,
             NVFP4_FOUR_OVER_SIX,
+            QUARTET_II,
             INT8,
             INT8_BLOCK,
             INT8_QAT,

@@ -153,13 +153,20 @@ def nvfp4_cast(x, block, target, tensor_multiplier, uniform):
     return np.where(d8 == 0, np.copysign(f32(0), x), codes), d8
 
 
-def quantize_nvfp4(x, block, uniform, search, guard):
-    """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale."""
-    amax = block_amax(x, x.shape)[0, 0]
-    tensor_multiplier = np.minimum(f32(2688) / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
-    t = np.maximum(amax / f32(2688), SMALLEST_NORMAL) if amax > 0 else f32(1)
+def quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group):
+    """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale.
+
+    The amax of a block is mapped to `target`, that of the tensor to target * scale_max. MS-EDEN corrects the scales of
+    every `group` of elements, a shape, and takes one uniform number for every block: that of its first element.
+    """
+    amax, largest = block_amax(x, x.shape)[0, 0], f32(target) * f32(scale_max)
+    tensor_multiplier = np.minimum(largest / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
+    t = np.maximum(amax / largest, SMALLEST_NORMAL) if amax > 0 else f32(1)
     shrink = 16 / 17 if guard else 1
-    first = quantized(*nvfp4_cast(x, block, 6 * shrink, tensor_multiplier, uniform), t)
+    first = quantized(*nvfp4_cast(x, block, target * shrink, tensor_multiplier, None if group else uniform), t)
+    if group:
+        assert search is None
+        return corrected(x, first, tensor_multiplier, block, group, uniform)
     if search is None:
         return first
     assert search == "four_over_six"
@@ -172,6 +179,22 @@ def quantize_nvfp4(x, block, uniform, search, guard):
     return quantized(np.where(four, second.codes, first.codes), np.where(four, second.scale, first.scale), t)
 
 
+def corrected(x, q, tensor_multiplier, block, group, uniform):
+    """The quantised array with its scales multiplied by <s, s> / <s, codes> of their group, rounded stochastically."""
+    d8, codes = q.scale.astype(f32), q.codes.astype(f32)
+    multiplier = np.minimum(f32(1) / (d8 * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
+    scaled = np.where(d8 == 0, f32(0), x * multiplier)
+    # Choice: elements in steps of 2^-9, so that the sums do not depend on their order.
+    steps = np.rint(scaled * f32(512)).astype(np.int64)
+    squares = in_blocks(steps * steps, group).sum(axis=(1, 3))
+    projections = in_blocks(steps * (2 * codes).astype(np.int64), group).sum(axis=(1, 3))
+    correction = squares.astype(f32) / (projections.astype(f32) * f32(256))
+    correction = per_element(np.where(projections == 0, f32(1), correction), group, x.shape)
+    of_first = in_blocks(uniform, block)[:, 0, :, 0]
+    scale = round_float(d8 * correction, E4M3, per_element(of_first, block, x.shape))
+    return quantized(codes, scale, q.tensor_scale)
+
+
 def quantized(codes, scale, tensor_scale=1.0):
     """The result in float64."""
     return Quantized(codes.astype(np.float64), scale.astype(np.float64), np.float64(tensor_scale))
@@ -179,15 +202,30 @@ def quantized(codes, scale, tensor_scale=1.0):
 
 @np.errstate(all="ignore")
 def quantize(
-    x, format, axis, *, block=None, uniform=None, rotation=None, multiplier=None, search=None, guard=False
+    x,
+    format,
+    axis,
+    *,
+    block=None,
+    uniform=None,
+    rotation=None,
+    multiplier=None,
+    search=None,
+    guard=False,
+    target=6,
+    scale_max=448,
+    eden=False,
 ) -> Quantized:
-    """Quantise a 2-D float32 array whose contracting dim is `axis`."""
+    """Quantise a 2-D float32 array whose contracting dim is `axis`.
+
+    rotation: the size and the mask of signs; or the signs themselves, and x is then not rounded to bfloat16.
+    """
     element, kind, length = FORMATS[format]
     assert multiplier is None or kind == "float32", "`multiplier` is for per-tensor fp8"
     assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
     x = flush(np.asarray(x, f32))
     if rotation is not None:
-        x = flush(hadamard(x, axis, *rotation))
+        x = flush(hadamard(x, axis, *rotation) if isinstance(rotation, tuple) else rotated(x, axis, rotation))
     if uniform is not None:
         uniform = np.asarray(uniform, f32)
         # Choice: if the axis was padded for a rotation, `uniform` has the padded shape.
@@ -200,7 +238,8 @@ def quantize(
         x = np.where(np.isnan(x), f32(0), x)
 
     if kind == "nvfp4":
-        return quantize_nvfp4(x, block, uniform, search, guard)
+        group = ((1, len(rotation)) if axis else (len(rotation), 1)) if eden else None
+        return quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group)
     amax = block_amax(x, block)
     if kind == "float32":
         per_block = (
@@ -223,10 +262,15 @@ def quantize(
 
 def hadamard(x, axis, size, mask):
     """Rotate groups of `size` elements along `axis`, padded with zeros to whole groups; bit i of `mask` is a minus."""
-    x = np.moveaxis(flush(np.asarray(x, f32)), axis, -1)
-    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
     signs = np.array([-1 if mask >> i & 1 else 1 for i in range(size)], f32)
-    groups = bfloat16(x).reshape(*x.shape[:-1], -1, size) * signs
+    return bfloat16(rotated(bfloat16(flush(np.asarray(x, f32))), axis, signs))
+
+
+def rotated(x, axis, signs):
+    """Rotate groups along `axis`, padded with zeros to whole groups, in float32."""
+    size, x = len(signs), np.moveaxis(flush(np.asarray(x, f32)), axis, -1)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    groups = x.reshape(*x.shape[:-1], -1, size) * signs
     stride = 1
     while stride < size:
         pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
@@ -234,8 +278,7 @@ def hadamard(x, axis, size, mask):
         groups = np.stack([low + high, low - high], axis=-2).reshape(groups.shape)
         stride *= 2
     assert stride == size, "the size is a power of two"
-    rotated = bfloat16(groups * f32(size**-0.5))
-    return np.moveaxis(rotated.reshape(x.shape), -1, axis)
+    return np.moveaxis((groups * f32(size**-0.5)).reshape(x.shape), -1, axis)
 
 
 # Delayed scaling.

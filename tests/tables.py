@@ -43,7 +43,10 @@ def fp4_optimized(table):
 
 
 def _is_fp4(row) -> bool:
-    return "fp4" in (row.id or str(row.values)).lower()
+    name = (row.id or str(row.values)).lower()
+    recipe = RECIPES.get(name)
+    has_fp4_cast = recipe is not None and any("float4" in cast.format.element for _, _, cast in recipe.casts())
+    return has_fp4_cast or "fp4" in name
 
 
 EACH_FORMAT = params_of(sd.FORMATS, EXHAUSTIVE_ONLY_FORMATS)

@@ -120,13 +120,19 @@ def accumulated(case, recipe, is_cast):
     return step
 
 
+# Recipes whose casts of w are the same in every micro-batch.
+CAST_AHEAD = [
+    row for row in STATELESS_RECIPES if not any(cast.startswith("w of") for cast in sd.RECIPES[row.id].stochastic)
+]
+
+
 def assert_equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize("make", CASES)
-@pytest.mark.parametrize("recipe", fp4_optimized(STATELESS_RECIPES))
+@pytest.mark.parametrize("recipe", fp4_optimized(CAST_AHEAD))
 def test_losses_and_gradients_are_those_of_casting_in_each_micro_batch(recipe, make):
     case = make(recipe)
     plain, cast = (jax.jit(accumulated(case, recipe, is_cast))(case.params) for is_cast in (False, True))
@@ -355,7 +361,7 @@ OTHER_MXFP8 = dataclasses.replace(MXFP8, wgrad=None)
         ),
         (
             lambda: train.cast_weights(W, with_casts(MXFP8, rounding="stochastic")),
-            "mxfp8 uses stochastic rounding for w of fwd and w of dgrad",
+            "mxfp8 draws random numbers for w of fwd and w of dgrad",
         ),
         (lambda: train.cast_weights({"a": W}, "mxfp8"), "`params` has no leaf named 'kernel'.*from 'a'"),
         (lambda: train.cast_weights({"a": W}, "mxfp8", select="b"), "'b' of `select` matches no.*near paths: a"),

@@ -58,7 +58,7 @@ def test_recipes_are_found_by_name():
         (lambda: Cast("mxfp7"), "not in FORMATS"),
         (lambda: Cast("mxfp8", (1, 2, 3)), r"\(free, contracting\)"),
         (lambda: Cast("mxfp8", (-1,)), r"sizes of at least 1 or 0"),
-        (lambda: Cast("mxfp8", rounding="up"), "'nearest' or 'stochastic'"),
+        (lambda: Cast("mxfp8", rounding="up"), "use one of 'nearest', 'stochastic'"),
         (lambda: Cast("mxfp8", calibration="best"), "best"),
         (
             lambda: Gemm(Cast("int8", rotation=sd.Hadamard()), Cast("int8")),

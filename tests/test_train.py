@@ -46,6 +46,10 @@ def stochastic(cast):
     return lambda axis: {**cast(axis), "stochastic": True}
 
 
+def requantised(cast):
+    return lambda axis: {**cast(axis), "requantised": True}
+
+
 def square(name, size, **more):
     return lambda axis: {"format": name, "block": (size, size), **more}
 
@@ -55,6 +59,9 @@ E4M3_1X128, E4M3_128X128 = along("fp8_e4m3", 128), square("fp8_e4m3", 128)
 NV, NV_ROTATED = default_block("nvfp4"), default_block("nvfp4", rotation=HADAMARD)
 INT8, INT8_1X128, INT4_1X128 = default_block("int8"), along("int8", 128), along("int4", 128)
 INT8_ROTATED = along("int8", 128, rotation=HADAMARD)
+# Casts to EDEN take the signs and the random numbers of their matmul and tensor (`random_numbers`).
+FOUR_OVER_SIX = default_block("nvfp4", search="four_over_six", scale_max=256)
+EDEN = default_block("nvfp4", target=6 * (16 / 17) / 0.93, scale_max=256, eden=True, rotation="drawn", stochastic=True)
 EXPECTED = {
     "fp8_current": per_tensor(E4M3, E5M2),
     "fp8_delayed": per_tensor(E4M3, E5M2),
@@ -73,6 +80,11 @@ EXPECTED = {
         "fwd": (default_block("nvfp4", search="four_over_six"), square("nvfp4", 16, search="four_over_six")),
         "dgrad": (stochastic(NV), square("nvfp4", 16, search="four_over_six")),
         "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
+    },
+    "quartet_ii": {
+        "fwd": (FOUR_OVER_SIX, FOUR_OVER_SIX),
+        "dgrad": (EDEN, requantised(EDEN)),
+        "wgrad": (requantised(EDEN), EDEN),
     },
     "int8": {"fwd": (INT8, INT8), "dgrad": (stochastic(INT8), INT8), "wgrad": (INT8, stochastic(INT8))},
     "int8_block": {
@@ -94,6 +106,7 @@ CASTS_PER_STEP = {
     "mxfp8": (2, 2, 2),
     "nvfp4": (2, 1, 2),
     "nvfp4_four_over_six": (2, 1, 2),
+    "quartet_ii": (2, 2, 2),
     "int8": (2, 2, 2),
     "int8_block": (2, 2, 2),
     "int8_qat": (1, 1, 0),
@@ -122,17 +135,32 @@ def dequantised(tensors, recipe, matmul, side, multipliers=None):
     expected_cast = EXPECTED[recipe][matmul][side]
     if expected_cast is None:
         return exact(x)
-    cast = expected_cast(axis)
-    if cast.pop("stochastic", False):
-        order = ["fwd x", "fwd w", "dgrad g", "dgrad w", "wgrad x", "wgrad g"]
-        shape = list(x.shape)
-        shape[axis] += -shape[axis] % 16 if "rotation" in cast else 0
-        key = jnp.append(jax.random.key_data(KEY), np.uint32(order.index(f"{matmul} {tensor}")))
-        cast["uniform"] = np.asarray(uniform_of(key, tuple(shape)))
+    cast, x = expected_cast(axis), np.asarray(x.astype(jnp.float32))
+    cast |= random_numbers(cast, matmul, tensor, x.shape, axis)
+    if cast.pop("requantised", False):
+        x = dequantised(tensors, recipe, "fwd", "xw".index(tensor)).astype(np.float32)
     if multipliers:
         cast["multiplier"] = multipliers[tensor]
-    q = reference_quantize(np.asarray(x.astype(jnp.float32)), cast.pop("format"), axis, **cast)
+    q = reference_quantize(x, cast.pop("format"), axis, **cast)
     return q.values
+
+
+def random_numbers(cast, matmul, tensor, shape, axis):
+    """The signs of a rotation that draws them, and the uniform numbers of a stochastic cast, in its padded shape."""
+    drawn, shape = {}, list(shape)
+    if cast.get("rotation") == "drawn":
+        signs_key = folded_key(6 + list(ROLES).index(matmul))
+        drawn["rotation"] = np.where(np.asarray(uniform_of(signs_key, (128,))) < 0.5, np.float32(-1), np.float32(1))
+    if cast.pop("stochastic", False):
+        order = ["fwd x", "fwd w", "dgrad g", "dgrad w", "wgrad x", "wgrad g"]
+        group = 128 if "rotation" in drawn else 16 if "rotation" in cast else 1
+        shape[axis] += -shape[axis] % group
+        drawn["uniform"] = np.asarray(uniform_of(folded_key(order.index(f"{matmul} {tensor}")), tuple(shape)))
+    return drawn
+
+
+def folded_key(index):
+    return jnp.append(jax.random.key_data(KEY), np.uint32(index))
 
 
 def check_step(recipe, got, x, w, b, g, multipliers=None):
@@ -178,7 +206,7 @@ def test_a_step_is_the_matmul_of_independently_quantised_operands(recipe, dtype)
 
 @pytest.mark.parametrize("recipe", EACH_RECIPE)
 def test_each_tensor_is_cast_as_often_as_its_recipe_needs(recipe):
-    x, w, b, g = normal(0, (64, 256)), normal(1, (256, 128)), normal(2, (128,)), normal(3, (64, 128))
+    x, w, b, g = normal(0, (384, 256)), normal(1, (256, 128)), normal(2, (128,)), normal(3, (384, 128))
     jaxpr = jax.make_jaxpr(functools.partial(step, recipe))(x, w, b, g)
     casts = [e for e in equations(jaxpr.jaxpr) if e.params.get("name") == "quantize_leaves"]
     shapes = [e.invars[0].aval.shape for e in casts]
@@ -462,7 +490,7 @@ NUMBERS = (((1,), (0,)), ((), ()))
         (
             lambda x, w: jax.grad(lambda x: train.dense(x, w, recipe="nvfp4").sum())(x),
             ValueError,
-            "uses stochastic rounding for g of dgrad, g of wgrad",
+            "uses random numbers for g of dgrad, g of wgrad",
         ),
         (lambda x, w: train.dense(x.astype(jnp.int32), w, recipe="mxfp8"), TypeError, "`x` must be a float array"),
         (lambda x, w: train.dense(x.astype(jnp.float8_e4m3fn), w, recipe="mxfp8"), TypeError, "at least 16 bits"),
@@ -532,7 +560,7 @@ def test_a_forward_pass_alone_needs_no_key():
     x, w = normal(0, (8, 64)), normal(1, (64, 32))
     assert train.dense(x, w, recipe="nvfp4").shape == (8, 32)
     forward = Recipe("forward", Gemm(Cast("int8", rounding="stochastic"), None))
-    with pytest.raises(ValueError, match="stochastic rounding for x of fwd"):
+    with pytest.raises(ValueError, match="random numbers for x of fwd"):
         train.dense(x, w, recipe=forward)
 
 

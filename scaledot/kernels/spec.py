@@ -227,25 +227,33 @@ def _promotable(dtype: np.dtype) -> np.dtype:
 @hash_once
 @dataclasses.dataclass(frozen=True)
 class CastOutput:
-    """One quantised output of a cast. Outputs with equal specs and keys have equal codes.
+    """One quantised output of a cast. Outputs with equal specs, keys and signs have equal codes.
 
     key: with stochastic rounding, the index of the random key (or of the uniform numbers) in CastArguments; None rounds
     to nearest. contracted: the contracting dim of the matmul that reads the output. The kernel may then choose any of
     `kernels.layouts`, and bfloat16 dequantised values in place of codes; None requires a ScaledArray in the layout of
-    the input. is_residual: whether the output is saved as a residual, so that it must be codes.
+    the input. is_residual: whether the output is saved as a residual, so that it must be codes. signs: for a rotation
+    that draws its signs, their index in CastArguments.
     """
 
     spec: CastSpec
     key: int | None = None
     contracted: int | None = None
     is_residual: bool = False
+    signs: int | None = None
 
     @property
     def is_stochastic(self) -> bool:
         return self.key is not None
 
+    @property
+    def codes_key(self) -> tuple[CastSpec, int | None, int | None]:
+        """What determines the codes; outputs with equal ones share them."""
+        return self.spec, self.key, self.signs
+
     def __str__(self) -> str:
         rounding = " with stochastic rounding" if self.is_stochastic else ""
+        rounding = " with MS-EDEN scales" if self.spec.eden else rounding
         rotation = "" if self.spec.rotation is None else f" after a Hadamard rotation of {self.spec.rotation.size}"
         contracted = "" if self.contracted is None else f", contracting dim {self.contracted}"
         return f"{self.spec.format.name} in blocks of {self.spec.block}{rounding}{rotation}{contracted}"
@@ -299,6 +307,7 @@ class CastArguments(NamedTuple):
     or has the shape of x. multiplier, scale, tensor_scale, zero: as in `sd.quantize`. group_sizes: (groups,); the
     multiplier is then (1, 1) for all groups, or (groups, 1).
     offset: if x is a shard, the flat index of its first element in the whole matrix, uint32 ().
+    signs: of rotations that draw them, indexed by `CastOutput.signs`; each is None or float32 (size of the rotation,).
     """
 
     keys: tuple[Key | None, ...] = ()
@@ -309,6 +318,7 @@ class CastArguments(NamedTuple):
     zero: jax.Array | None = None
     group_sizes: jax.Array | None = None
     offset: jax.Array | None = None
+    signs: tuple[jax.Array | None, ...] = ()
 
     @property
     def passed(self) -> frozenset[str]:
@@ -323,6 +333,9 @@ class CastArguments(NamedTuple):
 
     def key(self, output: CastOutput) -> Key | None:
         return None if output.key is None or self.uniform(output) is not None else self.keys[output.key]
+
+    def signs_of(self, output: CastOutput) -> jax.Array | None:
+        return None if output.signs is None else self.signs[output.signs]
 
     def uniform(self, output: CastOutput) -> jax.Array | None:
         return None if output.key is None or not self.uniforms else self.uniforms[output.key]

@@ -41,16 +41,16 @@ def problem_reason(problem: CastProblem) -> str | None:
 
 
 def describe(problem: CastProblem) -> str:
-    casts = len({(output.spec, output.key) for output in problem.outputs})
+    casts = len({output.codes_key for output in problem.outputs})
     return f"{casts} cast{'s' if casts > 1 else ''} in float32 and integer arithmetic, fused by XLA"
 
 
 def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
-    arrays: dict[tuple[CastSpec, int | None], Any] = {}
+    arrays: dict[tuple[CastSpec, int | None, int | None], Any] = {}
     for output in problem.outputs:
-        if (output.spec, output.key) not in arrays:
-            arrays[output.spec, output.key] = _cast(problem, output, x, arguments)
-    return CastResult(tuple(arrays[output.spec, output.key] for output in problem.outputs))
+        if output.codes_key not in arrays:
+            arrays[output.codes_key] = _cast(problem, output, x, arguments)
+    return CastResult(tuple(arrays[output.codes_key] for output in problem.outputs))
 
 
 def _cast(problem: CastProblem, output: CastOutput, x: jax.Array, arguments: CastArguments) -> Any:
@@ -61,7 +61,7 @@ def _cast(problem: CastProblem, output: CastOutput, x: jax.Array, arguments: Cas
     if key is not None and arguments.offset is not None:
         key, uniform = None, uniform_of(key, x.shape, problem.row_length, arguments.offset)
     scales = arguments.scale, arguments.tensor_scale, arguments.zero, arguments.multiplier
-    parts = _quantize(spec, x, *scales, uniform, key)
+    parts = _quantize(spec, x, *scales, uniform, key, arguments.signs_of(output))
     return scaled_array(spec, parts)
 
 
@@ -96,9 +96,10 @@ def _cast_groups(
     row_block, features = blocks.expand(spec.block, 2)
     is_along_features = output.contracted != 0 or (row_block == features == 0 and spec.rotation is None)
     if row_block and not is_along_features:
-        return _cast_down_rows(spec, x, sizes, multiple, key, uniform)
+        return _cast_down_rows(spec, x, sizes, multiple, key, uniform, arguments.signs_of(output))
     along = dataclasses.replace(spec, block=blocks.trim((1, features)))
-    q = scaled_array(along, _quantize_grouped(along, padded(x, spec), sizes, row_block, key, uniform))
+    signs = arguments.signs_of(output)
+    q = scaled_array(along, _quantize_grouped(along, padded(x, spec), sizes, row_block, key, uniform, signs))
     return q if row_block or output.contracted is None else _per_group(q, sizes)
 
 
@@ -123,13 +124,13 @@ def _per_group(q: ScaledArray, sizes: jax.Array) -> PerGroup:
 
 
 def _cast_down_rows(
-    spec: CastSpec, x: jax.Array, sizes: jax.Array, multiple: int, key, uniform
+    spec: CastSpec, x: jax.Array, sizes: jax.Array, multiple: int, key, uniform, signs
 ) -> PerGroup | ScaledArray:
     """Casts with blocks down the rows, of which each block of `multiple` rows belongs to one group."""
     tiles = x.reshape(-1, multiple, x.shape[1])
     group = group_of(sizes // multiple, tiles.shape[0])
     uniform = None if uniform is None else uniform.reshape(tiles.shape)
-    parts = _quantize_tiles(spec, tiles, group, sizes.shape[0] + 1, key, uniform)
+    parts = _quantize_tiles(spec, tiles, group, sizes.shape[0] + 1, key, uniform, signs)
     flat = parts._replace(
         data=parts.data.reshape(x.shape), scale=parts.scale.reshape(-1, parts.scale.shape[-1]), tensor_scale=None
     )

@@ -14,12 +14,12 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.hashing import hash_once
-from scaledot.numerics import blocks, calibrate
+from scaledot.numerics import blocks, calibrate, eden
 from scaledot.numerics.bits import computed_once, divide, flush
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
-from scaledot.numerics.rounding import flushed_float32, round_to, uniform_of
+from scaledot.numerics.rounding import Key, flushed_float32, round_to, uniform_of
 from scaledot.numerics.scale import (
     Scales,
     scale_values,
@@ -43,6 +43,7 @@ class CastSpec:
     dtype: the dtype of the resulting ScaledArray, which `dequantize` returns.
     amax_axes: mesh axes of a surrounding shard_map that shard a block of a whole axis or tensor; amax is all-reduced
         over them.
+    eden: codes are rounded to nearest, and block scales are corrected and rounded stochastically (`numerics.eden`).
     nonfinite: how NaN and infinities are encoded. Finite scales are computed from finite elements only.
         "saturate": infinities as the largest code; NaN as NaN in 8-bit floats, as 0 in other elements.
         "nan_codes": both as NaN codes, for 8-bit floats only.
@@ -57,6 +58,7 @@ class CastSpec:
     rotation: Hadamard | None = None
     amax_axes: tuple[str, ...] = ()
     nonfinite: str = "saturate"
+    eden: bool = False
 
 
 class QuantizedLeaves(NamedTuple):
@@ -69,15 +71,22 @@ class QuantizedLeaves(NamedTuple):
 
 
 def quantize_leaves(
-    spec: CastSpec, x: jax.Array, scale=None, tensor_scale=None, zero=None, multiplier=None, uniform=None, key=None
+    spec: CastSpec,
+    x: jax.Array,
+    scale=None,
+    tensor_scale=None,
+    zero=None,
+    multiplier=None,
+    uniform=None,
+    key=None,
+    signs=None,
 ) -> QuantizedLeaves:
     """Quantises x. `scale` (with `tensor_scale`, `zero`) or `multiplier` replace the computed scales.
 
-    Stochastic rounding takes a `key` or, if it is None, `uniform` numbers in [0, 1) in the shape of x.
+    Stochastic rounding takes a `key` or, if it is None, `uniform` numbers in [0, 1) in the shape of x. signs: those of
+    a rotation that draws them.
     """
-    x = prepare(spec, x)
-    if key is not None:
-        uniform = uniform_of(key, x.shape)
+    x, uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
     if spec.calibration.is_range:
         low, high = calibrate.extremes(x, spec.calibration, spec.block)
         scales, zero = zero_point(low, high, spec.format, spec.input_dtype)
@@ -93,17 +102,40 @@ def quantize_leaves(
     return cast(spec, x, scales, uniform)
 
 
-def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
+def prepare(spec: CastSpec, x: jax.Array, signs: jax.Array | None = None) -> jax.Array:
     """Converts x to float32, flushes subnormals, rotates, and replaces infinities by NaN for "nan_codes"."""
     x = flushed_float32(x)
-    x = x if spec.rotation is None else rotate(x, spec.rotation)
+    x = x if spec.rotation is None else rotate(x, spec.rotation, signs)
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 
 
+def uniforms(spec: CastSpec, x: jax.Array, key: Key | None, uniform: jax.Array | None) -> jax.Array | None:
+    """The random numbers of a cast of x: one for each element, or with `eden` for each block; None without any.
+
+    uniform: numbers in the shape of x, if the caller has them instead of a key.
+    """
+    if key is not None:
+        return eden.scale_uniforms(key, x.shape, spec.block) if spec.eden else uniform_of(key, x.shape)
+    return eden.first_of_blocks(uniform, spec.block) if spec.eden and uniform is not None else uniform
+
+
 def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> QuantizedLeaves:
-    """Quantises an array from `prepare` with the given scales."""
-    codes = encode(_scaled(spec, x, scales), spec.format, uniform)
-    return QuantizedLeaves(codes, scales.scale, scales.tensor_scale, None)
+    """Quantises an array from `prepare` with the given scales; uniform: from `uniforms`."""
+    scaled = _scaled(spec, x, scales)
+    codes, scale = encode(scaled, spec.format, None if spec.eden else uniform), scales.scale
+    if spec.eden and uniform is not None:
+        group = _rotated_group(spec, x.ndim)
+        values = decode(codes, spec.format)
+        scale = eden.corrected_scale(scaled, values, scale, blocks.expand(spec.block, x.ndim), group, uniform)
+    return QuantizedLeaves(codes, scale, scales.tensor_scale, None)
+
+
+def _rotated_group(spec: CastSpec, ndim: int) -> blocks.Block:
+    """The block of elements that are rotated together."""
+    assert spec.rotation is not None
+    group = list(blocks.expand(spec.block, ndim))
+    group[spec.rotation.axis] = spec.rotation.size
+    return tuple(group)
 
 
 def dequantize_values(

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import CastSpec, QuantizedLeaves, all_reduce_max, calibrated_scales, cast, prepare
-from scaledot.numerics.rounding import uniform_of
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, all_reduce_max, calibrated_scales, cast, prepare, uniforms
 from scaledot.numerics.scale import scales_of, scales_or_nan
 
 
 def quantize_grouped_leaves(
-    spec: CastSpec, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None
+    spec: CastSpec, x: jax.Array, group_sizes: jax.Array, row_block: int, key=None, uniform=None, signs=None
 ) -> QuantizedLeaves:
     """Quantises a matrix (rows, features) by groups of rows, in blocks of `row_block` rows (0: the whole group).
 
@@ -30,12 +29,12 @@ def quantize_grouped_leaves(
 
     spec.block is the block within one row.
     key, uniform: stochastic rounding takes a key or, if it is None, random numbers in [0, 1) in the shape of x. If both
-    are None, codes are rounded to nearest.
+    are None, codes are rounded to nearest. signs: those of a rotation that draws them.
     """
     group, row_block_index, count = group_rows(group_sizes, x.shape[0], row_block)
     in_group = (group < group_sizes.shape[0])[:, None]
-    x = jnp.where(in_group, prepare(spec, x), np.float32(0))
-    uniform = uniform if key is None else uniform_of(key, x.shape)
+    x = jnp.where(in_group, prepare(spec, x, signs), np.float32(0))
+    uniform = uniforms(spec, x, key, uniform)
 
     def group_amax(block_amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(block_amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
@@ -54,17 +53,16 @@ def quantize_grouped_leaves(
 
 
 def quantize_tiles_leaves(
-    spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None
+    spec: CastSpec, x: jax.Array, group: jax.Array, groups: int, key=None, uniform=None, signs=None
 ) -> QuantizedLeaves:
     """Quantises an array (tiles, rows, features), tile i of which belongs to group[i] of `groups`.
 
     Returns the leaves of a ScaledArray. Scales have one entry per block of `spec.block`, which may be several rows of a
     tile. The tensor scale of a two-level format has one entry per tile, computed from the amax of the tile's group.
 
-    key, uniform: as in `quantize_grouped_leaves`.
+    key, uniform, signs: as in `quantize_grouped_leaves`.
     """
-    x = prepare(spec, x)
-    uniform = uniform if key is None else uniform_of(key, x.shape)
+    x, uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
 
     def group_amax(block_amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(block_amax, axis=(1, 2), initial=0), group, groups)

@@ -16,7 +16,13 @@ from jax import lax
 
 from scaledot.numerics.bits import float_of, flush
 
+ROUNDINGS = ("nearest", "stochastic", "ms_eden")
 _STRIDE = np.uint32(0x9E3779B1)  # multiplies the flat index, before the first round of the hash
+
+
+def check_rounding(rounding: str) -> None:
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"`rounding` {rounding!r} is not known; use one of {', '.join(map(repr, ROUNDINGS))}")
 
 
 def round_integer(x: jax.Array, uniform: jax.Array | None = None) -> jax.Array:

@@ -16,10 +16,11 @@ from jax.core import Tracer
 
 from scaledot.array import ScaledArray
 from scaledot.formats import Format, find_format, rules_of
-from scaledot.numerics import blocks, calibrate
+from scaledot.numerics import blocks, calibrate, eden
 from scaledot.numerics.bits import FLOAT32_MAX
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import check_rounding
 
 Axis = int | tuple[int, ...]
 
@@ -273,14 +274,25 @@ def _rotation_on_axis(rotation: Hadamard | None, axis: Axis, shape: tuple[int, .
     return dataclasses.replace(rotation, axis=positive - len(shape))
 
 
+def with_rounding(spec: CastSpec, rounding: str) -> CastSpec:
+    """The spec with the scale corrections of `rounding` 'ms_eden'; raises if the cast does not support them."""
+    if rounding != "ms_eden":
+        return spec
+    rotated = spec.rotation.axis if spec.rotation is not None else -1
+    sizes = list(blocks.expand(spec.block, max(len(spec.block), -rotated)))
+    reason = eden.unsupported(spec.format, spec.rotation, sizes.pop(rotated), sizes)
+    if reason is not None:
+        raise ValueError(f"`rounding` 'ms_eden' {reason}")
+    return dataclasses.replace(spec, eden=True)
+
+
 def checked_key(rounding: str, key) -> jax.Array | None:
-    """The key of stochastic rounding, or None for rounding to nearest."""
+    """The key of stochastic rounding or of MS-EDEN, or None for rounding to nearest."""
     if rounding == "nearest":
         return None
-    if rounding != "stochastic":
-        raise ValueError(f"`rounding` {rounding!r} is not known; use 'nearest' or 'stochastic'")
+    check_rounding(rounding)
     if key is None:
-        raise ValueError("`rounding` 'stochastic' needs a `key`, such as jax.random.key(0)")
+        raise ValueError(f"`rounding` {rounding!r} needs a `key`, such as jax.random.key(0)")
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise TypeError(f"`key` must be a key such as jax.random.key(0) returns, not {key!r}")
@@ -387,8 +399,8 @@ def checked_uniform(rounding: str, uniform, shape: tuple[int, ...]) -> jax.Array
     """The argument `uniform`, broadcast to `shape`; None if not passed."""
     if uniform is None:
         return None
-    if rounding != "stochastic":
-        raise ValueError(f"`uniform` is for `rounding` 'stochastic', not {rounding!r}")
+    if rounding == "nearest":
+        raise ValueError(f"`uniform` is for `rounding` 'stochastic' or 'ms_eden', not {rounding!r}")
     uniform = _array("uniform", uniform).astype(jnp.float32)
     try:
         return jnp.broadcast_to(uniform, shape)

@@ -63,7 +63,7 @@ def _run_problem(
 def _deduplicated(problem: CastProblem, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arrays, with the same object for equal outputs, so that it is saved as a residual once."""
     first: dict[Any, Any] = {}
-    keys = ((output.spec, output.key, jax.tree.structure(q)) for output, q in zip(problem.outputs, arrays, strict=True))
+    keys = ((*output.codes_key, jax.tree.structure(q)) for output, q in zip(problem.outputs, arrays, strict=True))
     return tuple(first.setdefault(key, q) for key, q in zip(keys, arrays, strict=True))
 
 

@@ -40,6 +40,7 @@ from scaledot.ops.cast_spec import (
     float_dtype,
     make_cast_spec,
     resolved_block,
+    with_rounding,
 )
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice
@@ -86,8 +87,9 @@ def quantize(
         `mse`: that of the least squared error. `minmax[,f]` (minimum and maximum, times f) and `fixed,lo,hi` are ranges
         for integer formats with a zero point.
       rule: how a power-of-two scale is rounded: `ceil`, `floor`, `even`, `even1`, `ceil_log2`.
-      rounding: `nearest` (ties to even) or `stochastic`, which needs a `key`, or `uniform` numbers in [0, 1) that
-        broadcast against x.
+      rounding: `nearest` (ties to even); `stochastic`, which needs a `key`, or `uniform` numbers in [0, 1) that
+        broadcast against x; or `ms_eden`, for 4-bit formats with E4M3 scales and a `rotation`: nearest codes, and block
+        scales that are corrected and rounded stochastically, with a `key` or `uniform` as well.
       rotation: a Hadamard to apply along `axis` first; `dequantize` undoes it.
       scale, tensor_scale, zero: used instead of computed ones; a `zero` point needs its `scale`.
       multiplier: the quantisation multiplier, float32: x is multiplied by it, and the scale is its reciprocal, as in
@@ -142,7 +144,7 @@ _NO_ARGUMENTS = CastArguments((None,), (None,))
 @functools.lru_cache(maxsize=4096)
 def single_output(spec: CastSpec, rounding: str) -> CastOutput:
     """The CastOutput of a single cast, whose key is the first of the CastArguments."""
-    return CastOutput(spec, key=0 if rounding == "stochastic" else None)
+    return CastOutput(with_rounding(spec, rounding), key=None if rounding == "nearest" else 0)
 
 
 def dequantize(q: ScaledArray, dtype=None) -> jax.Array:
@@ -216,7 +218,10 @@ def _cast_both(x, format, orientations, kernel: KernelChoice, rounding="nearest"
     keys = tuple(each.pop("key") for each in orientations)
     specs = (_cast_spec(x, format, **each, **options) for each in orientations)
     is_stochastic = checked_key(rounding, keys[0]) is not None
-    outputs = tuple(CastOutput(spec, key=index if is_stochastic else None) for index, spec in enumerate(specs))
+    outputs = tuple(
+        CastOutput(with_rounding(spec, rounding), key=index if is_stochastic else None)
+        for index, spec in enumerate(specs)
+    )
     return run_casts(x, outputs, CastArguments(keys), kernel).arrays
 
 

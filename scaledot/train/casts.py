@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from scaledot import state as states
+from scaledot.kernels.operands import dequantized_values
 from scaledot.kernels.spec import CastOutput, accumulation_dtype
 from scaledot.kernels.table import XLA_CAST, scalar_runner, tables
+from scaledot.numerics.hadamard import random_signs
 from scaledot.numerics.rounding import FoldedKey, Key, raw_key
 from scaledot.ops.cast_spec import checked_multiplier
 from scaledot.ops.casts import run_casts
@@ -28,6 +30,9 @@ from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, StaticArgs
 from scaledot.train.weight_codes import WeightCodes
+
+# The index folded into the key of a matmul's signs; casts of operands use 0 to 5.
+_SIGNS_INDEX = {matmul: 6 + i for i, matmul in enumerate(GEMM_OPERANDS)}
 
 
 class OperandCaster:
@@ -89,10 +94,13 @@ class OperandCaster:
     ) -> CastRequest:
         resolved = {m: self.op.resolve_cast(cast, m, tensor) for m, cast in casts.items()}
         keys = {resolved[m]: self._key(resolved[m], cast, tensor) for m, cast in casts.items()}
+        signs = {resolved[m]: self._signs(cast, m, tensor) for m, cast in casts.items()}
         multiplier = self._multiplier(next(iter(casts.values())), tensor)
         # A name in `kernel` is that of a matmul kernel; XLA then computes the casts.
         kernel = XLA_CAST.name if isinstance(self.options.kernel, str) else self.options.kernel
-        return CastRequest(tensor, resolved, keys, residual_gemm, multiplier, tensor in self.state, column_sums, kernel)
+        return CastRequest(
+            tensor, resolved, keys, residual_gemm, multiplier, tensor in self.state, column_sums, kernel, signs
+        )
 
     def cast_and_save(self, tensor: str, x: jax.Array, backward: str) -> tuple[CastOperands, Any]:
         """The operands of fwd and of the matmul `backward`, and the one to save as a residual.
@@ -135,7 +143,7 @@ class OperandCaster:
 
     def _key(self, resolved: Hashable, cast: Cast, tensor: str) -> Key | None:
         """The key of a stochastic cast, distinct for each cast; one shared by two matmuls uses the key of the first."""
-        if cast.rounding != "stochastic":
+        if cast.rounding == "nearest":
             return None
         operands = [(m, t) for m, tensors in GEMM_OPERANDS.items() for t in tensors]
         casts = ((m, cast_of(self.recipe, m, t)) for m, t in operands if t == tensor)
@@ -143,6 +151,14 @@ class OperandCaster:
         check_key(self.recipe, self.key, (f"{tensor} of {first}",))
         assert self.key is not None
         return FoldedKey(raw_key(self.key), operands.index((first, tensor)))
+
+    def _signs(self, cast: Cast, matmul: str, tensor: str) -> jax.Array | None:
+        """The signs of a rotation that draws them, the same for both operands of a matmul."""
+        if cast.rotation is None or not cast.rotation.draws_signs:
+            return None
+        check_key(self.recipe, self.key, (f"{tensor} of {matmul}",))
+        assert self.key is not None
+        return random_signs(FoldedKey(raw_key(self.key), _SIGNS_INDEX[matmul]), cast.rotation.size)
 
 
 def _multiplier_of(
@@ -159,10 +175,10 @@ def cast_of(recipe: Recipe, matmul: str, tensor: str) -> Cast | None:
 
 
 def check_key(recipe: Recipe, key, stochastic: tuple[str, ...]) -> None:
-    """Raises ValueError if there are stochastic casts, such as "g of dgrad", and no key."""
+    """Raises ValueError if there are casts that draw random numbers, such as "g of dgrad", and no key."""
     if stochastic and key is None:
         raise ValueError(
-            f"{recipe.name} uses stochastic rounding for {', '.join(stochastic)}; pass a `key`, a new one in each step "
+            f"{recipe.name} uses random numbers for {', '.join(stochastic)}; pass a `key`, a new one in each step "
             "(in Flax a stream `sr_rng`: in linen, apply(..., rngs={'sr_rng': key}); in NNX, with_recipe(..., "
             "rngs=nnx.Rngs(sr_rng=0)) or the `rngs` of each layer; with transform.quantized, `sr_key`)"
         )
@@ -180,6 +196,14 @@ class NonRaggedOp:
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """x quantised for each matmul of the request, in one pass if one kernel can write all of them."""
+        if request.requantized is None:
+            return self._cast(request, x)
+        direct = self._cast(request.direct, x)
+        values = dequantized_values(self.to_logical_layout(direct.operands["fwd"]), jnp.float32, unrotate=True)
+        again = self._cast(request.requantized, values[tuple(map(slice, x.shape))])
+        return direct._replace(operands=direct.operands | again.operands)
+
+    def _cast(self, request: CastRequest, x: jax.Array) -> CastOperands:
         specs = {
             resolved: resolved.spec(x.shape, x.dtype, request.amax_axes.get(resolved, ()))
             for resolved in request.distinct
@@ -190,6 +214,7 @@ class NonRaggedOp:
                 request.key_index(resolved),
                 self.contracting_axis(matmul, request.tensor, x.ndim),
                 matmul == request.residual_gemm,
+                request.signs_index(resolved),
             )
             for matmul, resolved in request.resolved.items()
         )

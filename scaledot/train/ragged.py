@@ -20,11 +20,12 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
+from scaledot.kernels.operands import dequantized_values
 from scaledot.kernels.spec import CastOutput, CastProblem, CastResult, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.grouped import align_groups, aligned_group_sizes, group_of, padded_capacity, zero_ungrouped_rows
 from scaledot.numerics.rounding import fold_in_traced
-from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite
+from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite, with_rounding
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice, float_operand
 from scaledot.ops.quantize import amax, amax_of_groups, grouped_cast_spec
@@ -184,12 +185,12 @@ class ResolvedRowCast(NamedTuple):
             spec = make_cast_spec(
                 x, format, (1, 0), (feature_block, row_block), "absmax", None, rotation, None, pad=True
             )
-            return dataclasses.replace(propagate_nonfinite(spec, 2), amax_axes=amax_axes)
+            spec = with_rounding(propagate_nonfinite(spec, 2), self.cast.rounding)
+            return dataclasses.replace(spec, amax_axes=amax_axes)
         features += 0 if rotation is None else -features % rotation.size
         x = jax.ShapeDtypeStruct((rows, features), dtype)
-        return propagate_nonfinite(
-            grouped_cast_spec(x, format, (0, 1), self.block, None, rotation, None, True, amax_axes), 2
-        )
+        spec = grouped_cast_spec(x, format, (0, 1), self.block, None, rotation, None, True, amax_axes)
+        return with_rounding(propagate_nonfinite(spec, 2), self.cast.rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +223,13 @@ class RaggedDotOp:
 
     def cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         """x quantised for each matmul, each distinct cast in its own pass, because only wgrad aligns groups."""
+        if request.requantized is None:
+            return self._cast(request, x, groups)
+        direct = self._cast(request.direct, x, groups)
+        again = self._cast(request.requantized, _dequantized(direct.operands["fwd"], x, groups), groups)
+        return direct._replace(operands=direct.operands | again.operands)
+
+    def _cast(self, request: CastRequest, x: jax.Array, groups) -> CastOperands:
         results: dict[Any, CastResult] = {}
         for matmul, resolved in request.resolved.items():
             if resolved not in results and request.tensor == "w":
@@ -236,7 +244,12 @@ class RaggedDotOp:
     ) -> CastResult:
         """Rows cast for one matmul, each group as if it were an array of its own."""
         spec = resolved.spec(x.shape, x.dtype, groups.shape[0], request.amax_axes.get(resolved, ()))
-        output = CastOutput(spec, request.key_index(resolved), contracted=0 if matmul == "wgrad" else 1)
+        output = CastOutput(
+            spec,
+            request.key_index(resolved),
+            contracted=0 if matmul == "wgrad" else 1,
+            signs=request.signs_index(resolved),
+        )
         multiplier = None if request.multiplier is None else request.multiplier.reshape(-1, 1)
         return run_casts(
             x,
@@ -314,13 +327,20 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
     keys = None
     if key is not None and uniform is None:
         keys = fold_in_traced(key, jnp.arange(w.shape[0]))
-    quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name)
+    signs = request.signs.get(resolved)
+    quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name, signs=signs)
     multiplier = request.multiplier
     axes = (0, 0 if multiplier is not None and multiplier.ndim else None, 0, 0)
     codes = jax.vmap(lambda w, multiplier, key, uniform: quantize(w, multiplier, key, None, uniform), axes)(
         w, multiplier, keys, uniform
     )
     return CastResult((codes,))
+
+
+def _dequantized(q: Any, x: jax.Array, groups: jax.Array) -> jax.Array:
+    """The dequantised values of the operand q of fwd, in the shape of x."""
+    q = logical(_by_row(q, groups) if isinstance(q, PerGroup) else q)
+    return dequantized_values(q, jnp.float32, unrotate=True)[tuple(map(slice, x.shape))]
 
 
 def _by_row(x: PerGroup, groups: jax.Array) -> ScaledArray:

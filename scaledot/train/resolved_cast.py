@@ -22,7 +22,7 @@ from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.rounding import flushed_float32
 from scaledot.numerics.scale import scale_values
-from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite
+from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite, with_rounding
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice
 from scaledot.ops.quantize import make_cast_arguments, single_output
@@ -84,7 +84,8 @@ class ResolvedCast:
         spec = make_cast_spec(
             x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, None, pad=True
         )
-        return dataclasses.replace(propagate_nonfinite(spec, x.ndim), amax_axes=checked_amax_axes(spec, amax_axes))
+        spec = with_rounding(propagate_nonfinite(spec, x.ndim), self.cast.rounding)
+        return dataclasses.replace(spec, amax_axes=checked_amax_axes(spec, amax_axes))
 
     def quantize(
         self,
@@ -95,13 +96,18 @@ class ResolvedCast:
         uniform: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
         kernel: KernelChoice = None,
+        signs: jax.Array | None = None,
     ) -> ScaledArray:
-        """x quantised in a pass of its own, in logical layout. tensor_scale: that of a two-level format, if known."""
+        """x quantised in a pass of its own, in logical layout.
+
+        tensor_scale: that of a two-level format, if known. signs: of a rotation that draws them.
+        """
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
-        key = key if rounding == "stochastic" else None
+        key = None if rounding == "nearest" else key
         options = {"tensor_scale": tensor_scale, "multiplier": multiplier}
-        arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)
-        return run_casts(x, (single_output(spec, rounding),), arguments, kernel).arrays[0]
+        arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)._replace(signs=(signs,))
+        output = dataclasses.replace(single_output(spec, rounding), signs=None if signs is None else 0)
+        return run_casts(x, (output,), arguments, kernel).arrays[0]
 
     def unclipped_mask(self, x: jax.Array, q: ScaledArray) -> jax.Array | None:
         """A mask that is true where x was not clipped or the scale is NaN; None if the cast never clips."""

@@ -81,6 +81,7 @@ class CastRequest:
       residual_gemm: the matmul whose operand is saved as a residual.
       multiplier: the quantisation multiplier of delayed scaling, () or (groups,).
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
+      signs: for each resolved cast, the signs of its rotation if they are drawn in each step, else None.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
       amax_axes: for each resolved cast of a shard, the mesh axes over which its amax is reduced.
       offset, row_length: the position of a shard in the global array, as in CastArguments and CastProblem.
@@ -94,6 +95,7 @@ class CastRequest:
     amax: bool = False
     column_sums: bool = False
     kernel: KernelChoice = None
+    signs: dict[Any, jax.Array | None] = dataclasses.field(default_factory=dict)
     uniforms: dict[Any, jax.Array | None] = dataclasses.field(default_factory=dict)
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     offset: jax.Array | None = None
@@ -108,7 +110,8 @@ class CastRequest:
         """The CastArguments: one key, or one array of random numbers, for each distinct cast."""
         uniforms = tuple(self.uniforms.get(resolved) for resolved in self.distinct)
         keys = tuple(self.keys[resolved] for resolved in self.distinct)
-        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset)
+        signs = tuple(self.signs.get(resolved) for resolved in self.distinct)
+        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset, signs=signs)
 
     @property
     def is_stochastic(self) -> bool:
@@ -125,13 +128,39 @@ class CastRequest:
             self,
             resolved={matmul: cast.resolved for matmul, cast in self.resolved.items()},
             keys={cast.resolved: self.keys[cast] for cast in self.distinct},
+            signs={cast.resolved: self.signs.get(cast) for cast in self.distinct},
             uniforms={cast.resolved: numbers for cast, numbers in uniforms.items()},
             amax_axes={cast.resolved: cast.amax_axes for cast in self.distinct},
         )
 
     def key_index(self, resolved) -> int | None:
         """The position of a cast's key in `arguments`; None if it rounds to nearest."""
-        return self.distinct.index(resolved) if resolved.cast.rounding == "stochastic" else None
+        return None if resolved.cast.rounding == "nearest" else self.distinct.index(resolved)
+
+    def signs_index(self, resolved) -> int | None:
+        """The position of the signs of a cast's rotation in `arguments`; None if they are not drawn."""
+        return None if self.signs.get(resolved) is None else self.distinct.index(resolved)
+
+    @property
+    def requantized(self) -> "CastRequest | None":
+        """The request for the casts of the dequantised operand of fwd; None if there are none."""
+        return self._of({m: cast for m, cast in self.resolved.items() if _is_requantized(cast)})
+
+    @property
+    def direct(self) -> "CastRequest":
+        """The request for the casts of the tensor itself."""
+        direct = self._of({m: cast for m, cast in self.resolved.items() if not _is_requantized(cast)})
+        assert direct is not None  # fwd is among them
+        return direct
+
+    def _of(self, resolved: dict[str, Any]) -> "CastRequest | None":
+        if len(resolved) == len(self.resolved):
+            return self
+        return dataclasses.replace(self, resolved=resolved) if resolved else None
+
+
+def _is_requantized(resolved: Any) -> bool:
+    return (resolved.resolved if isinstance(resolved, ShardCast) else resolved).cast.requantized
 
 
 class ShardCast(NamedTuple):

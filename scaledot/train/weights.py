@@ -202,7 +202,7 @@ def _check_recipe(name: str, recipe: Recipe) -> None:
     if "w" in recipe.delayed:
         reason = "scales w by its amax history, which every differentiated matmul advances"
     elif stochastic := [cast for cast in recipe.stochastic if cast.startswith("w of")]:
-        reason = f"uses stochastic rounding for {' and '.join(stochastic)}, with new bits in every micro-batch"
+        reason = f"draws random numbers for {' and '.join(stochastic)}, new ones in every micro-batch"
     if reason is not None:
         raise ValueError(
             f"{recipe.name} {reason}; it cannot be cast ahead: choose another recipe for `{name}`, or leave it out "

@@ -56,6 +56,10 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it casts at most {MAX_ROWS} rows, not {shape[0]}"
     if problem.outputs[0].contracted is None and shape[0] < SCALE_BLOCK:
         return f"its tiles have {SCALE_BLOCK} rows, and {shape[0]} rows would leave most of a tile idle"
+    if any(output.spec.eden for output in problem.outputs):
+        return "it does not correct block scales, as MS-EDEN does"
+    if any(output.spec.rotation is not None and output.spec.rotation.draws_signs for output in problem.outputs):
+        return "it rotates with fixed signs, not with those drawn in each step"
     unused = sorted(problem.passed_arguments - {"multiplier"})
     if unused:
         return f"`{unused[0]}` is passed; it computes scales and random numbers itself"

@@ -208,7 +208,7 @@ def _set_by_recipe(recipe: Recipe, key, shared: dict[str, Any], metas: QuantizeM
     quantizers = QuantizerSet(x, kernel, g)
     if recipe.stochastic and key is None:
         raise ValueError(
-            f"recipe {recipe.name} uses stochastic rounding for {', '.join(recipe.stochastic)}; pass `{_RNG_STATE}`, a "
+            f"recipe {recipe.name} uses random numbers for {', '.join(recipe.stochastic)}; pass `{_RNG_STATE}`, a "
             "new key in each step"
         )
     if dataclasses.replace(quantizers.core or UNQUANTISED, name=recipe.name) != recipe:

@@ -1,0 +1,85 @@
+"""MS-EDEN: nearest codes whose block scales are corrected, so that the cast is unbiased over random rotations.
+
+After a rotation with random signs, rounding to nearest shrinks a group of elements towards 0 on average. MS-EDEN
+(Quartet II, arXiv 2601.22813) multiplies the block scales of each rotated group by <s, s> / <s, q>, where s are the
+elements in units of their block scale and q their codes: the scaled codes then have the projection on the group that
+the group has on itself. The corrected scales are rounded to E4M3 stochastically. The error is close to that of rounding
+to nearest, where unbiased stochastic rounding of the codes has twice the variance.
+
+It is unbiased to the extent that the direction of a rotated group is uniform: for elements of similar magnitude, and
+not for a group with one dominant element, which all rotations map to codes of equal magnitude.
+
+Both inner products are sums of integers, the elements in steps of 2^-9, so that every order of summation and every
+backend gives the same bits; the rounding to such steps changes a correction by about 1e-4.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from scaledot.formats import FORMATS, Format
+from scaledot.numerics import blocks
+from scaledot.numerics.bits import divide
+from scaledot.numerics.calibrate import block_sum
+from scaledot.numerics.encode import encode
+from scaledot.numerics.hadamard import Hadamard
+from scaledot.numerics.rounding import Key, Positions, flat_index, seeds_of, uniform_at
+
+STEPS = np.float32(2.0**9)  # per unit of a code: 128 squares of at most 11 units fit uint32
+CODE_STEPS = np.float32(2)  # the codes of FP4 and of 4-bit integers are multiples of 1/2
+MAX_GROUP = 128
+
+
+def unsupported(
+    format: Format, rotation: Hadamard | None, rotated_block: int, other_blocks: Sequence[int]
+) -> str | None:
+    """Why a cast cannot correct its scales, or None. rotated_block: the block entry of the rotated axis."""
+    if format.scale != "float8_e4m3fn" or format.bits != 4:
+        return f"needs a 4-bit format with E4M3 block scales, such as nvfp4, not {format.name}"
+    if rotation is None or not rotated_block < rotation.size <= MAX_GROUP:
+        size = "none" if rotation is None else f"one of {rotation.size}"
+        return (
+            f"needs a rotation of more than a block and at most {MAX_GROUP} elements, such as Hadamard(128), not {size}"
+        )
+    if rotated_block < 2 or rotation.size % rotated_block or any(size != 1 for size in other_blocks):
+        return (
+            f"corrects the scales of 1-D blocks along the rotation, not of blocks of {(*other_blocks, rotated_block)}"
+        )
+    return None
+
+
+def corrected_scale(
+    scaled: jax.Array, codes: jax.Array, scale: jax.Array, block: blocks.Block, group: blocks.Block, uniform: jax.Array
+) -> jax.Array:
+    """E4M3 scales times the correction of their group, rounded stochastically; NaN scales stay NaN.
+
+    scaled: float32 elements in units of their scale. codes: their decoded codes. block, group: the elements that share
+    a scale, and those that were rotated together. uniform: one number in [0, 1) for each scale.
+    """
+    in_steps = lax.round(scaled * STEPS, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    code_steps = (codes * CODE_STEPS).astype(jnp.int32)
+    squares = block_sum((in_steps * in_steps).astype(jnp.uint32), group)
+    projections = block_sum(in_steps * code_steps, group)
+    correction = divide(squares.astype(jnp.float32), projections.astype(jnp.float32) * (STEPS / CODE_STEPS))
+    correction = jnp.where(projections == 0, np.float32(1), correction)
+    per_scale = tuple(g // max(b, 1) for g, b in zip(group, block, strict=True))
+    value = scale.astype(jnp.float32)
+    corrected = value * blocks.repeat_scale(correction, scale.shape, per_scale)
+    return encode(jnp.where(jnp.isnan(value), value, corrected), FORMATS["fp8_e4m3"], uniform)
+
+
+def scale_uniforms(key: Key, shape: tuple[int, ...], block: blocks.Block) -> jax.Array:
+    """The random number of each block: that of its first element (`rounding.uniform_of`)."""
+    sizes = blocks.expand(block, len(shape))
+    starts = (np.arange(0, size, step or max(size, 1)) for size, step in zip(shape, sizes, strict=True))
+    axes = [Positions(jnp.asarray(start, jnp.uint32), size) for start, size in zip(starts, shape, strict=True)]
+    return uniform_at(flat_index(axes), *seeds_of(key))
+
+
+def first_of_blocks(x: jax.Array, block: blocks.Block) -> jax.Array:
+    """The first element of each block, in the shape of the scale."""
+    sizes = blocks.expand(block, x.ndim)
+    return x[tuple(slice(None, None, step or max(size, 1)) for size, step in zip(x.shape, sizes, strict=True))]
