@@ -4,11 +4,13 @@ import dataclasses
 import hashlib
 import json
 import math
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from benchmarks.convergence import __main__ as convergence
 from benchmarks.convergence.code_gpt import command, corpus, model, results, rows, schedule, statistics, training
@@ -255,7 +257,7 @@ class FakePrograms:
     def __init__(self, row, config, text):
         self.row = row
 
-    def run(self, seed, progress):
+    def run(self, seed, progress, deadline):
         if seed == self.stop_at:
             raise KeyboardInterrupt
         self.trained.append((self.row.name, seed))
@@ -327,6 +329,21 @@ def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, c
         suite("--rows", "mxfp8,nvfp4")
     assert FakePrograms.trained == [("nvfp4", 0)]
     assert "a reason" in capfd.readouterr().err
+
+
+def test_a_run_that_turns_out_too_slow_is_given_up():
+    programs = object.__new__(training.Programs)
+    programs.config, programs.train, programs.held_out = dataclasses.replace(TINY, blocks=1), None, None
+    steps = []
+
+    def advance(state, train, seed, first):
+        steps.append(int(first))
+        return state, 1.0
+
+    programs._phases = [(TINY.steps, advance, lambda params, held_out: 1.0)]
+    assert programs.run(0, tqdm(disable=True), schedule.Deadline(time.monotonic())) is None
+    assert steps == [0]
+    assert programs.run(0, tqdm(disable=True), schedule.Deadline(math.inf)).curve == [1.0] * TINY.steps
 
 
 def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):

@@ -27,7 +27,10 @@ PACKAGES = ("optax",)
 
 def main(arguments: list[str] | None = None) -> None:
     start = time.monotonic()
-    options = parser().parse_args(arguments)
+    arguments_parser = parser()
+    options = arguments_parser.parse_args(arguments)
+    if options.tiny and options.results is None:
+        arguments_parser.error("--tiny needs --results PATH: a dry run must not be added to the results of the device")
     if options.list:
         print("\n".join(f"{row.name:<40}{row}" for row in ROWS))
         return
@@ -55,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="the results file (default: that of the device)")
     parser.add_argument("--list", action="store_true", help="print the rows and exit")
     parser.add_argument("--report", action="store_true", help="print the table of the results file and exit")
-    parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model; use it with --results")
+    parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model; needs --results")
     return parser
 
 
@@ -124,8 +127,11 @@ def run_row(row: Row, seeds: int, session: Session, deadline: Deadline) -> bool:
         for seed in missing:
             if not deadline.allows(estimated_seconds(results.runs(group), row.name, programs is not None)):
                 return False
+            progress.set_postfix_str("compiling" if programs is None else "")
             programs = programs or Programs(row, session.config, session.corpus)
-            outcome = programs.run(seed, progress)
+            outcome = programs.run(seed, progress, deadline)
+            if outcome is None:
+                return False
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             progress.write(line(session.add(row, seed, outcome, programs.compile_s, date)))
     return True

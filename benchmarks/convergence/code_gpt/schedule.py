@@ -1,15 +1,14 @@
-"""How long the next run will take, so that a session ends within its time."""
+"""Estimates of how long runs take, so that a session ends within its time."""
 
 import dataclasses
 import time
-from collections.abc import Sequence
-
-from benchmarks.convergence.code_gpt.results import Run
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 MARGIN = 1.1  # estimates are raised by this factor
 
 
-def estimated_seconds(runs: Sequence[Run], row: str, compiled: bool) -> float:
+def estimated_seconds(runs: Sequence[Mapping[str, Any]], row: str, compiled: bool) -> float:
     """Returns the longest time of the row's earlier `runs`, or of all rows if it has none; 0 if there are no runs.
 
     compiled: whether the row's programs are compiled already.

@@ -19,8 +19,10 @@ from benchmarks.convergence.code_gpt import model
 from benchmarks.convergence.code_gpt.config import FRACTIONS, Config
 from benchmarks.convergence.code_gpt.corpus import Corpus
 from benchmarks.convergence.code_gpt.rows import Recipes, Row
+from benchmarks.convergence.code_gpt.schedule import Deadline
 
 INIT, BATCHES, ROUNDING = range(3)  # uses of a seed's key
+WARM = 0.1  # of a run, after which its speed is known: the first chunk also loads kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,11 @@ class Programs:
             _compiled(evaluate, state[0], self.held_out),
         )
 
-    def run(self, seed: int, progress) -> Outcome:
-        """Trains one model; updates the progress bar by the steps of each chunk."""
+    def run(self, seed: int, progress, deadline: Deadline) -> Outcome | None:
+        """Trains one model; returns None as soon as it would end after the deadline, at the speed so far.
+
+        progress: a bar, updated by the steps of each chunk.
+        """
         config, held_out, curve = self.config, {}, []
         start = time.perf_counter()
         state, done = init_state(config, np.uint32(seed)), 0
@@ -65,6 +70,9 @@ class Programs:
                 progress.set_postfix(loss=f"{curve[-1]:.4f}", refresh=False)
                 if done / config.steps in FRACTIONS:
                     held_out[f"{done / config.steps:g}"] = float(evaluate(state[0], self.held_out))
+                remaining_s = (time.perf_counter() - start) * (config.steps - done) / done
+                if done >= WARM * config.steps and not deadline.allows(remaining_s):
+                    return None
         return Outcome(held_out, curve, time.perf_counter() - start)
 
 
