@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
+from benchmarks.attention import attention
 from benchmarks.gpu.sizes import BATCH, TOKENS, Shape
 
 KEY_STREAM = "sr_rng"
@@ -32,22 +33,6 @@ class Attention(nn.Module):
             self.dense(count * size, name=name)(x).reshape(*x.shape[:-1], count, size) for name, count in heads.items()
         )
         return self.dense(shape.width, name="o")(attention(q, k, v).reshape(x.shape))
-
-
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention with rotary position embeddings of q, k, v (batch, tokens, heads, size)."""
-    implementation = "cudnn" if jax.default_backend() == "gpu" else None
-    return jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=implementation)
-
-
-def rotated(x: jax.Array) -> jax.Array:
-    """Applies rotary position embeddings to x (batch, tokens, heads, size)."""
-    size = x.shape[-1]
-    frequencies = 10000.0 ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequencies
-    cos, sin = (f(angles)[None, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    even, odd = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import scaledot as sd
+from benchmarks.attention import attention
 from benchmarks.gpu import llama
 from benchmarks.gpu.sizes import BATCH, TOKENS, Shape
 
@@ -36,7 +37,7 @@ class Block(nnx.Module):
     def __call__(self, x):
         y = self.attention_norm(x)
         q, k, v = (layer(y).reshape(*x.shape[:-1], -1, self.size) for layer in (self.q, self.k, self.v))
-        x = x + self.o(llama.attention(q, k, v).reshape(x.shape))
+        x = x + self.o(attention(q, k, v).reshape(x.shape))
         y = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 

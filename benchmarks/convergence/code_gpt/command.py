@@ -1,0 +1,164 @@
+"""`python -m benchmarks.convergence --suite code-gpt`: trains the selected rows and prints their gaps to bf16.
+
+Finished runs are in the results file and are not repeated: the same command continues an interrupted session.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import shlex
+import time
+import traceback
+from pathlib import Path
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import record
+from benchmarks.convergence.code_gpt import corpus, statistics
+from benchmarks.convergence.code_gpt.config import TINY, Config
+from benchmarks.convergence.code_gpt.results import Group, Results, Session
+from benchmarks.convergence.code_gpt.rows import ROWS, Row, selected
+from benchmarks.convergence.code_gpt.schedule import Deadline, estimated_seconds
+from benchmarks.convergence.code_gpt.training import Programs
+
+PACKAGES = ("optax",)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.monotonic()
+    arguments_parser = parser()
+    options = arguments_parser.parse_args(arguments)
+    if options.tiny and options.results is None:
+        arguments_parser.error("--tiny needs --results PATH: a dry run must not be added to the results of the device")
+    if options.list:
+        print("\n".join(f"{row.name:<40}{row}" for row in ROWS))
+        return
+    results = Results(options.results or default_path())
+    failed = [] if options.report else run(options, results, Deadline.after(options.minutes, start))
+    print(report(results))
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
+
+
+def default_path() -> Path:
+    return record.RESULTS / f"code-gpt-{jax.devices()[0].device_kind.lower().replace(' ', '-')}.json"
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence --suite code-gpt", description=__doc__)
+    parser.add_argument("--rows", type=_rows, default=list(ROWS), help="names, separated by commas (default: all)")
+    parser.add_argument("--seeds", type=_count, default=1, help="seeds 0, 1, ... of each row (default %(default)s)")
+    parser.add_argument("--minutes", type=float, help="start no run that would end later than this")
+    parser.add_argument("--steps", type=int, help=f"(default {Config().steps})")
+    parser.add_argument("--learning-rate", type=float, help=f"(default {Config().learning_rate})")
+    parser.add_argument(
+        "--corpus-mib", type=float, default=corpus.LIMIT / 2**20, help="limit of the training split (default 64)"
+    )
+    parser.add_argument("--results", type=Path, help="the results file (default: that of the device)")
+    parser.add_argument("--list", action="store_true", help="print the rows and exit")
+    parser.add_argument("--report", action="store_true", help="print the table of the results file and exit")
+    parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model; needs --results")
+    return parser
+
+
+def _rows(text: str) -> list[Row]:
+    try:
+        return selected(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def config_of(options: argparse.Namespace) -> Config:
+    changes = {"steps": options.steps, "learning_rate": options.learning_rate}
+    changed = {name: value for name, value in changes.items() if value is not None}
+    return dataclasses.replace(TINY if options.tiny else Config(), **changed)
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """The command that repeats these runs: without paths and time limits, which differ between machines."""
+    words = ["--rows", ",".join(row.name for row in options.rows), "--seeds", str(options.seeds)]
+    words += ["--tiny"] if options.tiny else []
+    words += ["--steps", str(options.steps)] if options.steps else []
+    words += ["--learning-rate", str(options.learning_rate)] if options.learning_rate else []
+    words += ["--corpus-mib", f"{options.corpus_mib:g}"] if options.corpus_mib * 2**20 != corpus.LIMIT else []
+    return f"python -m benchmarks.convergence --suite code-gpt {shlex.join(words)}"
+
+
+def environment() -> dict:
+    versions = {package: record.version(package) for package in PACKAGES}
+    return {**record.environment(), **versions, "device": jax.devices()[0].device_kind}
+
+
+def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> list[str]:
+    """Trains all rows and seeds that are not in the results; returns what failed."""
+    config, start = config_of(options), time.perf_counter()
+    text = corpus.read(int(options.corpus_mib * 2**20))
+    print(f"corpus: {text.about()}, {time.perf_counter() - start:.1f} s")
+    session = Session(results, config, text, environment(), command_of(options))
+    failed = []
+    for row in options.rows:
+        try:
+            if not run_row(row, options.seeds, session, deadline):
+                print("the remaining runs would end after the time limit")
+                break
+        except Exception as error:  # other rows may still run: an accelerator is lent for a limited time
+            traceback.print_exc()
+            failed.append(f"{row.name}: {type(error).__name__}")
+    return failed
+
+
+def run_row(row: Row, seeds: int, session: Session, deadline: Deadline) -> bool:
+    """Trains the seeds of a row that are not in the results; returns False if the time does not suffice for all."""
+    results, group, recipe = session.results, session.group, row.digest(session.config)
+    results.mark_superseded(group, row.name, recipe)
+    missing = [seed for seed in range(seeds) if seed not in results.seeds(group, row.name, recipe)]
+    programs = None
+    with tqdm(
+        total=len(missing) * session.config.steps, desc=row.name, unit="step", leave=False, disable=None
+    ) as progress:
+        for seed in missing:
+            if not deadline.allows(estimated_seconds(results.runs(group), row.name, programs is not None)):
+                return False
+            progress.set_postfix_str("compiling" if programs is None else "")
+            programs = programs or Programs(row, session.config, session.corpus)
+            outcome = programs.run(seed, progress, deadline)
+            if outcome is None:
+                return False
+            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            progress.write(line(session.add(row, seed, outcome, programs.compile_s, date)))
+    return True
+
+
+def line(run: dict) -> str:
+    """The printed line of a run."""
+    losses = ", ".join(f"{loss:.5f}" for loss in run["held_out"].values())
+    times = f"compile {run['compile_s']:.1f} s, run {run['run_s']:.1f} s, {run['tokens_per_s']:,} tokens/s"
+    return f"{run['row']:<36} seed {run['seed']}: held-out loss {losses}; {times}"
+
+
+def report(results: Results) -> str:
+    """Returns a table for each group of comparable runs."""
+    contents = results.read()
+    parts = [_group_report(group, results, contents["configs"]) for group in results.groups()]
+    return "\n\n".join(parts) or f"no runs in {results.path}"
+
+
+def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> str:
+    config, losses, outdated = Config(**configs[group.config]), {}, 0
+    current = {row.name: row.digest(config) for row in ROWS}
+    for run in results.runs(group):
+        if run["recipe"] != current.get(run["row"], run["recipe"]) or (run["superseded"] and run["row"] not in current):
+            outdated += 1
+            continue
+        losses.setdefault(run["row"], {})[run["seed"]] = run["held_out"]["1"]
+    about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
+    note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
+    return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note

@@ -1,0 +1,56 @@
+"""Sizes, data and optimiser of a run of the code GPT."""
+
+import dataclasses
+import hashlib
+import json
+
+FRACTIONS = (0.5, 0.75, 1.0)  # of a run, after which the held-out loss is computed
+VOCABULARY = 256  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What all rows of a comparison share.
+
+    chunk: steps per call of the compiled program, whose mean training loss is a point of the curve.
+    held_out_windows: sequences of the held-out loss, fewer if the held-out split is shorter.
+    version: to be raised when the model, the order of batches or the optimiser change: earlier runs are kept apart.
+    """
+
+    width: int = 512
+    blocks: int = 6
+    heads: int = 8
+    hidden: int = 1536
+    tokens: int = 512
+    batch: int = 64
+    steps: int = 1500
+    chunk: int = 25
+    warmup: int = 100
+    learning_rate: float = 2e-3
+    final_learning_rate: float = 0.1
+    weight_decay: float = 0.1
+    held_out_windows: int = 2048
+    version: int = 1
+
+    def __post_init__(self):
+        if self.steps < 1 or any((fraction * self.steps) % self.chunk for fraction in FRACTIONS):
+            raise ValueError(f"`steps` must be a multiple of {4 * self.chunk}, not {self.steps}")
+        if self.warmup >= self.steps:
+            raise ValueError(f"`warmup` of {self.warmup} steps must be shorter than the run of {self.steps}")
+
+    @property
+    def tokens_per_run(self) -> int:
+        return self.batch * self.tokens * self.steps
+
+    def digest(self) -> str:
+        return digest(dataclasses.asdict(self))
+
+
+TINY = Config(
+    width=32, blocks=2, heads=2, hidden=32, tokens=32, batch=2, steps=4, chunk=1, warmup=1, held_out_windows=4
+)
+
+
+def digest(value: object) -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

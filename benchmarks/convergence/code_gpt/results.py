@@ -1,0 +1,125 @@
+"""The results file, which grows by one run at a time.
+
+{"suite", "configs", "corpora", "recipes", "runs"}: a run names its config, corpus and casts by hashes, which the three
+tables resolve. The file is replaced atomically after each run, so that an interrupted session loses only the run in
+progress. A run is in one line of the file.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.code_gpt.config import Config
+from benchmarks.convergence.code_gpt.corpus import Corpus
+from benchmarks.convergence.code_gpt.rows import Row
+from benchmarks.convergence.code_gpt.training import Outcome
+
+Run = dict[str, Any]
+TABLES = ("configs", "corpora", "recipes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What runs must share to be compared: hashes of the config and of the corpus, and the kind of device."""
+
+    config: str
+    corpus: str
+    device: str
+
+    @classmethod
+    def of(cls, run: Run) -> "Group":
+        return cls(run["config"], run["corpus"], run["device"])
+
+
+class Results:
+    """The runs in a file, which need not exist yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def read(self) -> dict[str, Any]:
+        if self.path.exists():
+            return json.loads(self.path.read_text())
+        return {"suite": "code-gpt", **{table: {} for table in TABLES}, "runs": []}
+
+    def runs(self, group: Group | None = None) -> list[Run]:
+        """Returns the runs of a group, or all, in the order in which they ended."""
+        return [run for run in self.read()["runs"] if group is None or Group.of(run) == group]
+
+    def groups(self) -> list[Group]:
+        return list(dict.fromkeys(Group.of(run) for run in self.runs()))
+
+    def seeds(self, group: Group, row: str, recipe: str) -> set[int]:
+        """Returns the seeds of finished runs of a row, with casts of the hash `recipe`."""
+        return {run["seed"] for run in self.runs(group) if (run["row"], run["recipe"]) == (row, recipe)}
+
+    def mark_superseded(self, group: Group, row: str, recipe: str) -> None:
+        """Marks the row's runs with other casts than `recipe` as superseded, and no longer those with these casts."""
+        contents = self.read()
+        for run in contents["runs"]:
+            if Group.of(run) == group and run["row"] == row:
+                run["superseded"] = run["recipe"] != recipe
+        if contents["runs"]:
+            self._write(contents)
+
+    def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
+        """Appends a run and the entries of `tables` that it refers to."""
+        contents = self.read()
+        for table, entries in tables.items():
+            contents[table] |= entries
+        contents["runs"].append(run)
+        self._write(contents)
+
+    def _write(self, contents: dict[str, Any]) -> None:
+        lines = [f' "{key}": {json.dumps(value)}' for key, value in contents.items() if key not in (*TABLES, "runs")]
+        for table in TABLES:
+            entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in contents[table].items())
+            lines.append(f' "{table}": {{\n' + ",\n".join(entries) + "\n }")
+        lines.append(' "runs": [\n' + ",\n".join(f"  {json.dumps(run)}" for run in contents["runs"]) + "\n ]")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        temporary.replace(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """Adds the runs of one call of the program to the results. environment: versions; its date is that of the start."""
+
+    results: Results
+    config: Config
+    corpus: Corpus
+    environment: dict[str, Any]
+    command: str
+
+    @property
+    def group(self) -> Group:
+        return Group(self.config.digest(), self.corpus.sha256, self.environment["device"])
+
+    def add(self, row: Row, seed: int, outcome: Outcome, compile_s: float, date: str) -> Run:
+        """Writes a run, with the date at which it ended, to the file and returns it."""
+        recipe = row.digest(self.config)
+        run = {
+            "row": row.name,
+            "seed": seed,
+            "superseded": False,
+            **dataclasses.asdict(self.group),
+            "recipe": recipe,
+            "held_out": outcome.held_out,
+            "compile_s": round(compile_s, 2),
+            "run_s": round(outcome.seconds, 2),
+            "tokens_per_s": round(self.config.tokens_per_run / outcome.seconds),
+            "curve": outcome.curve,
+            "command": self.command,
+            "environment": self.environment | {"date": date},
+        }
+        self.results.add(
+            run,
+            configs={self.group.config: dataclasses.asdict(self.config)},
+            corpora={self.corpus.sha256: self.corpus.about()},
+            recipes={recipe: row.casts(self.config)},
+        )
+        return run

@@ -1,0 +1,115 @@
+"""The rows of the comparison: which recipe each block of the model trains under, and from which step on.
+
+To add a row, add a line to ROWS.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.convergence.code_gpt.config import Config, digest
+from scaledot.formats import FORMATS, row_of
+from scaledot.recipes import NVFP4, UNQUANTISED, Cast, Gemm, Recipe, find_recipe
+
+BASELINE, REFERENCE = "bf16", "nvfp4"  # gaps are differences to the first, and are compared with that of the second
+
+Recipes = tuple[Recipe | None, ...]  # of each block; None is bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A model to train.
+
+    recipe: of all blocks: a Recipe, its name, or "bf16" or None for none.
+    last: of the last block; None: the same.
+    switch: (fraction of the run, recipe of all blocks from then on).
+    """
+
+    name: str
+    recipe: Recipe | str | None = BASELINE
+    last: Recipe | str | None = None
+    switch: tuple[float, Recipe | str | None] | None = None
+
+    def __post_init__(self):
+        if self.switch is not None and not 0 < self.switch[0] < 1:
+            raise ValueError(f"`switch` of {self.name!r} must be at a fraction between 0 and 1, not {self.switch[0]}")
+
+    def phases(self, config: Config) -> list[tuple[int, Recipes]]:
+        """Returns (end, recipes of the blocks) of each phase, which lasts until step `end`, a multiple of the chunk."""
+        last = self.recipe if self.last is None else self.last
+        first = (_found(self.recipe),) * (config.blocks - 1) + (_found(last),)
+        if self.switch is None:
+            return [(config.steps, first)]
+        fraction, then = self.switch
+        end = round(fraction * config.steps / config.chunk) * config.chunk
+        phases = [(end, first), (config.steps, (_found(then),) * config.blocks)]
+        return phases if 0 < end < config.steps else phases[end == 0 :][:1]
+
+    def casts(self, config: Config) -> list[Any]:
+        """Returns [end, casts of each block] of each phase as JSON values; names of recipes are left out."""
+        return [[end, [_casts(recipe) for recipe in recipes]] for end, recipes in self.phases(config)]
+
+    def digest(self, config: Config) -> str:
+        """Returns a hash of `casts`, which changes with a recipe, and not if it is only renamed."""
+        return digest(self.casts(config))
+
+    def __str__(self) -> str:
+        parts = [_name(self.recipe)]
+        parts += [] if self.last is None else [f"last block {_name(self.last)}"]
+        parts += [] if self.switch is None else [f"{_name(self.switch[1])} from {100 * self.switch[0]:g} % on"]
+        return ", ".join(parts)
+
+
+def _found(recipe: Recipe | str | None) -> Recipe | None:
+    return None if recipe is None or recipe == BASELINE else find_recipe(recipe)
+
+
+def _name(recipe: Recipe | str | None) -> str:
+    found = _found(recipe)
+    return BASELINE if found is None else found.name
+
+
+def _casts(recipe: Recipe | None) -> Any:
+    return None if recipe is None else {key: value for key, value in recipe.to_dict().items() if key != "name"}
+
+
+_X = Cast(FORMATS["nvfp4"])  # in blocks of 1x16, rounded to nearest
+_G = Cast(FORMATS["nvfp4"], rounding="stochastic")
+NVFP4_1X16 = dataclasses.replace(NVFP4, name="nvfp4_1x16", fwd=Gemm(_X, _X), dgrad=Gemm(_G, _X))
+NVFP4_FORWARD = Recipe("nvfp4_forward", NVFP4.fwd, Gemm(), Gemm())
+NVFP4_1X16_FORWARD = Recipe("nvfp4_1x16_forward", NVFP4_1X16.fwd, Gemm(), Gemm())
+NVFP4_BACKWARD = dataclasses.replace(NVFP4, name="nvfp4_backward", fwd=Gemm())
+
+ROWS = (
+    Row("bf16"),
+    Row("unquantised", UNQUANTISED),
+    Row("mxfp8", "mxfp8"),
+    Row("nvfp4", "nvfp4"),
+    Row("nvfp4_four_over_six", "nvfp4_four_over_six"),
+    Row("nvfp4, last block mxfp8", "nvfp4", last="mxfp8"),
+    Row("nvfp4, last block bf16", "nvfp4", last="bf16"),
+    Row("nvfp4, bf16 from 90 %", "nvfp4", switch=(0.9, "bf16")),
+    Row("nvfp4, 1x16 weights", NVFP4_1X16),
+    Row("nvfp4, forward only", NVFP4_FORWARD),
+    Row("nvfp4, 1x16 weights, forward only", NVFP4_1X16_FORWARD),
+    Row("nvfp4, backward only", NVFP4_BACKWARD),
+)
+
+
+def selected(text: str | None, rows: Sequence[Row] = ROWS) -> list[Row]:
+    """Returns the rows named in `text`, separated by commas, in that order; None for all.
+
+    A name may contain commas: of several names that fit, the longest is taken.
+
+    >>> [row.name for row in selected("nvfp4, last block mxfp8,nvfp4,bf16")]
+    ['nvfp4, last block mxfp8', 'nvfp4', 'bf16']
+    """
+    by_name = {row.name: row for row in rows}
+    chosen: list[Row] = []
+    rest = ",".join(by_name) if text is None else text
+    while rest := rest.strip():
+        fitting = [name for name in by_name if f"{rest},".startswith(f"{name},")]
+        name = max(fitting, key=len) if fitting else rest.partition(",")[0]
+        chosen.append(row_of("row", name, Row, by_name, "ROWS"))
+        rest = rest[len(name) + 1 :]
+    return list(dict.fromkeys(chosen))

@@ -1,0 +1,150 @@
+"""Trains a row: compiled once, then run for each seed.
+
+The corpus is on the device, and batches are gathered from it inside the compiled program, at offsets drawn from the
+seed. Seeds are paired: every row starts from the same parameters and trains on the same batches.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.convergence.code_gpt import model
+from benchmarks.convergence.code_gpt.config import FRACTIONS, Config
+from benchmarks.convergence.code_gpt.corpus import Corpus
+from benchmarks.convergence.code_gpt.rows import Recipes, Row
+from benchmarks.convergence.code_gpt.schedule import Deadline
+
+INIT, BATCHES, ROUNDING = range(3)  # uses of a seed's key
+WARM = 0.1  # of a run, after which its speed is known: the first chunk also loads kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """held_out: the loss in nats by fraction of the run; curve: the mean training loss of each chunk."""
+
+    held_out: dict[str, float]
+    curve: list[float]
+    seconds: float
+
+
+class Programs:
+    """The compiled programs of a row. compile_s: seconds that tracing and compilation took."""
+
+    def __init__(self, row: Row, config: Config, corpus: Corpus):
+        self.config = config
+        self.train, self.held_out = jnp.asarray(corpus.train), jnp.asarray(held_out_batches(corpus.held_out, config))
+        start = time.perf_counter()
+        self._phases = [(end, *self._compile(recipes)) for end, recipes in row.phases(config)]
+        self.compile_s = time.perf_counter() - start
+
+    def _compile(self, recipes: Recipes) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        state = jax.eval_shape(functools.partial(init_state, self.config), np.uint32(0))
+        advance = functools.partial(advance_chunk, self.config, recipes)
+        evaluate = functools.partial(held_out_loss, self.config, recipes)
+        return (
+            _compiled(advance, state, self.train, np.uint32(0), np.int32(0), donate_argnums=0),
+            _compiled(evaluate, state[0], self.held_out),
+        )
+
+    def run(self, seed: int, progress, deadline: Deadline) -> Outcome | None:
+        """Trains one model; returns None as soon as it would end after the deadline, at the speed so far.
+
+        progress: a bar, updated by the steps of each chunk.
+        """
+        config, held_out, curve = self.config, {}, []
+        start = time.perf_counter()
+        state, done = init_state(config, np.uint32(seed)), 0
+        for end, advance, evaluate in self._phases:
+            while done < end:
+                state, loss = advance(state, self.train, np.uint32(seed), np.int32(done))
+                done += config.chunk
+                curve.append(round(float(loss), 5))
+                progress.update(config.chunk)
+                progress.set_postfix(loss=f"{curve[-1]:.4f}", refresh=False)
+                if done / config.steps in FRACTIONS:
+                    held_out[f"{done / config.steps:g}"] = float(evaluate(state[0], self.held_out))
+                remaining_s = (time.perf_counter() - start) * (config.steps - done) / done
+                if done >= WARM * config.steps and not deadline.allows(remaining_s):
+                    return None
+        return Outcome(held_out, curve, time.perf_counter() - start)
+
+
+def _compiled(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+    return jax.jit(function, **options).lower(*arguments).compile()
+
+
+def held_out_batches(data: np.ndarray, config: Config) -> np.ndarray:
+    """Returns windows (batches, batch, tokens + 1) of the held-out bytes, evenly spaced and without overlap."""
+    available = (data.size - 1) // config.tokens
+    batches = min(config.held_out_windows, available) // config.batch
+    if batches < 1:
+        raise ValueError(
+            f"a batch of {config.batch} windows of {config.tokens} tokens needs a held-out split of more than "
+            f"{config.batch * config.tokens} bytes, not {data.size}; raise the size limit of the corpus"
+        )
+    starts = np.linspace(0, data.size - 1 - config.tokens, batches * config.batch).astype(np.int64)
+    return data[starts.reshape(batches, config.batch, 1) + np.arange(config.tokens + 1)]
+
+
+def optimiser(config: Config) -> optax.GradientTransformation:
+    """AdamW with warm-up and cosine decay; weight decay on matrices only; gradients clipped to a norm of 1."""
+    peak = config.learning_rate
+    end = config.final_learning_rate * peak
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.steps, end)
+    adamw = optax.adamw(schedule, 0.9, 0.95, weight_decay=config.weight_decay, mask=_are_matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def _are_matrices(params: model.Params) -> Any:
+    return jax.tree.map(lambda p: p.ndim == 2, params)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # compiled once for all rows
+def init_state(config: Config, seed: jax.typing.ArrayLike) -> tuple[model.Params, Any]:
+    """Returns (parameters, state of the optimiser) of a seed, which is data of the compiled program."""
+    params = model.init(_key(seed, INIT), config)
+    return params, optimiser(config).init(params)
+
+
+def _key(seed: jax.typing.ArrayLike, use: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed), use)
+
+
+def advance_chunk(config: Config, recipes: Recipes, state, train: jax.Array, seed: jax.Array, first: jax.Array):
+    """Trains a chunk of steps from step `first` on; returns (state, mean training loss)."""
+    update = optimiser(config).update
+
+    def step(state, index):
+        params, optimiser_state = state
+        windows = batch(config, train, jax.random.fold_in(_key(seed, BATCHES), index))
+        key = jax.random.fold_in(_key(seed, ROUNDING), index)
+        value, gradients = jax.value_and_grad(model.loss)(params, windows, key, recipes, config)
+        updates, optimiser_state = update(gradients, optimiser_state, params)
+        return (optax.apply_updates(params, updates), optimiser_state), value
+
+    state, losses = jax.lax.scan(step, state, first + jnp.arange(config.chunk, dtype=jnp.int32))
+    return state, jnp.mean(losses)
+
+
+def batch(config: Config, train: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns windows (batch, tokens + 1) of the training bytes at random offsets."""
+    offsets = jax.random.randint(key, (config.batch, 1), 0, train.size - config.tokens)
+    return train[offsets + jnp.arange(config.tokens + 1)[None]]
+
+
+def held_out_loss(config: Config, recipes: Recipes, params: model.Params, held_out: jax.Array) -> jax.Array:
+    """Returns the mean loss of held-out windows (batches, batch, tokens + 1), with the quantised forward pass."""
+
+    def loss(index_and_windows):
+        index, windows = index_and_windows
+        key = jax.random.fold_in(jax.random.key(0), index)  # the same for all seeds
+        return model.loss(params, windows, key, recipes, config)
+
+    return jnp.mean(jax.lax.map(loss, (jnp.arange(held_out.shape[0]), held_out)))

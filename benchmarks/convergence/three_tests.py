@@ -1,0 +1,65 @@
+"""Bias, stall and the tiny GPT: runs all three tests, prints their rows and writes them to results/."""
+
+import argparse
+
+import jax
+from tqdm import tqdm
+
+from benchmarks import record
+from benchmarks.convergence import bias, gpt, stall
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 matmuls in float32, not TF32, on a GPU
+    environment = record.environment()
+    environment["device"] = jax.devices()[0].device_kind
+    name = _name(options.steps, options.seeds, environment["device"])
+    journal = record.RESULTS / f"{name}-jax{environment['jax']}.unfinished.jsonl"
+    print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: final error; gpt: excess nats, gap to float32")
+    parts = bias.steps() + stall.steps() + gpt.progress_updates(options.steps)
+    with tqdm(total=parts, unit="part", leave=False) as progress:
+        result = {
+            "suite": "convergence",
+            "steps": options.steps,
+            "seeds": options.seeds,
+            "environment": environment,
+            "bias": bias.run(progress),
+            "stall": stall.run(progress),
+            "gpt": gpt.run(options.steps, options.seeds, journal, progress),
+        }
+    result["relations"] = gpt.relations(result["gpt"])
+    for relation in result["relations"]:
+        print(f"{relation['what']}: {relation['value']:+.4f} {'met' if relation['met'] else 'MISSED'}")
+    print(f"wrote {record.write(name, result)}")
+    journal.unlink()
+
+
+STEPS, SEEDS = 600, 3
+
+
+def _name(steps: int, seeds: int, device: str) -> str:
+    """The results file's name: by device, and with the sizes of a shorter run, which must not replace a full one."""
+    device_part = [] if device == "cpu" else [device.lower().replace(" ", "-")]
+    size_part = [] if steps >= STEPS and seeds >= SEEDS else [f"{steps}x{seeds}"]
+    return "-".join(["convergence", *device_part, *size_part])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
+    parser.add_argument(
+        "--suite",
+        choices=("three-tests", "code-gpt"),
+        default="three-tests",
+        help="--suite code-gpt --help shows the options of the other one",
+    )
+    parser.add_argument("--steps", type=_steps, default=STEPS, help="steps of the tiny GPT (default %(default)s)")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of the tiny GPT (default %(default)s)")
+    return parser
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < gpt.CHUNK or value % gpt.CHUNK:
+        raise argparse.ArgumentTypeError(f"must be a multiple of {gpt.CHUNK}, not {value}")
+    return value

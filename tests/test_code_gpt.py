@@ -1,0 +1,370 @@
+"""The code GPT of the convergence suite: its corpus, rows, results file, statistics and a tiny run."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence.code_gpt import command, corpus, model, results, rows, schedule, statistics, training
+from benchmarks.convergence.code_gpt.config import FRACTIONS, TINY, Config
+from scaledot.formats import FORMATS
+from scaledot.recipes import MXFP8, NVFP4, UNQUANTISED, Cast, Gemm, Recipe
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax mixes dtypes
+
+GROUP = results.Group("config", "corpus", "cpu")
+
+
+def write_sources(folder, count: int = 300) -> dict[str, bytes]:
+    """Writes files of different lengths and returns their contents by SHA-256."""
+    contents = [f"x_{i} = {i}\n".encode() * (10 + i % 7) for i in range(count)]
+    for i, data in enumerate(contents):
+        path = folder / f"package_{i % 3}" / f"module_{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return {hashlib.sha256(data).hexdigest(): data for data in contents}
+
+
+def test_the_corpus_is_in_the_order_of_hashes_and_split_by_file(tmp_path):
+    contents = write_sources(tmp_path)
+    digests = sorted(contents)
+    held_out = [d for d in digests if int(d[-8:], 16) % 100 == 0]
+    text = corpus.read(2**20, [tmp_path])
+    train = b"".join(contents[d] for d in digests if d not in held_out)
+    assert held_out
+    assert text.train.tobytes() == train
+    assert text.held_out.tobytes() == b"".join(contents[d] for d in held_out)
+    assert text.files == len(contents)
+    assert text.sha256 == hashlib.sha256(train + text.held_out.tobytes()).hexdigest()
+
+
+def test_the_corpus_does_not_depend_on_paths_duplicates_other_files_or_this_package(tmp_path):
+    write_sources(tmp_path / "a")
+    write_sources(tmp_path / "b" / "deeper")
+    expected = corpus.read(2**20, [tmp_path / "a"]).sha256
+    others = {"empty.py": b"", "latin.py": b"# \xe9\n", "data.txt": b"x", "large.py": b"#" * (2**20 + 1)}
+    for name, data in {**others, "scaledot/own.py": b"own", "__editable___finder.py": b"own"}.items():
+        path = tmp_path / "b" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    (tmp_path / "b" / "broken.py").symlink_to(tmp_path / "nothing.py")
+    assert corpus.read(2**20, [tmp_path / "b"]).sha256 == expected
+    assert corpus.read(2**20, [tmp_path / "a", tmp_path / "b"]).sha256 == expected
+
+
+def test_the_size_limit_keeps_whole_files(tmp_path):
+    contents = write_sources(tmp_path)
+    train = [contents[d] for d in sorted(contents) if int(d[-8:], 16) % 100]
+    limit = len(b"".join(train[:5])) + 1
+    assert corpus.read(limit, [tmp_path]).train.tobytes() == b"".join(train[:5])
+
+
+def test_held_out_windows_are_spread_over_the_split_without_overlap():
+    config = dataclasses.replace(TINY, tokens=3, batch=2, held_out_windows=5)
+    windows = training.held_out_batches(np.arange(20, dtype=np.uint8), config)
+    assert windows.tolist() == [[[0, 1, 2, 3], [5, 6, 7, 8]], [[10, 11, 12, 13], [16, 17, 18, 19]]]
+    with pytest.raises(ValueError, match="more than 6 bytes, not 6"):
+        training.held_out_batches(np.arange(6, dtype=np.uint8), config)
+
+
+def test_the_blocks_have_about_20_million_parameters():
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), Config()))
+    linears = [block[name].size for block in shapes["blocks"] for name in model.LINEARS]
+    assert sum(linears) == 6 * 512 * (1536 + 512 + 3072 + 1536)
+
+
+def test_a_byte_is_predicted_from_earlier_bytes_only():
+    config = dataclasses.replace(TINY, blocks=1)
+    params, key = model.init(jax.random.key(0), config), jax.random.key(1)
+    tokens = jax.random.randint(key, (1, 8), 0, 256)
+    changed = tokens.at[0, 5].add(1)
+    first, second = (model.logits(params, t, key, (None,), config) for t in (tokens, changed))
+    assert (first[0, :5] == second[0, :5]).all()
+    assert (first[0, 5:] != second[0, 5:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("bf16,nvfp4", ["bf16", "nvfp4"]),
+        ("nvfp4, last block mxfp8,nvfp4", ["nvfp4, last block mxfp8", "nvfp4"]),
+        ("nvfp4, nvfp4, 1x16 weights, bf16", ["nvfp4", "nvfp4, 1x16 weights", "bf16"]),
+    ],
+)
+def test_rows_are_selected_by_names_that_may_contain_commas(text, names):
+    assert [row.name for row in rows.selected(text)] == names
+
+
+def test_an_unknown_row_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match=r"`row` 'mxfp9' is not in ROWS; did you mean 'mxfp8'"):
+        rows.selected("bf16,mxfp9")
+
+
+def test_phases_have_a_recipe_for_each_block():
+    config = Config(blocks=3)
+    assert rows.Row("a").phases(config) == [(1500, (None, None, None))]
+    assert rows.Row("a", "nvfp4", last="mxfp8").phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
+    switched = rows.Row("a", "nvfp4", last="mxfp8", switch=(0.9, None))
+    assert switched.phases(config) == [(1350, (NVFP4, NVFP4, MXFP8)), (1500, (None,) * 3)]
+    early, late = (dataclasses.replace(switched, switch=(f, "bf16")) for f in (0.001, 0.999))
+    assert early.phases(config) == [(1500, (None,) * 3)]
+    assert late.phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
+
+
+def test_a_hash_of_casts_changes_with_a_cast_and_not_with_a_name():
+    renamed = dataclasses.replace(NVFP4, name="other")
+    changed = dataclasses.replace(NVFP4, wgrad=Gemm())
+    digests = [rows.Row("a", recipe).digest(TINY) for recipe in (NVFP4, renamed, changed)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_names_of_rows_are_unique_and_their_runs_differ():
+    assert len({row.name for row in rows.ROWS}) == len({row.digest(Config()) for row in rows.ROWS}) == len(rows.ROWS)
+
+
+def test_ablations_quantise_the_matmuls_they_are_named_for():
+    casts = {row.name: row.phases(TINY)[0][1][0] for row in rows.ROWS if row.name.startswith("nvfp4, ")}
+    of = {name: {matmul for matmul, _, _ in recipe.casts()} for name, recipe in casts.items()}
+    assert of["nvfp4, forward only"] == of["nvfp4, 1x16 weights, forward only"] == {"fwd"}
+    assert of["nvfp4, backward only"] == {"dgrad", "wgrad"}
+    assert {cast.block_2d for _, _, cast in casts["nvfp4, 1x16 weights"].casts()} == {(1, 16)}
+
+
+LOSSES = {
+    "bf16": {0: 1.0, 1: 1.1, 2: 1.2},
+    "nvfp4": {0: 1.02, 1: 1.14, 2: 1.26},  # gaps .02, .04, .06
+    "better": {0: 1.01, 1: 1.13, 2: 1.22},  # gaps .01, .03, .02
+    "one seed": {1: 1.12},
+    "unpaired": {7: 1.0},
+}
+
+
+def test_statistics_are_those_computed_by_hand():
+    bf16, nvfp4, better, one, unpaired = statistics.summaries(LOSSES)
+    assert bf16.loss == pytest.approx(1.1)
+    assert (bf16.gap, bf16.ratio, bf16.t, bf16.more_seeds) == (None, None, None, None)
+    # standard deviations: .02 of nvfp4's gaps, .01 of the better ones
+    assert (nvfp4.gap.value, nvfp4.gap.error) == pytest.approx((0.04, 0.02 / math.sqrt(3)))
+    assert nvfp4.relative_gap == pytest.approx(100 * 0.04 / 1.1)
+    assert (better.gap.value, better.gap.error) == pytest.approx((0.02, 0.01 / math.sqrt(3)))
+    # ratio .5; a - .5 b = 0, .01, -.01, of standard deviation .01
+    assert (better.ratio.value, better.ratio.error) == pytest.approx((0.5, 0.01 / math.sqrt(3) / 0.04))
+    # differences -.01, -.01, -.04: mean -.02, standard deviation sqrt(.0003)
+    assert better.t == pytest.approx(-0.02 / (math.sqrt(0.0003) / math.sqrt(3)))
+    # (.02 / (.05 · .04))² = 100 and (.01 / .002)² = 25 seeds, of which there are 3; rounding may add one
+    assert nvfp4.more_seeds in (97, 98)
+    assert better.more_seeds in (22, 23)
+    assert (one.gap.value, one.gap.error) == (pytest.approx(0.02), None)
+    assert (one.ratio.value, one.ratio.error) == (pytest.approx(0.5), None)
+    assert (one.t, one.more_seeds) == (None, None)
+    assert (unpaired.seeds, unpaired.gap, unpaired.ratio, unpaired.t) == (1, None, None, None)
+
+
+def test_no_more_seeds_are_needed_once_the_standard_error_is_small():
+    assert statistics.more_seeds(np.array([0.02, 0.02]), 0.04) == 0
+    assert statistics.more_seeds(np.array([0.02, 0.03]), 0.04) == 11  # .5 (.01 / .002)² = 12.5
+    assert statistics.more_seeds(np.array([0.02, np.nan]), 0.04) is None
+    assert statistics.more_seeds(np.array([0.02, 0.03]), -0.01) is None
+
+
+def test_the_table_says_where_a_second_seed_is_needed():
+    lines = {line.split("  ")[0]: line for line in statistics.table(statistics.summaries(LOSSES)).splitlines()}
+    assert "+0.02000 ± 0.00577" in lines["better"]
+    assert "0.500 ± 0.144" in lines["better"]
+    assert lines["one seed"].endswith("unknown")
+    assert not lines["unpaired"].endswith("unknown")
+
+
+def run_of(row: str, seed: int, recipe: str = "r", **changes):
+    group = dataclasses.asdict(GROUP)
+    times = {"run_s": 10.0, "compile_s": 5.0, "held_out": {"1": 1.0}}
+    return {"row": row, "seed": seed, "recipe": recipe, "superseded": False, **group, **times, **changes}
+
+
+def test_runs_accumulate_and_those_of_other_groups_are_kept_apart(tmp_path):
+    file = results.Results(tmp_path / "new" / "runs.json")
+    assert file.runs() == []
+    file.add(run_of("a", 0), configs={"config": {"steps": 4}})
+    file.add(run_of("a", 1, config="other"), configs={"other": {"steps": 8}})
+    reread = results.Results(file.path)
+    assert reread.runs() == [run_of("a", 0), run_of("a", 1, config="other")]
+    assert reread.read()["configs"] == {"config": {"steps": 4}, "other": {"steps": 8}}
+    assert reread.seeds(GROUP, "a", "r") == {0}
+    assert len(reread.groups()) == 2
+
+
+def test_runs_of_a_changed_recipe_are_kept_and_marked_superseded(tmp_path):
+    file = results.Results(tmp_path / "runs.json")
+    others = run_of("b", 0), run_of("a", 0, corpus="other")
+    for run in (run_of("a", 0), *others):
+        file.add(run)
+    file.mark_superseded(GROUP, "a", "changed")
+    assert file.runs() == [run_of("a", 0, superseded=True), *others]
+    assert file.seeds(GROUP, "a", "changed") == set()
+    file.mark_superseded(GROUP, "a", "r")  # changed back
+    assert file.runs() == [run_of("a", 0), *others]
+    assert file.seeds(GROUP, "a", "r") == {0}
+
+
+def test_a_kill_while_writing_leaves_the_earlier_runs(tmp_path, monkeypatch):
+    file = results.Results(tmp_path / "runs.json")
+    file.add(run_of("a", 0))
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(file.path), "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            file.add(run_of("a", 1))
+    assert file.runs() == [run_of("a", 0)]
+    file.add(run_of("a", 2))
+    assert [run["seed"] for run in file.runs()] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "compiled", "seconds"), [("a", False, 15.0), ("a", True, 10.0), ("new", False, 90.0), ("new", True, 70.0)]
+)
+def test_the_next_run_takes_as_long_as_earlier_ones(row, compiled, seconds):
+    runs = [run_of("a", 0), run_of("b", 0, run_s=70.0, compile_s=20.0)]
+    assert schedule.estimated_seconds(runs, row, compiled) == pytest.approx(schedule.MARGIN * seconds)
+    assert schedule.estimated_seconds([], row, compiled) == 0
+
+
+def test_a_deadline_allows_what_ends_before_it(monkeypatch):
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: 100.0)
+    deadline = schedule.Deadline.after(2, start=90.0)
+    assert deadline.allows(110)
+    assert not deadline.allows(111)
+    assert schedule.Deadline.after(None, start=0).allows(1e9)
+
+
+class FakePrograms:
+    """Programs that compute nothing: the loss is the seed; training `stop_at` is interrupted."""
+
+    stop_at: int | None = None
+    trained: list[tuple[str, int]] = []  # noqa: RUF012
+    compile_s = 1.0
+
+    def __init__(self, row, config, text):
+        self.row = row
+
+    def run(self, seed, progress, deadline):
+        if seed == self.stop_at:
+            raise KeyboardInterrupt
+        self.trained.append((self.row.name, seed))
+        return training.Outcome({f"{f:g}": float(seed) for f in FRACTIONS}, [1.0], 60.0)
+
+
+def use_rows(monkeypatch, *table: rows.Row) -> None:
+    monkeypatch.setattr(command, "ROWS", table)
+    monkeypatch.setattr(command, "selected", lambda text: rows.selected(text, table))
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Runs the command on a corpus in a folder, and returns what was trained."""
+    write_sources(tmp_path / "sources")
+    monkeypatch.setattr(corpus, "python_folders", lambda: [tmp_path / "sources"])
+
+    def run(*arguments: str) -> list[tuple[str, int]]:
+        monkeypatch.setattr(FakePrograms, "trained", [])
+        path = str(tmp_path / "runs.json")
+        convergence.main(["--suite", "code-gpt", "--tiny", "--results", path, *arguments])
+        return FakePrograms.trained
+
+    return run
+
+
+def test_an_interrupted_session_continues_where_it_stopped(suite, monkeypatch, capsys):
+    monkeypatch.setattr(command, "Programs", FakePrograms)
+    monkeypatch.setattr(FakePrograms, "stop_at", 1)
+    with pytest.raises(KeyboardInterrupt):
+        suite("--rows", "bf16,nvfp4", "--seeds", "2")
+    monkeypatch.setattr(FakePrograms, "stop_at", None)
+    assert suite("--rows", "bf16,nvfp4", "--seeds", "2") == [("bf16", 1), ("nvfp4", 0), ("nvfp4", 1)]
+    assert suite("--rows", "bf16,nvfp4", "--seeds", "2") == []
+    assert suite("--rows", "nvfp4", "--seeds", "3", "--steps", "8") == [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2)]
+    capsys.readouterr()
+    assert suite("--report") == []
+    assert capsys.readouterr().out.count("gap to bf16") == 2
+
+
+def test_no_run_starts_that_would_end_after_the_time_limit(suite, monkeypatch, capsys):
+    monkeypatch.setattr(command, "Programs", FakePrograms)
+    assert suite("--rows", "bf16", "--seeds", "3", "--minutes", "1") == [("bf16", 0)]  # a run takes 66 s
+    assert "would end after the time limit" in capsys.readouterr().out
+    assert suite("--rows", "bf16", "--seeds", "3", "--minutes", "2") == [("bf16", 1), ("bf16", 2)]
+
+
+def test_a_changed_recipe_is_trained_again_and_its_old_runs_leave_the_report(suite, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "Programs", FakePrograms)
+    suite("--rows", "nvfp4")
+    changed = tuple(dataclasses.replace(row, recipe="mxfp8") if row.name == "nvfp4" else row for row in rows.ROWS)
+    use_rows(monkeypatch, *changed)
+    suite("--report")
+    assert "1 runs of earlier versions of these recipes are left out" in capsys.readouterr().out
+    assert suite("--rows", "nvfp4") == [("nvfp4", 0)]
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [run["superseded"] for run in runs] == [True, False]
+
+
+def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, capfd):
+    class Failing(FakePrograms):
+        def __init__(self, row, config, text):
+            super().__init__(row, config, text)
+            if row.name == "mxfp8":
+                raise ValueError("a reason")
+
+    monkeypatch.setattr(command, "Programs", Failing)
+    with pytest.raises(SystemExit, match="failed: mxfp8: ValueError"):
+        suite("--rows", "mxfp8,nvfp4")
+    assert FakePrograms.trained == [("nvfp4", 0)]
+    assert "a reason" in capfd.readouterr().err
+
+
+def test_a_run_that_turns_out_too_slow_is_given_up():
+    programs = object.__new__(training.Programs)
+    programs.config, programs.train, programs.held_out = dataclasses.replace(TINY, blocks=1), None, None
+    steps = []
+
+    def advance(state, train, seed, first):
+        steps.append(int(first))
+        return state, 1.0
+
+    programs._phases = [(TINY.steps, advance, lambda params, held_out: 1.0)]
+    assert programs.run(0, tqdm(disable=True), schedule.Deadline(time.monotonic())) is None
+    assert steps == [0]
+    assert programs.run(0, tqdm(disable=True), schedule.Deadline(math.inf)).curve == [1.0] * TINY.steps
+
+
+def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "TINY", dataclasses.replace(TINY, blocks=1, learning_rate=1e-2))
+    dgrad = Gemm(Cast(FORMATS["int8"], rounding="stochastic"))
+    use_rows(monkeypatch, rows.Row("exact", UNQUANTISED), rows.Row("dgrad", Recipe("dgrad", Gemm(), dgrad, Gemm())))
+    suite("--rows", "exact,dgrad", "--seeds", "2")
+    runs = {(run["row"], run["seed"]): run for run in json.loads((tmp_path / "runs.json").read_text())["runs"]}
+    assert len(runs) == 4
+    for (_, seed), run in runs.items():
+        assert list(run["held_out"]) == ["0.5", "0.75", "1"]
+        assert run["held_out"]["1"] < run["held_out"]["0.5"] < run["curve"][0]
+        # The forward pass is the same: so is the first loss, if parameters and batches are.
+        assert run["curve"][0] == runs["exact", seed]["curve"][0] != runs["exact", 1 - seed]["curve"][0]
+    assert runs["dgrad", 0]["curve"] != runs["exact", 0]["curve"]
+    assert run["command"] == "python -m benchmarks.convergence --suite code-gpt --rows exact,dgrad --seeds 2 --tiny"
+
+
+def test_batches_depend_on_the_seed_and_step_and_are_windows_of_the_text():
+    text = jnp.arange(100, dtype=jnp.uint8)
+    first, again, other = (np.asarray(training.batch(TINY, text, jax.random.key(k))) for k in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
+    assert (np.diff(first.astype(int), axis=1) == 1).all()
