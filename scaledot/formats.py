@@ -59,8 +59,8 @@ E8M0_RULES = (
 )
 # A float scale, which stores the reciprocal of F / amax, or amax / F itself:
 FLOAT_RULES = ("f_over_amax", "amax_over_f")
-# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * scale_max), S = 1 / s: five orders of the same float32
-# arithmetic, which round differently.
+# An E4M3 block scale under a tensor scale s = amax(tensor) / (F * scale_max), S = 1 / s: five orders of the same
+# float32 arithmetic, which round differently.
 TWO_LEVEL_RULES = (
     "multiply",  # amax * (S * (1 / F)), as TransformerEngine's CUDA kernels do
     "divide_multiply",  # (amax / F) * S, as its JAX code does
@@ -120,7 +120,9 @@ class Format:
     two_level: E4M3 block scales are relative to one float32 scale per tensor (`tensor_scale`).
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
-    search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error.
+    search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error; "scales"
+        tries E4M3 scales around that of the amax and keeps the one with the smallest squared error of the block, the
+        one nearest to that of the amax at a tie (`numerics.scale_search`).
     target: the magnitude of a code, possibly between two codes, that the block amax is mapped to; None: the largest.
     scale_max: the largest E4M3 block scale of a two-level format before a search or a correction increases it: the
         tensor scale maps the tensor's amax to target × scale_max. Scales above it are headroom, up to 448.

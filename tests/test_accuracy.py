@@ -24,6 +24,7 @@ MINMAX = {"calibration": "minmax"}
 ROTATED = {"rotation": sd.Hadamard()}
 FP8_POW2 = replace(FORMATS["fp8_e4m3"], pow2=True)
 FOUR_OVER_SIX = replace(FORMATS["nvfp4"], search="four_over_six")
+SEARCHED = replace(FORMATS["nvfp4"], search="scales")
 
 TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-t3
     ("int8 block128", FORMATS["int8"], {"block": 128}, 43.80, 41.01, 37.29),
@@ -52,6 +53,7 @@ TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-
     ("nvfp4 16x16", FORMATS["nvfp4"], {"block": (16, 16)}, 19.07, 17.77, 14.82),
     ("nvfp4 four over six", FOUR_OVER_SIX, {}, 21.21, 21.20, 21.21),
     ("nvfp4 four over six 16x16", FOUR_OVER_SIX, {"block": (16, 16)}, 19.07, 17.77, 14.83),
+    ("nvfp4 scale search", SEARCHED, {}, 21.81, 21.68, 21.55),
     ("nvfp4 stochastic", FORMATS["nvfp4"], SR, 17.25, 17.38, 17.44),
     ("nvfp4 stochastic guard", replace(FORMATS["nvfp4"], guard=True), SR, 16.28, 16.05, 15.68),
     ("nvint4", replace(FORMATS["nvfp4"], element="int4"), {}, 21.28, 19.78, 18.83),
