@@ -248,6 +248,10 @@ def _mx(name: str, element: str, rule: str) -> Format:
     return Format(name, element, scale="float8_e8m0fnu", block=(32,), rule=rule)
 
 
+def _two_level(name: str, element: str) -> Format:
+    return Format(name, element, scale="float8_e4m3fn", block=(16,), rule="multiply", two_level=True)
+
+
 def _integer(bits: int) -> Format:
     return Format(f"int{bits}", f"int{bits}", block=(0,), rule="amax_over_f")
 
@@ -260,7 +264,8 @@ _ROWS = (
     _mx("mxfp6_e2m3", "float6_e2m3fn", "ceil"),
     _mx("mxfp6_e3m2", "float6_e3m2fn", "ceil"),
     _mx("mxfp4", "float4_e2m1fn", "even"),
-    Format("nvfp4", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule="multiply", two_level=True),
+    _two_level("nvfp4", "float4_e2m1fn"),
+    _two_level("nvint4", "int4"),
     *(_integer(bits) for bits in (8, 7, 6, 5, 4, 3, 2)),
     Format("nf4", "uint4", block=(64,), rule="amax_over_f", codebook=NF4_CODEBOOK),
 )

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
+from reference import assert_one_rounding
 
 import scaledot as sd
 
@@ -17,7 +19,10 @@ NVFP4 = sd.FORMATS["nvfp4"]
 CASES = {  # format, its grids in numpy, whether scales are searched
     "nvfp4 scales": (replace(NVFP4, search="scales"), ("e2m1",), True),
     "nvfp4 scales 256": (replace(NVFP4, search="scales", scale_max=256.0), ("e2m1",), True),
+    "nvint4": (sd.FORMATS["nvint4"], ("uniform",), False),
+    "nvint4 scales": (replace(sd.FORMATS["nvint4"], search="scales"), ("uniform",), True),
 }
+STEPS = ["nvfp4 scales", "nvint4"]
 each_case = pytest.mark.parametrize(("format", "grids", "search"), CASES.values(), ids=list(CASES))
 
 
@@ -65,6 +70,28 @@ def test_codes_and_scales_are_those_of_numpy(format, grids, search, block):
         q = sd.quantize(x, format, block=block)
         expected = independent.quantize_searched(x, block, [GRIDS[g] for g in grids], format.scale_max, search)
         assert_equals_numpy(q, expected, block)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_multiplies_the_values_of_numpy(name):
+    """x and g in 1×16 blocks along the contracting dim, w in 16×16 blocks, all rounded to nearest."""
+    format, grids, search = CASES[name]
+    along, square = sd.Cast(format), sd.Cast(format, (16, 16))
+    recipe = sd.Recipe(name, sd.Gemm(along, square), sd.Gemm(along, square), sd.Gemm(along, along))
+    x, w, g = normal(0, (32, 48)), normal(1, (48, 64), spread=0.1), normal(2, (32, 64), spread=1e-3)
+    y, vjp = jax.vjp(lambda x, w: sd.train.dense(x, w, recipe=recipe), x, w)
+    dx, dw = vjp(g)
+
+    def values(tensor, block):
+        return independent.quantize_searched(tensor, block, [GRIDS[name] for name in grids], search=search).values
+
+    for result, text, lhs, rhs in (
+        (y, "mk,kn->mn", values(x, (1, 16)), values(w, (16, 16))),
+        (dx, "mn,kn->mk", values(g, (1, 16)), values(w, (16, 16))),
+        (dw, "mk,mn->kn", values(x, (16, 1)), values(g, (16, 1))),
+    ):
+        magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs))
+        assert_one_rounding(result, np.einsum(text, lhs, rhs), magnitude, 64)
 
 
 @each_case

@@ -121,8 +121,8 @@ def dequantize_values(
         values = values * blocks.repeat_scale(computed_once(multiplier), values.shape, block)
     if rotation is not None:
         return unrotate(flush(values), rotation)
-    # An integer times a scale, which is a normal number, is never subnormal.
-    return values if format.is_integer else flush(values)
+    # An integer times one scale, which is a normal number, is never subnormal.
+    return values if format.is_integer and format.scale in ("float32", "input") else flush(values)
 
 
 def _tensor_amax(block_amax: jax.Array) -> jax.Array:
