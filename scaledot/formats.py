@@ -120,7 +120,9 @@ class Format:
     two_level: E4M3 block scales are relative to one float32 scale per tensor (`tensor_scale`).
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
-    search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error.
+    search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error; "scales"
+        tries E4M3 scales around that of the amax and keeps the one with the smallest squared error of the block, the
+        one nearest to that of the amax at a tie (`numerics.scale_search`).
     target: the magnitude of a code, possibly between two codes, that the block amax is mapped to; None: the largest.
     scale_max: the largest E4M3 block scale of a two-level format before a search or a correction increases it: the
         tensor scale maps the tensor's amax to target × scale_max. Scales above it are headroom, up to 448.
@@ -246,6 +248,10 @@ def _mx(name: str, element: str, rule: str) -> Format:
     return Format(name, element, scale="float8_e8m0fnu", block=(32,), rule=rule)
 
 
+def _two_level(name: str, element: str) -> Format:
+    return Format(name, element, scale="float8_e4m3fn", block=(16,), rule="multiply", two_level=True)
+
+
 def _integer(bits: int) -> Format:
     return Format(f"int{bits}", f"int{bits}", block=(0,), rule="amax_over_f")
 
@@ -258,7 +264,8 @@ _ROWS = (
     _mx("mxfp6_e2m3", "float6_e2m3fn", "ceil"),
     _mx("mxfp6_e3m2", "float6_e3m2fn", "ceil"),
     _mx("mxfp4", "float4_e2m1fn", "even"),
-    Format("nvfp4", "float4_e2m1fn", scale="float8_e4m3fn", block=(16,), rule="multiply", two_level=True),
+    _two_level("nvfp4", "float4_e2m1fn"),
+    _two_level("nvint4", "int4"),
     *(_integer(bits) for bits in (8, 7, 6, 5, 4, 3, 2)),
     Format("nf4", "uint4", block=(64,), rule="amax_over_f", codebook=NF4_CODEBOOK),
 )

@@ -5,6 +5,7 @@ determines a code or a scale is one correctly rounded float32 operation; only de
 four_over_six compares, are float64. A comment starting with "Choice:" documents what the specification leaves open.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import ml_dtypes
@@ -193,6 +194,62 @@ def corrected(x, q, tensor_multiplier, block, group, uniform):
     of_first = in_blocks(uniform, block)[:, 0, :, 0]
     scale = round_float(d8 * correction, E4M3, per_element(of_first, block, x.shape))
     return quantized(codes, scale, q.tensor_scale)
+
+
+# Scale search.
+
+
+class Grid(NamedTuple):
+    """The codes of a 4-bit element: their largest magnitude, rounding, and the E4M3 scales tried for them.
+
+    Offsets are in E4M3 codes from the abs-max scale, in the order in which candidates are compared.
+    """
+
+    largest: int
+    round: Callable
+    offsets: tuple[int, ...]
+
+
+GRIDS = {
+    "e2m1": Grid(6, lambda x: round_float(x, E2M1), (0, -1, 1, -2, 3, 4, 5, 6)),
+    "uniform": Grid(7, lambda x: round_integer(x, 7), (0, -1, 1, -2, 2, -3)),
+}
+E4M3_VALUES = np.array([c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(127)], f32)
+
+
+@np.errstate(all="ignore")
+def quantize_searched(x, block, grids, scale_max=448, search=True) -> Quantized:
+    """Codes, and E4M3 block scales that are negative for the second grid; the first least error is kept."""
+    x = flush(np.asarray(x, f32))
+    x = np.where(np.isnan(x), f32(0), x)
+    amax, block_amaxes = block_amax(x, x.shape)[0, 0], block_amax(x, block)
+    top = f32(min(grid.largest for grid in grids) * scale_max)
+    tensor_multiplier = np.minimum(top / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
+    t = np.maximum(amax / top, SMALLEST_NORMAL) if amax > 0 else f32(1)
+    # Errors in fixed point, so that the sums of the squares of at most 4 units fit 30 bits.
+    unit = f32(2 ** ((26 - int(np.ceil(np.log2(block[0] * block[1])))) // 2))
+    least = codes = scale = None
+    for sign, grid in zip((1, -1), grids, strict=False):
+        relative = block_amaxes * (tensor_multiplier * f32(1 / grid.largest))
+        code = np.searchsorted(E4M3_VALUES, round_float(relative, E4M3))
+        for offset in grid.offsets if search else (0,):
+            floor = 1 if search else 0
+            tried = np.where(block_amaxes == 0, 0, np.clip(np.maximum(code, floor) + offset, floor, 126))
+            value = E4M3_VALUES[tried]
+            multiplier = np.minimum(f32(1) / flush(value * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
+            multiplier = np.where(value == 0, f32(0), multiplier)
+            scaled = x * per_element(multiplier, block, x.shape)
+            rounded = grid.round(np.where(np.isnan(scaled), f32(0), scaled))
+            inside = np.where(np.isfinite(x), np.clip(scaled, -grid.largest - 4, grid.largest + 4), f32(0))
+            difference = np.rint(inside * unit).astype(np.int64) - (grid.round(inside) * unit).astype(np.int64)
+            error = in_blocks(difference**2, block).sum(axis=(1, 3)).astype(f32) * (value * value)
+            error = np.where(block_amaxes * multiplier <= grid.largest + 4, error, f32(np.inf))
+            better = np.ones(error.shape, bool) if least is None else error < least
+            least = np.where(better, error, f32(np.inf) if least is None else least)
+            keep = per_element(better, block, x.shape)
+            codes = np.where(keep, rounded, 0 if codes is None else codes)
+            scale = np.where(keep, per_element(sign * value, block, x.shape), 0 if scale is None else scale)
+    return quantized(codes, scale, t)
 
 
 def quantized(codes, scale, tensor_scale=1.0):

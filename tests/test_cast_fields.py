@@ -24,7 +24,9 @@ VALUES = {
     "bound": ("full", "half"),
     "two_level": (False, True),
     "guard": (False, True),
-    "search": (None, "four_over_six"),
+    "search": (None, "four_over_six", "scales"),
+    "target": (None, 4.0),
+    "scale_max": (448.0, 256.0),
     "quirks": (),  # see QUIRKS
 }
 QUIRKS = {

@@ -474,15 +474,15 @@ def test_a_second_scale_is_not_dropped_silently():
 def test_conversion_to_and_from_qwix_keeps_every_value(format):
     real = pytest.importorskip("qwix")
     q = sd.quantize(normal(0, (4, 64)), format)
-    if format in ("nvfp4", "mxfp6_e2m3", "mxfp6_e3m2"):
-        with pytest.raises(ValueError, match="two levels" if format == "nvfp4" else "6-bit"):
+    exact = not q.format.two_level
+    if not exact or format in ("mxfp6_e2m3", "mxfp6_e3m2"):
+        with pytest.raises(ValueError, match="6-bit" if exact else "two levels"):
             qwix.to_qwix(q)
-        if format != "nvfp4":
+        if exact:
             return
     converted = qwix.to_qwix(q, fold=True)
     assert isinstance(converted, real.QArray)
     expected = sd.dequantize(q)
-    exact = format != "nvfp4"
     np.testing.assert_allclose(real.dequantize(converted), expected, rtol=0 if exact else 1e-6)
     np.testing.assert_allclose(sd.dequantize(qwix.from_qwix(converted)), expected, rtol=0 if exact else 1e-6)
 

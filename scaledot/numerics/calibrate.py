@@ -149,7 +149,7 @@ def zero_at_run_time(dtype: Any) -> jax.Array:
 def block_sum(x: jax.Array, block: blocks.Block) -> jax.Array:
     """The sum of each block, in the shape of the scale."""
     in_blocks, within_axes = blocks.split(x, block)
-    return jnp.sum(in_blocks, axis=within_axes).reshape(blocks.grid(x.shape, block))
+    return jnp.sum(in_blocks, axis=within_axes, dtype=x.dtype).reshape(blocks.grid(x.shape, block))
 
 
 def _rms(x: jax.Array, block: blocks.Block) -> jax.Array:

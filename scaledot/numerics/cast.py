@@ -5,6 +5,7 @@ so that eager calls and calls under a user's jit run the same arithmetic.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from scaledot.numerics.scale import (
     with_nan,
     zero_point,
 )
+from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, fraction_bits, squared_error
 
 # Candidates that multiply amax. Those of calibration "mse" are in descending order, so that a tie clips least.
 _MSE_CANDIDATES = np.linspace(1.0, 0.2, 41, dtype=np.float32)
@@ -151,8 +153,8 @@ def dequantize_values(
         values = values * blocks.repeat_scale(computed_once(multiplier), values.shape, block)
     if rotation is not None:
         return unrotate(flush(values), rotation)
-    # An integer times a scale, which is a normal number, is never subnormal.
-    return values if format.is_integer else flush(values)
+    # An integer times one scale, which is a normal number, is never subnormal.
+    return values if format.is_integer and format.scale in ("float32", "input") else flush(values)
 
 
 def _tensor_amax(block_amax: jax.Array) -> jax.Array:
@@ -171,14 +173,16 @@ def calibrated_scales(spec: CastSpec, x: jax.Array, tensor_scale=None, tensor_am
     if spec.format.two_level and tensor_scale is None:
         tensor_amax = all_reduce_max(tensor_amax_of(amax), spec.amax_axes)
 
-    def scales_for(magnitude: jax.Array) -> Scales:
-        return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax)
+    def scales_for(magnitude: jax.Array, offset=None) -> Scales:
+        return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax, offset)
 
     if spec.calibration.method == "mse":
         amax = _search(spec, x, amax, scales_for, _MSE_CANDIDATES)
     if spec.format.search == "four_over_six":
         amax = _search(spec, x, amax, scales_for, _FOUR_OVER_SIX_CANDIDATES)
-    return scales_for(amax) if is_nonfinite is None else with_nan(scales_for(amax), is_nonfinite)
+    is_searched = spec.format.search == "scales"
+    scales = _searched_scales(spec, x, amax, scales_for) if is_searched else scales_for(amax)
+    return scales if is_nonfinite is None else with_nan(scales, is_nonfinite)
 
 
 def _block_magnitudes(spec: CastSpec, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -229,6 +233,33 @@ def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.
     # Few candidates are unrolled, so that XLA fuses their casts; many would increase compilation time.
     (_, chosen), _ = lax.scan(step, best, jnp.asarray(candidates), unroll=len(candidates) <= 4)
     return amax * chosen
+
+
+def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) -> Scales:
+    """The scales, among those that `scale_search` lists, that give each block the smallest squared error.
+
+    `scales_for` computes scales from amaxes and the differences of their E4M3 codes from the abs-max scales.
+    """
+    x = jnp.where(jnp.isfinite(x), x, np.float32(0))
+    sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
+    bits = fraction_bits(math.prod(b or size for size, b in sizes))
+    limit = np.float32(spec.format.largest_code + LARGEST_ERROR)
+
+    def error_of(offset) -> jax.Array:
+        scales = scales_for(amax, offset)
+        squares = squared_error(_scaled(spec, x, scales), spec.format, bits)
+        scale = scales.scale.astype(jnp.float32)
+        error = calibrate.block_sum(squares, spec.block).astype(jnp.float32) * (scale * scale)
+        is_in_range = _scaled(dataclasses.replace(spec, block=()), amax, scales) <= limit
+        return jnp.where(is_in_range, error, np.float32(np.inf))
+
+    first, *others = OFFSETS[spec.format.element]
+    least, chosen = error_of(first), jnp.full(amax.shape, first, jnp.int32)
+    for offset in others:  # unrolled: a scan compiles in half the time, but reads x once per candidate
+        error = error_of(offset)
+        chosen = jnp.where(error < least, np.int32(offset), chosen)
+        least = jnp.minimum(least, error)
+    return scales_for(amax, chosen)
 
 
 def _scaled(spec: CastSpec, x: jax.Array, scales: Scales) -> jax.Array:

@@ -24,6 +24,7 @@ from scaledot.numerics.encode import encode
 from scaledot.numerics.rounding import round_integer, round_to
 
 E4M3_MAX = np.float32(448.0)
+_E4M3_MAX_CODE = 126
 _GUARD = np.float32(17 / 16)
 
 
@@ -39,11 +40,11 @@ class Scales(NamedTuple):
     divisor: jax.Array | None = None
 
 
-def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None) -> Scales:
+def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None, offset=None) -> Scales:
     """Scales of blocks with the given `amax`, in its shape.
 
     A two-level format needs a `tensor_scale`, or the `tensor_amax` to compute it from: scalars, or one entry per index
-    of the leading axes. `dtype` is that of the array that is quantised.
+    of the leading axes. `dtype` is that of the array that is quantised. `offset` is added to the codes of E4M3 scales.
     """
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
@@ -51,7 +52,7 @@ def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_
         # The reciprocal of code 254 (2^127) is subnormal. Rules round amax / F up to that power only if F < 4.
         return _e8m0_scales(e8m0_code(amax, format), two_multipliers=format.max < 4)
     if format.scale == "float8_e4m3fn":
-        return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax)
+        return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax, offset)
     return _float_scales(amax, format, dtype)
 
 
@@ -205,7 +206,7 @@ def _e8m0_scales(code: jax.Array, two_multipliers: bool) -> Scales:
     return Scales(scale, None, (bits.power_of_two(127 - code),))
 
 
-def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scales:
+def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax, offset) -> Scales:
     largest = np.float32(format.max)
     multiplier, stored_tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
     tensor_multiplier = with_trailing_axes(multiplier, amax.ndim)
@@ -222,7 +223,7 @@ def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax) -> Scal
         relative = tensor_multiplier * round_to(divide(amax, largest), dtype)
     if format.guard:
         relative = relative * _GUARD
-    stored, value = _e4m3_scale(relative, amax, format)
+    stored, value = _e4m3_scale(relative, amax, format, offset)
     multipliers, divisor = _e4m3_cast(value, tensor_multiplier, tensor_scale, format)
     return Scales(stored, stored_tensor_scale if format.two_level else None, multipliers, divisor)
 
@@ -247,15 +248,24 @@ def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.
     return jnp.where(is_empty, ONE, multiplier), jnp.where(is_empty, ONE, scale)
 
 
-def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
+def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format, offset) -> tuple[jax.Array, jax.Array]:
     """Rounds block scales, relative to the tensor scale, to E4M3; returns them as E4M3 and as float32."""
     if format.quirks.least_scale:
         relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
     stored = encode(relative, FORMATS["fp8_e4m3"])
+    if offset is not None:
+        stored = _e4m3_neighbour(stored, offset, amax != 0)
     if format.quirks.empty_scale is not None:
         is_empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
         stored = jnp.where(is_empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
     return stored, stored.astype(jnp.float32)
+
+
+def _e4m3_neighbour(scale: jax.Array, offset, where: jax.Array) -> jax.Array:
+    """The E4M3 scales whose codes are `offset` larger, but at least the smallest scale above 0 and at most 448."""
+    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    code = jnp.where(where, jnp.clip(jnp.maximum(code, 1) + offset, 1, _E4M3_MAX_CODE), code)
+    return lax.bitcast_convert_type(code.astype(jnp.uint8), scale.dtype)
 
 
 def _e4m3_cast(

@@ -21,6 +21,7 @@ from scaledot.numerics.bits import FLOAT32_MAX
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import check_rounding
+from scaledot.numerics.scale_search import OFFSETS
 
 Axis = int | tuple[int, ...]
 
@@ -89,6 +90,11 @@ def checked_amax_axes(spec: CastSpec, axes) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if axes and spec.calibration.method != "absmax":
         raise ValueError(f"`amax_axes` {axes} are for calibration 'absmax', not {spec.calibration.method!r}")
+    if axes and 0 in spec.block and spec.format.search is not None:
+        raise ValueError(
+            f"`search` {spec.format.search!r} of {spec.format.name} adds up the error of a block on one device, but "
+            f"`amax_axes` {axes} shard blocks of {spec.block}; use blocks of a fixed size"
+        )
     return axes
 
 
@@ -188,10 +194,7 @@ def _checked_format(format: Format, rule: str | None) -> Format:
             f"`rule` {format.rule!r} does not apply to {format.scale} scales; "
             f"{format.name} takes one of {', '.join(allowed)}"
         )
-    if format.search not in (None, "four_over_six"):
-        raise ValueError(f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six' or None")
-    if format.search == "four_over_six" and format.element != "float4_e2m1fn":
-        raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
+    _check_search(format)
     if (format.is_integer or format.is_unsigned) and not 2 <= format.bits <= 8:
         raise ValueError(f"`element` {format.element!r} of {format.name} is not known; integers have 2 to 8 bits")
     if format.codebook is not None:
@@ -213,6 +216,20 @@ def _checked_format(format: Format, rule: str | None) -> Format:
     return format
 
 
+def _check_search(format: Format) -> None:
+    if format.search not in (None, "four_over_six", "scales"):
+        raise ValueError(
+            f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six', 'scales' or None"
+        )
+    if format.search == "four_over_six" and format.element != "float4_e2m1fn":
+        raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
+    if format.search == "scales" and (format.scale != "float8_e4m3fn" or format.element not in OFFSETS):
+        raise ValueError(
+            f"`search` 'scales' is for float8_e4m3fn block scales of {' or '.join(OFFSETS)} elements; {format.name} "
+            f"has {format.scale} scales of {format.element}"
+        )
+
+
 def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
     if not format.element.startswith("uint"):
         raise ValueError(f"`codebook` of {format.name} needs unsigned codes, not {format.element}")
@@ -222,6 +239,8 @@ def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
 
 def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
     parsed = calibrate.parse(text)
+    if format.search == "scales" and parsed != calibrate.Calibration("absmax"):
+        raise ValueError(f"`calibration` {text!r} has no effect on {format.name}, whose scales are searched; drop it")
     if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):
         raise ValueError(
             f"`calibration` {text!r} computes a zero point, which {format.name} cannot hold; "

@@ -28,6 +28,7 @@ def run_casts(
     partitioning: of the program by XLA, merged with that of the type of x. flattened_sizes: for each axis of x, the
     sizes of the axes that were flattened to it. `fields` are further fields of the CastProblem.
     """
+    _check_rounding(outputs, arguments)
     groups = None if arguments.group_sizes is None else arguments.group_sizes.shape[0]
     partitioning = partitioning.joined(partitioning_of(x))
     if groups is not None or (x.ndim != 2 and any(output.is_stochastic for output in outputs)):
@@ -39,6 +40,16 @@ def run_casts(
         _run_problem(each, kernel, x, arguments, flattened_sizes) for each in table.split_by_kernel(problem)
     ]
     return first if not others else first._replace(arrays=sum((one.arrays for one in others), first.arrays))
+
+
+def _check_rounding(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> None:
+    """Raises for stochastic rounding of a format whose searched scales saturate elements."""
+    searched = [output.spec.format.name for output in outputs if output.spec.format.search == "scales"]
+    if searched and arguments.scale is None and any(output.is_stochastic for output in outputs):
+        raise ValueError(
+            f"`rounding` 'stochastic' of {searched[0]} would be biased: its searched scales saturate the largest "
+            "elements; use 'nearest', or a format without `search`"
+        )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -83,10 +83,10 @@ def plan(contents: Contents) -> Written:
 def _scheme(name: str, q: ScaledArray, activations: str | None) -> Scheme:
     block, scale = matrix_block(name, q, _LAYOUT), np.dtype(q.scale.dtype)
     found = None
-    if q.format.is_integer:
-        found = _integer_scheme(q, block, activations)
-    elif q.tensor_scale is not None:
+    if q.tensor_scale is not None:
         found = _nvfp4_scheme(q, block)
+    elif q.format.is_integer:
+        found = _integer_scheme(q, block, activations)
     elif scale == E8M0:
         found = _mx_scheme(q, block)
     elif q.format.element == "float8_e4m3fn":

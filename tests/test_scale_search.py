@@ -1,0 +1,146 @@
+"""Formats whose block scales, or grids, are chosen by the squared error, against numpy, bit for bit."""
+
+from dataclasses import replace
+
+import independent
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from data import normal
+from reference import assert_one_rounding
+
+import scaledot as sd
+
+pytestmark = pytest.mark.optimized  # compares bits
+
+GRIDS = independent.GRIDS
+NVFP4 = sd.FORMATS["nvfp4"]
+CASES = {  # format, its grids in numpy, whether scales are searched
+    "nvfp4 scales": (replace(NVFP4, search="scales"), ("e2m1",), True),
+    "nvfp4 scales 256": (replace(NVFP4, search="scales", scale_max=256.0), ("e2m1",), True),
+    "nvint4": (sd.FORMATS["nvint4"], ("uniform",), False),
+    "nvint4 scales": (replace(sd.FORMATS["nvint4"], search="scales"), ("uniform",), True),
+}
+STEPS = ["nvfp4 scales", "nvint4"]
+each_case = pytest.mark.parametrize(("format", "grids", "search"), CASES.values(), ids=list(CASES))
+
+
+def magnitudes(shape=(48, 96)) -> np.ndarray:
+    """Blocks of every magnitude down to zeros, and in them elements from one to many times smaller than the amax."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 3, shape))
+    x[:16] *= np.exp2(-np.arange(shape[1]) / 4)  # down to block scales that are subnormal, and 0
+    x[16:20] = 0
+    x[20:32] = np.rint(x[20:32])  # representable values, so that several scales have no error
+    x[32:, 16:32] = 2.0**-140  # subnormal
+    return x.astype(np.float32)
+
+
+def non_finite() -> np.ndarray:
+    x = magnitudes()
+    x[1, 3], x[2, 40], x[2, 41], x[33, :16], x[47, 90] = np.inf, -np.inf, np.nan, np.nan, np.inf
+    return x
+
+
+DATA = {
+    "magnitudes": magnitudes(),
+    "huge": magnitudes() * np.float32(2.0**115),
+    "tiny": magnitudes() * np.float32(2.0**-110),
+    "zeros": np.zeros((48, 96), np.float32),
+    "non-finite": non_finite(),
+}
+
+
+def assert_equals_numpy(q: sd.ScaledArray, expected: independent.Quantized, block):
+    scale = np.asarray(q.scale).astype(np.float64)
+    np.testing.assert_array_equal(independent.per_element(scale, block, q.shape), expected.scale)
+    np.testing.assert_array_equal(np.asarray(q.tensor_scale, np.float64), expected.tensor_scale)
+    np.testing.assert_array_equal(codes_of(q), expected.codes)
+
+
+def codes_of(q: sd.ScaledArray) -> np.ndarray:
+    return np.asarray(q.data).astype(np.float64)
+
+
+@each_case
+@pytest.mark.parametrize("block", [(1, 16), (16, 16), (16, 1)], ids=["1x16", "16x16", "16x1"])
+def test_codes_and_scales_are_those_of_numpy(format, grids, search, block):
+    for x in DATA.values():
+        q = sd.quantize(x, format, block=block)
+        expected = independent.quantize_searched(x, block, [GRIDS[g] for g in grids], format.scale_max, search)
+        assert_equals_numpy(q, expected, block)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_training_step_multiplies_the_values_of_numpy(name):
+    """x and g in 1×16 blocks along the contracting dim, w in 16×16 blocks, all rounded to nearest."""
+    format, grids, search = CASES[name]
+    along, square = sd.Cast(format), sd.Cast(format, (16, 16))
+    recipe = sd.Recipe(name, sd.Gemm(along, square), sd.Gemm(along, square), sd.Gemm(along, along))
+    x, w, g = normal(0, (32, 48)), normal(1, (48, 64), spread=0.1), normal(2, (32, 64), spread=1e-3)
+    y, vjp = jax.vjp(lambda x, w: sd.train.dense(x, w, recipe=recipe), x, w)
+    dx, dw = vjp(g)
+
+    def values(tensor, block):
+        return independent.quantize_searched(tensor, block, [GRIDS[name] for name in grids], search=search).values
+
+    for result, text, lhs, rhs in (
+        (y, "mk,kn->mn", values(x, (1, 16)), values(w, (16, 16))),
+        (dx, "mn,kn->mk", values(g, (1, 16)), values(w, (16, 16))),
+        (dw, "mk,mn->kn", values(x, (16, 1)), values(g, (16, 1))),
+    ):
+        magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs))
+        assert_one_rounding(result, np.einsum(text, lhs, rhs), magnitude, 64)
+
+
+@each_case
+def test_an_error_is_never_larger_than_that_of_the_amax(format, grids, search):
+    x = DATA["magnitudes"]
+    plain = replace(format, search=None)
+    errors = [
+        np.square(np.asarray(sd.dequantize(sd.quantize(x, f)), np.float64) - x).reshape(48, 6, 16).sum(-1)
+        for f in (format, plain)
+    ]
+    # Fixed-point errors have a resolution of 2^-11 of a code, whose rounding is at most half of it per element.
+    assert np.all(np.sqrt(errors[0]) <= np.sqrt(errors[1]) + 4 * 2.0**-11 * np.abs(x).reshape(48, 6, 16).max(-1))
+
+
+def test_equal_errors_keep_the_scale_of_the_amax():
+    """12, 6 and 3 are codes of several scales; all have no error."""
+    q = sd.quantize(jnp.array([6.0, 3.0, 1.5] + [0.0] * 13), replace(NVFP4, search="scales"), tensor_scale=1.0)
+    np.testing.assert_array_equal(q.scale.astype(jnp.float32), [1.0])
+
+
+def test_a_block_scale_that_would_be_0_becomes_the_smallest():
+    """A block whose abs-max scale rounds to 0 is not lost: 2^-9 is the smallest E4M3 scale."""
+    x = jnp.full((16,), 2.0**-9)
+    searched = sd.quantize(x, replace(NVFP4, search="scales"), tensor_scale=1.0)
+    np.testing.assert_array_equal(sd.dequantize(searched), x)
+    assert not np.any(sd.dequantize(sd.quantize(x, NVFP4, tensor_scale=1.0)))
+
+
+def test_a_saturated_block_keeps_the_largest_scale():
+    q = sd.quantize(jnp.full((16,), 1e6), replace(NVFP4, search="scales"), tensor_scale=1.0)
+    np.testing.assert_array_equal(q.scale.astype(jnp.float32), [448.0])
+
+
+def test_ragged_casts_are_those_of_each_group():
+    format, x = replace(NVFP4, search="scales"), DATA["magnitudes"][:, :32]
+    q = sd.quantize_grouped(x, jnp.array([16, 0, 16, 16]), format)
+    groups = [sd.dequantize(sd.quantize(group, format)) for group in np.split(x, 3)]
+    np.testing.assert_array_equal(sd.dequantize(q), np.concatenate(groups))
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        (replace(sd.FORMATS["mxfp4"], search="scales"), {}, "is for float8_e4m3fn block scales"),
+        (replace(NVFP4, search="best"), {}, "use 'four_over_six', 'scales' or None"),
+        (replace(NVFP4, search="scales"), {"calibration": "mse"}, "whose scales are searched; drop it"),
+        (replace(NVFP4, search="scales"), {"rounding": "stochastic", "key": jax.random.key(0)}, "would be biased"),
+    ],
+)
+def test_a_search_that_does_not_apply_is_refused(format, options, message):
+    with pytest.raises(ValueError, match=message):
+        sd.quantize(jnp.ones((16, 32)), format, **options)
