@@ -100,6 +100,11 @@ def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 
 
+def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
+    """x - mean in float32, not rounded to the dtype of x; subnormals of x and of the result are flushed."""
+    return flush(flushed_float32(x) - computed_once(mean))
+
+
 def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> QuantizedLeaves:
     """Quantises an array from `prepare` with the given scales."""
     codes = encode(_scaled(spec, x, scales), spec.format, uniform)

@@ -80,6 +80,7 @@ class CastRequest:
       keys: for each resolved cast, the key of its stochastic rounding, or None.
       residual_gemm: the matmul whose operand is saved as a residual.
       multiplier: the quantisation multiplier of delayed scaling, () or (groups,).
+      mean: of the tensor over its tokens, float32, if the casts subtract it; else None.
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
       amax_axes: for each resolved cast of a shard, the mesh axes over which its amax is reduced.
@@ -98,6 +99,7 @@ class CastRequest:
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     offset: jax.Array | None = None
     row_length: int | None = None
+    mean: jax.Array | None = None
 
     @property
     def distinct(self) -> list[Any]:
@@ -108,7 +110,7 @@ class CastRequest:
         """The CastArguments: one key, or one array of random numbers, for each distinct cast."""
         uniforms = tuple(self.uniforms.get(resolved) for resolved in self.distinct)
         keys = tuple(self.keys[resolved] for resolved in self.distinct)
-        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset)
+        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset, mean=self.mean)
 
     @property
     def is_stochastic(self) -> bool:
@@ -150,6 +152,26 @@ class CastOperands(NamedTuple):
     column_sums: jax.Array | None = None
 
 
+class TokenMeans(NamedTuple):
+    """The sums and means of x or g over all tokens, float32.
+
+    Dims of tokens have size 1; of rows in groups, there is a row for each group, (groups, features).
+    """
+
+    sum: jax.Array
+    mean: jax.Array
+
+
+class MeanTerm(NamedTuple):
+    """The operands of the term that means add to a matmul; see `scaledot.train.means`.
+
+    lhs: the mean of x in fwd and wgrad, of g in dgrad. rhs: the unquantised w in fwd and dgrad, the sums of g in wgrad.
+    """
+
+    lhs: jax.Array
+    rhs: jax.Array
+
+
 class TrainOp(Protocol):
     """A contraction of x and w whose operands can be cast for, and multiplied in, each of fwd, dgrad and wgrad.
 
@@ -187,8 +209,20 @@ class TrainOp(Protocol):
         """The largest finite magnitude of x, without rows that belong to no group, or of each group, float32 (G,)."""
         ...
 
-    def multiply(self, matmul: Matmul, lhs: Any, rhs: Any, groups, bias: jax.Array | None = None) -> jax.Array:
-        """The matmul of two operands, plus a bias in fwd, rounded once to `matmul.dtype`."""
+    def token_means(self, tensor: str, x: jax.Array, groups: jax.Array | None) -> TokenMeans:
+        """The means of x or g over all tokens, for each batch index and feature, or for each group and feature."""
+        ...
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs: Any,
+        rhs: Any,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
+        """The matmul of two operands, plus a bias in fwd and the term of means, rounded once to `matmul.dtype`."""
         ...
 
     def bias_gradient(self, g: jax.Array, groups: jax.Array | None) -> jax.Array:
