@@ -237,8 +237,21 @@ def test_an_x_without_tokens_gives_a_zero_gradient_of_w():
 
 
 def layer_arrays() -> Arrays:
-    x, g = (tokens(seed, 256, k, jnp.bfloat16).reshape(4, 64, k) for seed, k in ((0, 64), (1, 128)))
-    return Arrays(x, normal(2, (64, 128)), normal(3, (128,)), g)
+    x, g = (tokens(seed, 256, k, jnp.bfloat16).reshape(4, 64, k) for seed, k in ((0, 128), (1, 128)))
+    return Arrays(x, normal(2, (128, 128)), normal(3, (128,)), g)
+
+
+def magnitudes(x, w, b, g) -> list[tuple[np.ndarray, int]]:
+    """For y, dx, dw and db: the sums of magnitudes, and the number of products and terms that each adds up."""
+    x, g, w = (exact(a).reshape(-1, a.shape[-1]) for a in (x, g, w))
+    absolute = [np.abs(a - a.mean(0)) for a in (x, g)]
+    terms = mean_terms("xg", *map(np.abs, (x, w, g)))
+    return [
+        (absolute[0] @ np.abs(w) + terms["fwd"] + np.abs(exact(b)), 2 * w.shape[0] + 2),
+        (absolute[1] @ np.abs(w).T + terms["dgrad"], 2 * w.shape[1] + 2),
+        (absolute[0].T @ absolute[1] + terms["wgrad"], len(x) + 1),
+        (np.abs(g).sum(0), len(g)),
+    ]
 
 
 def step(arrays: Arrays, **options):
@@ -291,15 +304,10 @@ def test_a_step_on_a_mesh_subtracts_the_mean_of_all_tokens(layout_name, mode):
     mesh = layout.mesh(kind)
     with jax.set_mesh(mesh):
         found = run(layout, mesh, arrays.on(layout, mesh))
-    x, w, b, g = (np.abs(exact(a)) for a in arrays)
-    magnitudes = x @ w + b, g @ w.T, np.einsum("abk,abn->kn", x, g), g.sum((0, 1))
-    products = 2 * 64 + 2, 2 * 128 + 2, 256 + 2, 256
     placed = layout.y, layout.x, layout.w, layout.bias
-    for a, e, magnitude, k, spec in zip(
-        found, dense_step(subtracting(MXFP8))(*arrays), magnitudes, products, placed, strict=True
-    ):
-        # |R| |w| + |mean| |w| is at most 3 |x| |w| on average over tokens, and at most 2 max|x| |w| for each token.
-        bound = summation_order_bound(magnitude + 2 * np.max(magnitude), k, a.dtype)
+    results = zip(found, dense_step(subtracting(MXFP8))(*arrays), magnitudes(*arrays), placed, strict=True)
+    for a, e, (magnitude, added), spec in results:
+        bound = summation_order_bound(magnitude.reshape(a.shape), added, a.dtype)
         assert (np.abs(exact(a) - exact(e)) <= bound).all()
         assert mode == "automatic" or a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)
 
