@@ -69,6 +69,8 @@ class Cast:
     delayed: delayed scaling; None computes scales from the tensor itself (current scaling).
     calibration: as in `quantize`.
     requantized: cast the dequantised operand of fwd instead of the tensor itself, for x of wgrad and w of dgrad.
+    subtract_mean: for x and g: quantises the differences to the mean over all tokens, one mean per feature; see
+        `scaledot.train.means`.
     """
 
     format: Format
@@ -78,6 +80,7 @@ class Cast:
     delayed: Delayed | None = None
     calibration: str = "absmax"
     requantized: bool = False
+    subtract_mean: bool = False
 
     def __post_init__(self):
         row = find_format(self.format)
@@ -98,6 +101,13 @@ class Cast:
         if self.delayed is not None and (any(self.block_2d) or row.scale != "float32" or not row.is_float):
             raise ValueError(
                 f"delayed scaling needs a float format with one float32 scale per tensor, such as fp8_e4m3, not {self}"
+            )
+        if not isinstance(self.subtract_mean, bool):
+            raise TypeError(f"`subtract_mean` of a Cast must be True or False, not {self.subtract_mean!r}")
+        if self.delayed is not None and self.subtract_mean:
+            raise ValueError(
+                "delayed scaling uses the amax of the tensor itself, not that of its differences to a mean; drop "
+                f"`delayed` or `subtract_mean` of {self}"
             )
 
     def _check_eden(self) -> None:
@@ -155,6 +165,7 @@ class Cast:
         words += ["requantised"] if self.requantized else []
         words += [f"delayed({self.delayed.length})"] if self.delayed else []
         words += [self.calibration] if self.calibration != "absmax" else []
+        words += ["mean"] if self.subtract_mean else []
         return " ".join(words)
 
 
@@ -226,6 +237,7 @@ class Recipe:
                     f"{matmul} of {self.name} is straight-through, but {cast} clips elements after the rotation, which "
                     "gives no mask of the unrotated ones; drop the rotation or use calibration='absmax'"
                 )
+        _check_means(self)
 
     def _check_requantized(self) -> None:
         forward = dict(zip("xw", (self.fwd.lhs, self.fwd.rhs), strict=True))
@@ -260,6 +272,11 @@ class Recipe:
     def has_blocks_or_rotation(self) -> bool:
         """Whether blocks or a rotation of any cast divide an axis into groups of elements."""
         return any(cast.has_blocks_or_rotation for _, _, cast in self.casts())
+
+    @functools.cached_property
+    def mean_subtracted(self) -> frozenset[tuple[str, str]]:
+        """The operands whose mean is subtracted before the cast, as (matmul, tensor)."""
+        return frozenset((matmul, tensor) for matmul, tensor, cast in self.casts() if cast.subtract_mean)
 
     @functools.cached_property
     def stochastic(self) -> tuple[str, ...]:
@@ -305,6 +322,31 @@ class Recipe:
         lines += [f"  {unset} straight through"] if unset else []
         lines += ["  amax of each shard"] if self.amax_scope == "local" else []
         return "\n".join([self.name, *lines])
+
+
+def _check_means(recipe: Recipe) -> None:
+    """Raises ValueError unless `subtract_mean` is set for x or g only, and alike in both matmuls that quantise it."""
+    subtracted = recipe.mean_subtracted
+    if not subtracted:
+        return
+    for matmul, tensor, cast in recipe.casts():
+        if tensor == "w" and cast.subtract_mean:
+            raise ValueError(
+                f"w of {matmul} of {recipe.name} has `subtract_mean`, but w has no tokens to average over; set it for "
+                "x or g"
+            )
+    for missing in (matmul for matmul in ("dgrad", "wgrad") if getattr(recipe, matmul) is None):
+        raise ValueError(
+            f"{missing} of {recipe.name} is straight-through, which `subtract_mean` does not support; pass Gemm() as "
+            f"`{missing}` to leave its operands unquantised"
+        )
+    for tensor in "xg":
+        choices = {matmul: cast.subtract_mean for matmul, name, cast in recipe.casts() if name == tensor}
+        if len(set(choices.values())) > 1:
+            having, lacking = sorted(choices, key=lambda matmul: not choices[matmul])
+            raise ValueError(
+                f"{tensor} of {recipe.name} has `subtract_mean` in {having} and not in {lacking}; set it in both"
+            )
 
 
 def _describe(cast: Cast | None) -> str:

@@ -265,7 +265,8 @@ class CastProblem:
     """The static description of an array and the outputs to compute from it, if possible in one pass over memory.
 
     passed_arguments: those of "multiplier", "scale", "tensor_scale", "zero" and "uniform" (random numbers) that the
-    caller passes, so that the kernel does not compute them; "group_multiplier" is a multiplier for each group.
+    caller passes, so that the kernel does not compute them; "group_multiplier" is a multiplier for each group, "mean"
+    an array that is subtracted first.
     amax: whether to return the largest finite magnitude, float32 (). column_sums: whether to return the sums over all
     dims but the last. A kernel may return None for both, and the caller computes them.
     groups: the number of groups that rows are split into, each cast as if it were an array of its own; None without
@@ -308,6 +309,8 @@ class CastArguments(NamedTuple):
     multiplier is then (1, 1) for all groups, or (groups, 1).
     offset: if x is a shard, the flat index of its first element in the whole matrix, uint32 ().
     signs: of rotations that draw them, indexed by `CastOutput.signs`; each is None or float32 (size of the rotation,).
+    mean: float32, subtracted from x in float32 before the cast. Its shape broadcasts to that of x; with groups it is
+    (groups, features), and the row of each group is subtracted from the rows of that group.
     """
 
     keys: tuple[Key | None, ...] = ()
@@ -319,14 +322,15 @@ class CastArguments(NamedTuple):
     group_sizes: jax.Array | None = None
     offset: jax.Array | None = None
     signs: tuple[jax.Array | None, ...] = ()
+    mean: jax.Array | None = None
 
     @property
     def passed(self) -> frozenset[str]:
-        """The `passed_arguments` of a CastProblem: names of passed scales, and "uniform" if `uniforms` has an array."""
+        """The `passed_arguments` of a CastProblem: names of passed scales, "mean", and "uniform" for random numbers."""
         no_scales = self.multiplier is None and self.scale is None and self.tensor_scale is None and self.zero is None
-        if no_scales and all(uniform is None for uniform in self.uniforms):
+        if no_scales and self.mean is None and all(uniform is None for uniform in self.uniforms):
             return frozenset()
-        passed = {name for name in ("scale", "tensor_scale", "zero") if getattr(self, name) is not None}
+        passed = {name for name in ("scale", "tensor_scale", "zero", "mean") if getattr(self, name) is not None}
         if self.multiplier is not None:
             passed.add("multiplier" if self.group_sizes is None or self.multiplier.size == 1 else "group_multiplier")
         return frozenset(passed | ({"uniform"} if any(u is not None for u in self.uniforms) else set()))

@@ -17,7 +17,7 @@ from scaledot.array import ScaledArray
 from scaledot.kernels.layouts import PerGroup
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
-from scaledot.numerics.cast import CastSpec, QuantizedLeaves, quantize_leaves
+from scaledot.numerics.cast import CastSpec, QuantizedLeaves, quantize_leaves, subtract_mean
 from scaledot.numerics.grouped import (
     align_groups,
     aligned_group_sizes,
@@ -25,6 +25,7 @@ from scaledot.numerics.grouped import (
     group_of,
     quantize_grouped_leaves,
     quantize_tiles_leaves,
+    rows_of_groups,
     zero_ungrouped_rows,
 )
 from scaledot.numerics.rounding import uniform_of
@@ -56,6 +57,8 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
 def _cast(problem: CastProblem, output: CastOutput, x: jax.Array, arguments: CastArguments) -> Any:
     if problem.groups is not None:
         return _cast_groups(problem, output, x, arguments)
+    if arguments.mean is not None:  # before the padding, whose elements stay 0
+        x = subtract_mean(x, arguments.mean)
     x, spec = padded(x, output.spec), output.spec
     key, uniform = arguments.key(output), arguments.uniform(output)
     if key is not None and arguments.offset is not None:
@@ -84,6 +87,8 @@ def _cast_groups(
 ) -> PerGroup | ScaledArray:
     spec, multiple = output.spec, problem.group_multiple
     assert arguments.group_sizes is not None
+    if arguments.mean is not None:  # before groups are aligned: rows of no group, and those between groups, stay 0
+        x = subtract_mean(x, rows_of_groups(arguments.mean, arguments.group_sizes, x.shape[0]))
     x, sizes = align_groups(x, arguments.group_sizes, multiple), aligned_group_sizes(arguments.group_sizes, multiple)
     key, uniform = arguments.key(output), arguments.uniform(output)
     if arguments.multiplier is not None and arguments.multiplier.size > 1:

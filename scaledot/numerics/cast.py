@@ -111,6 +111,11 @@ def prepare(spec: CastSpec, x: jax.Array, signs: jax.Array | None = None) -> jax
     return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
 
 
+def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
+    """x - mean in float32, not rounded to the dtype of x; subnormals of x and of the result are flushed."""
+    return flush(flushed_float32(x) - computed_once(mean))
+
+
 def uniforms(spec: CastSpec, x: jax.Array, key: Key | None, uniform: jax.Array | None) -> jax.Array | None:
     """The random numbers of a cast of x: one for each element, or with `eden` for each block; None without any.
 

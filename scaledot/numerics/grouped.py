@@ -75,6 +75,11 @@ def group_of(sizes: jax.Array, rows: int) -> jax.Array:
     return group_rows(sizes, rows, 0)[0]
 
 
+def rows_of_groups(values: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """For each of `rows` rows, the row of values (groups, features) of its group; zeros for rows of no group."""
+    return jnp.append(values, jnp.zeros_like(values[:1]), axis=0)[group_of(sizes, rows)]
+
+
 def first_rows(sizes: jax.Array, rows: int) -> jax.Array:
     """The first row of each group, at most rows - 1."""
     return jnp.minimum(jnp.cumsum(sizes) - sizes, rows - 1)

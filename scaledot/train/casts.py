@@ -5,6 +5,7 @@ codes, it is cast once. Its casts are one CastRequest, so that one kernel can re
 them, unless their delayed scaling differs.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Hashable
@@ -26,9 +27,10 @@ from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
 from scaledot.state import State
+from scaledot.train.means import reads_mean
 from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
-from scaledot.train.train_op import CastOperands, CastRequest, StaticArgs
+from scaledot.train.train_op import CastOperands, CastRequest, StaticArgs, TokenMeans
 from scaledot.train.weight_codes import WeightCodes
 
 # The index folded into the key of a matmul's signs; casts of operands use 0 to 5.
@@ -60,10 +62,12 @@ class OperandCaster:
         matmuls: tuple[str, ...],
         residual_gemm: str | None = None,
         column_sums: bool = False,
+        means: TokenMeans | None = None,
     ) -> CastOperands:
         """x as an operand of each matmul: quantised, or unquantised if the recipe has no cast for it.
 
-        residual_gemm: the matmul whose operand is saved as a residual. column_sums: see CastRequest.
+        residual_gemm: the matmul whose operand is saved as a residual. column_sums: see CastRequest. means: from
+        `token_means`.
         """
         if tensor in self.weight_codes:
             return self._already_cast(tensor, x, matmuls)
@@ -74,6 +78,9 @@ class OperandCaster:
         for delayed in dict.fromkeys(cast.delayed for cast in casts.values()):
             requested = {m: cast for m, cast in casts.items() if cast.delayed == delayed}
             request = self._request(tensor, requested, residual_gemm, column_sums and not results)
+            if any(cast.subtract_mean for cast in requested.values()):
+                assert means is not None
+                request = dataclasses.replace(request, mean=means.mean)
             results.append(self.op.cast(request, x, self.groups))
         operands = functools.reduce(operator.or_, (result.operands for result in results), unquantised)
         amax = next((result.amax for result in results if result.amax is not None), None)
@@ -102,14 +109,22 @@ class OperandCaster:
             tensor, resolved, keys, residual_gemm, multiplier, tensor in self.state, column_sums, kernel, signs
         )
 
-    def cast_and_save(self, tensor: str, x: jax.Array, backward: str) -> tuple[CastOperands, Any]:
+    def token_means(self, tensor: str, x: jax.Array, matmuls: tuple[str, ...]) -> TokenMeans | None:
+        """The means of x over tokens, if a term of one of these matmuls depends on them; else None."""
+        if not any(reads_mean(self.recipe, matmul, tensor) for matmul in matmuls):
+            return None
+        return self.op.token_means(tensor, x, self.groups)
+
+    def cast_and_save(
+        self, tensor: str, x: jax.Array, backward: str, means: TokenMeans | None = None
+    ) -> tuple[CastOperands, Any]:
         """The operands of fwd and of the matmul `backward`, and the one to save as a residual.
 
         If the recipe is straight-through (it has no Gemm for `backward`), the residual is the operand of fwd. The
         residual carries the checkpoint name of `options`. If both operands have equal codes, fwd uses the named array.
         """
         backward = "fwd" if getattr(self.recipe, backward) is None else backward
-        cast = self.cast(tensor, x, (backward, "fwd"), backward)
+        cast = self.cast(tensor, x, (backward, "fwd"), backward, means=means)
         residual = cast.operands[backward]
         if cast_of(self.recipe, backward, tensor) is None:
             return cast, residual

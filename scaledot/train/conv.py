@@ -35,7 +35,7 @@ from scaledot.train.flatten import FlattenedContraction
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.scope import ContractionScope
-from scaledot.train.train_op import Matmul, Operands, StaticArgs
+from scaledot.train.train_op import Matmul, MeanTerm, Operands, StaticArgs, TokenMeans
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
 
@@ -124,8 +124,11 @@ def _one_per_axis(name: str, value, spatial: int) -> tuple[int, ...]:
 def groups_reason(recipe: Recipe, groups: int, inputs: int, outputs: int) -> str | None:
     """Why a recipe does not support `groups` feature groups of `inputs` and `outputs` features each; None if it does.
 
-    Blocks and rotations along features must not straddle groups.
+    Blocks and rotations along features must not straddle groups. Means over positions are not supported: windows that
+    extend into the padding would need a term of their own.
     """
+    if recipe.mean_subtracted:
+        return f"{recipe.name} has `subtract_mean`, which convolutions do not support; use a recipe without it"
     sizes = {"x": inputs, "g": outputs}
     for _, tensor, cast in recipe.casts() if groups > 1 else ():
         if not cast.has_blocks_or_rotation:
@@ -331,6 +334,18 @@ class ConvOp(NonRaggedOp):
         spatial = "".join(c for c in dims if c not in _NON_SPATIAL[tensor])
         return ResolvedCast.on(cast, OperandDims(dims, free, contracting_dim + spatial))
 
-    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+    def token_means(self, tensor: str, x: jax.Array, groups) -> TokenMeans:
+        raise AssertionError("conv_general_dilated refuses recipes with `subtract_mean`")
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs,
+        rhs,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
         assert bias is None, "conv_general_dilated has no bias"
+        assert mean_term is None
         return getattr(self.window, matmul.name)(lhs, rhs, **matmul.keywords)

@@ -6,10 +6,12 @@ import math
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
 from scaledot.kernels.layouts import logical, stored_operand
+from scaledot.kernels.operands import LabeledScale, align_to
 from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
@@ -19,10 +21,11 @@ from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
 from scaledot.train.flatten import FlattenedContraction, flatten
+from scaledot.train.means import contract_means, token_means
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.scope import ContractionScope
-from scaledot.train.train_op import Matmul, Operands, StaticArgs
+from scaledot.train.train_op import Matmul, MeanTerm, Operands, StaticArgs, TokenMeans
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import WeightCodes, weight_operand
 
@@ -242,8 +245,30 @@ class DotOp(NonRaggedOp):
     def to_logical_layout(self, q) -> Any:
         return logical(q)
 
-    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+    def token_means(self, tensor: str, x: jax.Array, groups) -> TokenMeans:
+        labels, tokens = {"x": self.contraction.lhs, "g": self.contraction.out}[tensor], self.contraction.lhs_free
+        axes = tuple(labels.index(c) for c in tokens)
+        sums = jnp.sum(x.astype(jnp.float32), axes, keepdims=True)
+        return token_means(sums, math.prod(x.shape[axis] for axis in axes))
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs,
+        rhs,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
         logical_dims = self.contraction.for_gemm(matmul.name)
+        if mean_term is not None:
+            term = contract_means(logical_dims, mean_term, matmul.dtype)
+            if matmul.name == "wgrad" or self.has_batch:
+                y = self.multiply(matmul.unrounded, lhs, rhs, groups, bias)
+                return (y + term).astype(matmul.dtype)
+            # A row that is equal for all tokens is a bias, which kernels add to their accumulators.
+            row = align_to(LabeledScale(term, logical_dims.out), logical_dims.rhs_free)
+            bias = row if bias is None else row + bias.astype(row.dtype)
         lhs, lhs_labels = stored_operand(lhs, logical_dims.lhs)
         rhs, rhs_labels = stored_operand(rhs, logical_dims.rhs)
         return contract(

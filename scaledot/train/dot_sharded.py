@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -38,13 +39,25 @@ from scaledot.parallel.specs import (
     mesh_of,
 )
 from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
+from scaledot.parallel.transfers import own_shard
 from scaledot.programs import run_as_program
 from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
 from scaledot.state import State
 from scaledot.train.flatten import FlattenedContraction, Flattening
+from scaledot.train.means import contract_means, token_means
 from scaledot.train.options import Options
 from scaledot.train.resolved_cast import ResolvedCast
-from scaledot.train.train_op import CastOperands, CastRequest, LocalOp, Matmul, Operands, ShardCast, StaticArgs
+from scaledot.train.train_op import (
+    CastOperands,
+    CastRequest,
+    LocalOp,
+    Matmul,
+    MeanTerm,
+    Operands,
+    ShardCast,
+    StaticArgs,
+    TokenMeans,
+)
 from scaledot.train.vjp import quantised_matmul
 
 
@@ -110,7 +123,10 @@ class ShardedOp:
             request = request.on_shards(lambda cast, key: None)
         else:
             request = request.on_shards(lambda cast, key: self._uniform(cast, key, x.shape))
-        operands = self.local.cast(request, self._flattening(request.tensor).flatten(x), groups)
+        flattening = self._flattening(request.tensor)
+        if request.mean is not None:
+            request = dataclasses.replace(request, mean=flattening.flatten(request.mean))
+        operands = self.local.cast(request, flattening.flatten(x), groups)
         if operands.column_sums is None:
             return operands
         return operands._replace(column_sums=self._unflattened_bias(operands.column_sums, x))
@@ -132,8 +148,27 @@ class ShardedOp:
     def _unflattened_bias(self, db: jax.Array, g: jax.Array) -> jax.Array:
         return self.flat.bias.unflatten(db, dict(zip(self.contraction.out, g.shape, strict=True)))
 
-    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
-        """The matmul of shards with its collectives, plus a bias, rounded once."""
+    def token_means(self, tensor: str, x: jax.Array, groups) -> TokenMeans:
+        """The means over the tokens of all devices."""
+        labels, tokens = self._flattening(tensor).labels, self.contraction.lhs_free
+        sums = jnp.sum(x.astype(jnp.float32), tuple(labels.index(c) for c in tokens), keepdims=True)
+        axes = tuple(axis for c in tokens for axis in self._axes(tensor, c))
+        sums = lax.psum(sums, axes) if axes else sums
+        return token_means(sums, math.prod(dict(self.sizes)[c] for c in tokens))
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs,
+        rhs,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
+        """The matmul of shards with its collectives, plus a bias and the term of means, rounded once."""
+        if mean_term is not None:
+            y = self.multiply(matmul.unrounded, lhs, rhs, groups, bias)
+            return (y + self._mean_term(matmul, mean_term)).astype(matmul.dtype)
         plan = self.plan(matmul.name)
         ring = ring_of(plan, self.overlap)
         is_partial = accumulates_partials(plan, self.contraction.for_gemm(matmul.name), self.overlap)
@@ -154,6 +189,33 @@ class ShardedOp:
         )
         y = contract_overlapped(plan, self.contraction.for_gemm(matmul.name), lhs, rhs, multiply_shards, self.overlap)
         return y.astype(matmul.dtype)
+
+    def _mean_term(self, matmul: Matmul, term: MeanTerm) -> jax.Array:
+        """The term of means, sharded as the result of the matmul.
+
+        Each device multiplies means by its own shard of w, so that collectives transfer one row, and no weights.
+        """
+        contraction, tensors = self.contraction.for_gemm(matmul.name), GEMM_OPERANDS[matmul.name]
+        lhs, rhs = (
+            array if tensor == "w" else self._resharded(array, labels, tensor, "w")
+            for array, labels, tensor in zip(term, (contraction.lhs, contraction.rhs), tensors, strict=True)
+        )
+        result = contract_means(contraction, MeanTerm(lhs, rhs), matmul.dtype)
+        if matmul.name == "wgrad":
+            return result
+        axes = tuple(axis for c in contraction.contracting for axis in self._axes("w", c))
+        result = lax.psum(result, axes) if axes else result
+        return self._resharded(result, contraction.out, "w", _result_tensor(matmul.name))
+
+    def _resharded(self, x: jax.Array, labels: str, source: str, target: str) -> jax.Array:
+        """x, whose dims of tokens have size 1, from the sharding of one tensor to that of another."""
+        for axis, label in enumerate(labels):
+            before, after = self._axes(source, label), self._axes(target, label)
+            if label in self.contraction.lhs_free or before == after:
+                continue
+            x = lax.all_gather(x, before, axis=axis, tiled=True, to="invarying") if before else x
+            x = own_shard(x, axis, after) if after else x
+        return x
 
     def _add_bias(self, y: jax.Array, bias: jax.Array) -> jax.Array:
         axes = [self.contraction.out.index(c) for c in self.contraction.rhs_free]

@@ -18,12 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.kernels.layouts import PerGroup, logical
 from scaledot.kernels.operands import dequantized_values
 from scaledot.kernels.spec import CastOutput, CastProblem, CastResult, accumulation_dtype
 from scaledot.numerics.cast import CastSpec
-from scaledot.numerics.grouped import align_groups, aligned_group_sizes, group_of, padded_capacity, zero_ungrouped_rows
+from scaledot.numerics.grouped import (
+    align_groups,
+    aligned_group_sizes,
+    group_of,
+    padded_capacity,
+    rows_of_groups,
+    zero_ungrouped_rows,
+)
 from scaledot.numerics.rounding import fold_in_traced
 from scaledot.ops.cast_spec import checked_groups, make_cast_spec, propagate_nonfinite, with_rounding
 from scaledot.ops.casts import run_casts
@@ -33,13 +41,16 @@ from scaledot.ops.ragged import contract_groups, ragged_dot_general
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
 from scaledot.recipes import Cast, Gemm, Recipe
 from scaledot.state import State, is_per_group
+from scaledot.train.means import contract_means, token_means
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.ragged_sharded import experts_of, multiply_experts
-from scaledot.train.resolved_cast import OperandDims, ResolvedCast
+from scaledot.train.resolved_cast import OperandDims, ResolvedCast, cast_input_dtype
 from scaledot.train.scope import ContractionScope
-from scaledot.train.train_op import CastOperands, CastRequest, Matmul, Operands, StaticArgs
+from scaledot.train.train_op import CastOperands, CastRequest, Matmul, MeanTerm, Operands, StaticArgs, TokenMeans
 from scaledot.train.vjp import quantised_matmul
 from scaledot.train.weight_codes import plain_weight
+
+_TERM = Contraction("gk", "gkn", "gn")  # a mean per group by the matrix of each group
 
 
 def ragged_dot(
@@ -129,6 +140,7 @@ def _group_alignment(
         output = CastOutput(ResolvedRowCast(cast, cast.block_2d, 1, 1).spec(x.shape, x.dtype, groups), contracted=0)
         multiplier = "group_multiplier" if per_group else "multiplier"
         names = frozenset() if cast.delayed is None else frozenset({multiplier})
+        names |= {"mean"} if cast.subtract_mean else set()
         problem = CastProblem(
             x.shape, (output,), names, groups=groups, group_multiple=needed, partitioning=partitioning
         )
@@ -180,16 +192,17 @@ class ResolvedRowCast(NamedTuple):
             shape[1],
         )
         format, rotation, (row_block, feature_block) = self.cast.format, self.cast.rotation, self.block
+        input_dtype = cast_input_dtype(self.cast, dtype)
         if self.axis == 0 and row_block:
-            x = jax.ShapeDtypeStruct((rows, features), dtype)
+            x = jax.ShapeDtypeStruct((rows, features), input_dtype)
             spec = make_cast_spec(
-                x, format, (1, 0), (feature_block, row_block), "absmax", None, rotation, None, pad=True
+                x, format, (1, 0), (feature_block, row_block), "absmax", None, rotation, dtype, pad=True
             )
             spec = with_rounding(propagate_nonfinite(spec, 2), self.cast.rounding)
             return dataclasses.replace(spec, amax_axes=amax_axes)
         features += 0 if rotation is None else -features % rotation.size
-        x = jax.ShapeDtypeStruct((rows, features), dtype)
-        spec = grouped_cast_spec(x, format, (0, 1), self.block, None, rotation, None, True, amax_axes)
+        x = jax.ShapeDtypeStruct((rows, features), input_dtype)
+        spec = grouped_cast_spec(x, format, (0, 1), self.block, None, rotation, dtype, True, amax_axes)
         return with_rounding(propagate_nonfinite(spec, 2), self.cast.rounding)
 
 
@@ -279,7 +292,23 @@ class RaggedDotOp:
             return amax(x, axis=(1, 2), block=(0, 0)).reshape(-1)
         return amax_of_groups(x, groups)
 
-    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+    def token_means(self, tensor: str, x: jax.Array, groups) -> TokenMeans:
+        return token_means(self.bias_gradient(x.astype(jnp.float32), groups), groups[:, None])
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs,
+        rhs,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
+        if mean_term is not None:
+            term = contract_means(_TERM.for_gemm(matmul.name), mean_term, matmul.dtype)
+            if matmul.name == "wgrad":
+                return (self.multiply(matmul.unrounded, lhs, rhs, groups) + term).astype(matmul.dtype)
+            bias = term if bias is None else term + bias.astype(term.dtype)
         if bias is not None:
             y = self.multiply(matmul.unrounded, lhs, rhs, groups)
             return self.add_bias(y, bias.astype(y.dtype), groups).astype(matmul.dtype)
@@ -313,8 +342,7 @@ class RaggedDotOp:
         )
 
     def add_bias(self, y: jax.Array, bias: jax.Array, groups) -> jax.Array:
-        group = group_of(groups, y.shape[0])
-        return y + jnp.append(bias, jnp.zeros_like(bias[:1]), axis=0)[group]
+        return y + rows_of_groups(bias, groups, y.shape[0])
 
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         count, g = groups.shape[0], g.astype(accumulation_dtype(g.dtype))

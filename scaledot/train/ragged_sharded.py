@@ -51,7 +51,17 @@ from scaledot.programs import run_as_program
 from scaledot.recipes import Cast
 from scaledot.state import State
 from scaledot.train.options import Options
-from scaledot.train.train_op import CastOperands, CastRequest, LocalRaggedOp, Matmul, Operands, ShardCast, StaticArgs
+from scaledot.train.train_op import (
+    CastOperands,
+    CastRequest,
+    LocalRaggedOp,
+    Matmul,
+    MeanTerm,
+    Operands,
+    ShardCast,
+    StaticArgs,
+    TokenMeans,
+)
 from scaledot.train.vjp import quantised_matmul
 
 LABELS = Contraction("tk", "gkn", "tn")
@@ -259,11 +269,23 @@ class ShardedRaggedDotOp:
     def bias_gradient(self, g: jax.Array, groups) -> jax.Array:
         return self.local.bias_gradient(g, self._own(groups))
 
-    def multiply(self, matmul: Matmul, lhs, rhs, groups, bias: jax.Array | None = None) -> jax.Array:
+    def token_means(self, tensor: str, x: jax.Array, groups) -> TokenMeans:
+        return self.local.token_means(tensor, x, self._own(groups))  # a device has all rows of its groups
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs,
+        rhs,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
         axes, own = self._axes({"fwd": "k", "dgrad": "n"}.get(matmul.name, "")), self._own(groups)
         if not axes:
-            return self.local.multiply(matmul, lhs, rhs, own, bias)
-        y = lax.psum(self.local.multiply(matmul.unrounded, lhs, rhs, own), axes)
+            return self.local.multiply(matmul, lhs, rhs, own, bias, mean_term)
+        # A device's means and weights of its features give a partial term, which is reduced with the partial result.
+        y = lax.psum(self.local.multiply(matmul.unrounded, lhs, rhs, own, mean_term=mean_term), axes)
         y = y if bias is None else self.local.add_bias(y, bias.astype(y.dtype), own)
         return y.astype(matmul.dtype)
 

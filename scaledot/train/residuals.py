@@ -23,6 +23,7 @@ class Residuals(NamedTuple):
 
     x, w: the operands of wgrad and dgrad, narrow floats as Bits. unclipped_x, unclipped_w: masks of straight-through
     gradients, None for no mask. amax: of x and w under delayed scaling. primal_types: the avals of x, w and bias.
+    mean_x, plain_w: the mean of x and the unquantised w, for the terms of means in wgrad and dgrad; None without them.
     """
 
     x: Any
@@ -34,6 +35,8 @@ class Residuals(NamedTuple):
     groups: jax.Array | None
     key: jax.Array | None
     primal_types: tuple[PrimalType, PrimalType, PrimalType | None]
+    mean_x: jax.Array | None = None
+    plain_w: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks, calibrate
@@ -55,6 +56,11 @@ class OperandDims(NamedTuple):
         return self.labels.index(self.contracting[0])
 
 
+def cast_input_dtype(cast: Cast, dtype) -> np.dtype:
+    """The dtype that a cast of an array of `dtype` starts from: differences to a mean are float32."""
+    return np.dtype(np.float32 if cast.subtract_mean else dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class ResolvedCast:
     """A cast for the dims of one tensor: equal ResolvedCasts of a tensor give equal codes.
@@ -80,9 +86,12 @@ class ResolvedCast:
         rotation, sizes = self.cast.rotation, list(shape)
         if rotation is not None and self.rotated_axis is not None:
             sizes[self.rotated_axis] += -sizes[self.rotated_axis] % rotation.size
-        x, block = jax.ShapeDtypeStruct(sizes, dtype), tuple(self.block[a] for a in self.axes)
+        x, block = (
+            jax.ShapeDtypeStruct(sizes, cast_input_dtype(self.cast, dtype)),
+            tuple(self.block[a] for a in self.axes),
+        )
         spec = make_cast_spec(
-            x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, None, pad=True
+            x, self.cast.format, self.axes, block, self.cast.calibration, None, rotation, dtype, pad=True
         )
         spec = with_rounding(propagate_nonfinite(spec, x.ndim), self.cast.rounding)
         return dataclasses.replace(spec, amax_axes=checked_amax_axes(spec, amax_axes))

@@ -80,6 +80,7 @@ class CastRequest:
       keys: for each resolved cast, the key of its stochastic rounding, or None.
       residual_gemm: the matmul whose operand is saved as a residual.
       multiplier: the quantisation multiplier of delayed scaling, () or (groups,).
+      mean: of the tensor over its tokens, float32, if the casts subtract it; else None.
       amax, column_sums: whether to compute the amax of the tensor, and its sums over all dims but those of the bias.
       signs: for each resolved cast, the signs of its rotation if they are drawn in each step, else None.
       uniforms: random numbers in [0, 1) that replace `keys` for shards that `offset` and `row_length` cannot describe.
@@ -100,6 +101,7 @@ class CastRequest:
     amax_axes: dict[Any, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     offset: jax.Array | None = None
     row_length: int | None = None
+    mean: jax.Array | None = None
 
     @property
     def distinct(self) -> list[Any]:
@@ -111,7 +113,9 @@ class CastRequest:
         uniforms = tuple(self.uniforms.get(resolved) for resolved in self.distinct)
         keys = tuple(self.keys[resolved] for resolved in self.distinct)
         signs = tuple(self.signs.get(resolved) for resolved in self.distinct)
-        return CastArguments(keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset, signs=signs)
+        return CastArguments(
+            keys, uniforms, multiplier, group_sizes=group_sizes, offset=self.offset, signs=signs, mean=self.mean
+        )
 
     @property
     def is_stochastic(self) -> bool:
@@ -144,7 +148,8 @@ class CastRequest:
     @property
     def requantized(self) -> "CastRequest | None":
         """The request for the casts of the dequantised operand of fwd; None if there are none."""
-        return self._of({m: cast for m, cast in self.resolved.items() if _is_requantized(cast)})
+        again = self._of({m: cast for m, cast in self.resolved.items() if _is_requantized(cast)})
+        return None if again is None else dataclasses.replace(again, mean=None)  # fwd has subtracted it
 
     @property
     def direct(self) -> "CastRequest":
@@ -177,6 +182,26 @@ class CastOperands(NamedTuple):
     operands: dict[str, Any]
     amax: jax.Array | None = None
     column_sums: jax.Array | None = None
+
+
+class TokenMeans(NamedTuple):
+    """The sums and means of x or g over all tokens, float32.
+
+    Dims of tokens have size 1; of rows in groups, there is a row for each group, (groups, features).
+    """
+
+    sum: jax.Array
+    mean: jax.Array
+
+
+class MeanTerm(NamedTuple):
+    """The operands of the term that means add to a matmul; see `scaledot.train.means`.
+
+    lhs: the mean of x in fwd and wgrad, of g in dgrad. rhs: the unquantised w in fwd and dgrad, the sums of g in wgrad.
+    """
+
+    lhs: jax.Array
+    rhs: jax.Array
 
 
 class TrainOp(Protocol):
@@ -216,8 +241,20 @@ class TrainOp(Protocol):
         """The largest finite magnitude of x, without rows that belong to no group, or of each group, float32 (G,)."""
         ...
 
-    def multiply(self, matmul: Matmul, lhs: Any, rhs: Any, groups, bias: jax.Array | None = None) -> jax.Array:
-        """The matmul of two operands, plus a bias in fwd, rounded once to `matmul.dtype`."""
+    def token_means(self, tensor: str, x: jax.Array, groups: jax.Array | None) -> TokenMeans:
+        """The means of x or g over all tokens, for each batch index and feature, or for each group and feature."""
+        ...
+
+    def multiply(
+        self,
+        matmul: Matmul,
+        lhs: Any,
+        rhs: Any,
+        groups,
+        bias: jax.Array | None = None,
+        mean_term: MeanTerm | None = None,
+    ) -> jax.Array:
+        """The matmul of two operands, plus a bias in fwd and the term of means, rounded once to `matmul.dtype`."""
         ...
 
     def bias_gradient(self, g: jax.Array, groups: jax.Array | None) -> jax.Array:

@@ -8,7 +8,7 @@
 
 Residuals of the differentiated forward pass are the operands x of wgrad and w of dgrad (codes, or the array if the
 recipe does not cast it), masks of unclipped elements for straight-through gradients, the state and amaxes of delayed
-scaling, the group sizes and the key.
+scaling, the group sizes and the key. Under mean subtraction (see `means`) they include the mean of x, and w itself.
 
 Both casts of a tensor start from the full-precision tensor; equal casts are computed once. The gradient of the `state`
 of delayed scaling is the next state (see `scaledot.state`). A `TrainOp` casts and multiplies the operands.
@@ -30,6 +30,7 @@ from scaledot.parallel.types import PrimalType, has_explicit_axes, varying
 from scaledot.programs import program, run_as_program
 from scaledot.state import AmaxHistory, State
 from scaledot.train.casts import OperandCaster, check_key
+from scaledot.train.means import has_mean_term
 from scaledot.train.residuals import (
     BATCHED_GEMM_NAME,
     GEMM_NAME,
@@ -38,7 +39,7 @@ from scaledot.train.residuals import (
     forbid_second_derivative,
     from_bits,
 )
-from scaledot.train.train_op import Matmul, Operands, StaticArgs
+from scaledot.train.train_op import Matmul, MeanTerm, Operands, StaticArgs, TokenMeans
 from scaledot.train.weight_codes import WeightCodes
 
 
@@ -69,13 +70,18 @@ def _quantised_matmul(
 ) -> tuple[jax.Array, State]:
     """The forward matmul without residuals."""
     caster = OperandCaster(static, operands.groups, state, key, weight_codes)
-    x, w = (caster.cast(tensor, a, ("fwd",)).operands["fwd"] for tensor, a in (("x", operands.x), ("w", operands.w)))
-    return _fwd_matmul(static, operands, x, w), state
+    means = caster.token_means("x", operands.x, ("fwd",))
+    x = caster.cast("x", operands.x, ("fwd",), means=means).operands["fwd"]
+    w = caster.cast("w", operands.w, ("fwd",)).operands["fwd"]
+    return _fwd_matmul(static, operands, x, w, means), state
 
 
-def _fwd_matmul(static: StaticArgs, operands: Operands, x, w) -> jax.Array:
+def _fwd_matmul(static: StaticArgs, operands: Operands, x, w, means: TokenMeans | None) -> jax.Array:
     matmul = Matmul.of("fwd", static.options.dtype, static.options, static.options.out_sharding)
-    return static.op.multiply(matmul, x, w, operands.groups, operands.bias)
+    term = None
+    if means is not None and has_mean_term(static.options.recipe, "fwd"):
+        term = MeanTerm(means.mean, operands.w)
+    return static.op.multiply(matmul, x, w, operands.groups, operands.bias, term)
 
 
 def _forward(
@@ -84,12 +90,15 @@ def _forward(
     check_key(static.options.recipe, key, static.options.recipe.stochastic)
     operands = forbid_second_derivative(operands)
     caster = OperandCaster(static, operands.groups, state, key, weight_codes)
-    x, saved_x = caster.cast_and_save("x", operands.x, "wgrad")
+    means = caster.token_means("x", operands.x, ("fwd", "wgrad"))
+    if means is not None:
+        means = means._replace(mean=checkpoint_name(means.mean, static.options.residual_name))
+    x, saved_x = caster.cast_and_save("x", operands.x, "wgrad", means)
     w, saved_w = caster.cast_and_save("w", operands.w, "dgrad")
     unclipped_x = caster.unclipped_mask("dgrad", "x", operands.x, x.operands["fwd"])
     unclipped_w = caster.unclipped_mask("wgrad", "w", operands.w, w.operands["fwd"])
     name = BATCHED_GEMM_NAME if static.op.has_batch else GEMM_NAME
-    y = checkpoint_name(_fwd_matmul(static, operands, x.operands["fwd"], w.operands["fwd"]), name)
+    y = checkpoint_name(_fwd_matmul(static, operands, x.operands["fwd"], w.operands["fwd"], means), name)
     bias_type = None if operands.bias is None else PrimalType.of(operands.bias)
     primal_types = PrimalType.of(operands.x), PrimalType.of(operands.w), bias_type
     tensors = (("x", operands.x, x), ("w", operands.w, w))
@@ -97,6 +106,10 @@ def _forward(
     residuals = Residuals(
         as_bits(saved_x), as_bits(saved_w), unclipped_x, unclipped_w, state, amaxes, operands.groups, key, primal_types
     )
+    if means is not None and has_mean_term(static.options.recipe, "wgrad"):
+        residuals = residuals._replace(mean_x=means.mean)
+    if has_mean_term(static.options.recipe, "dgrad"):  # w is a parameter, which is in memory anyway
+        residuals = residuals._replace(plain_w=operands.w)
     return (y, state), residuals
 
 
@@ -106,9 +119,11 @@ def _backward(static: StaticArgs, residuals: Residuals, cotangents: tuple[jax.Ar
     groups, (x_type, w_type, bias_type) = residuals.groups, residuals.primal_types
     caster = OperandCaster(static, groups, residuals.state, residuals.key)
     x, w = from_bits(residuals.x), from_bits(residuals.w)
-    cast_g = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_type is not None)
-    dx = _gradient(static, "dgrad", cast_g.operands["dgrad"], w, groups, x_type, residuals.unclipped_x)
-    dw = _gradient(static, "wgrad", x, cast_g.operands["wgrad"], groups, w_type, residuals.unclipped_w)
+    means = caster.token_means("g", g, ("dgrad", "wgrad"))
+    cast_g = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_type is not None, means=means)
+    dgrad_term, wgrad_term = _gradient_terms(residuals, means)
+    dx = _gradient(static, "dgrad", cast_g.operands["dgrad"], w, groups, x_type, residuals.unclipped_x, dgrad_term)
+    dw = _gradient(static, "wgrad", x, cast_g.operands["wgrad"], groups, w_type, residuals.unclipped_w, wgrad_term)
     db = None if bias_type is None else _as_primal(caster.bias_gradient(g, cast_g), bias_type)
     amaxes = residuals.amax | ({"g": caster.amax("g", g, cast_g)} if "g" in residuals.state else {})
     state = _next_state(static, residuals.state, amaxes, later_state)
@@ -118,12 +133,28 @@ def _backward(static: StaticArgs, residuals: Residuals, cotangents: tuple[jax.Ar
 _quantised_matmul.defvjp(_forward, _backward)
 
 
+def _gradient_terms(residuals: Residuals, means: TokenMeans | None) -> tuple[MeanTerm | None, MeanTerm | None]:
+    """The terms that means add to dgrad and wgrad. means: those of g."""
+    if means is None:
+        return None, None
+    dgrad = None if residuals.plain_w is None else MeanTerm(means.mean, residuals.plain_w)
+    return dgrad, None if residuals.mean_x is None else MeanTerm(residuals.mean_x, means.sum)
+
+
 def _gradient(
-    static: StaticArgs, name: str, lhs, rhs, groups, primal: PrimalType, unclipped_mask: jax.Array | None
+    static: StaticArgs,
+    name: str,
+    lhs,
+    rhs,
+    groups,
+    primal: PrimalType,
+    unclipped_mask: jax.Array | None,
+    mean_term: MeanTerm | None,
 ) -> jax.Array:
     """dgrad or wgrad with the aval of `primal`; zero where the forward cast clipped."""
     sharding = primal.aval.sharding if has_explicit_axes(primal.aval.sharding) else None
-    result = static.op.multiply(Matmul.of(name, primal.aval.dtype, static.options, sharding), lhs, rhs, groups)
+    matmul = Matmul.of(name, primal.aval.dtype, static.options, sharding)
+    result = static.op.multiply(matmul, lhs, rhs, groups, mean_term=mean_term)
     if result.shape != primal.aval.shape:
         # An operand padded to a multiple of the Hadamard size has a padded gradient.
         result = result[tuple(slice(size) for size in primal.aval.shape)]

@@ -4,7 +4,8 @@ With 16-bit activations and no recipe, the parameter is dequantised to its dtype
 
 A recipe's casts have no derivative, so its contraction is a custom_vjp, as in training: fwd multiplies the cast of x by
 w, and dgrad the cast of the gradient by w. w is a constant: there is no wgrad, and w is the only residual. Casts with a
-rotation, which w would need as well, are left out; recipes with delayed scaling do not get here.
+rotation, which w would need as well, are left out, as are those that subtract a mean, whose term needs the unquantised
+w; recipes with delayed scaling do not get here.
 """
 
 from collections.abc import Sequence
@@ -42,9 +43,9 @@ def contract_scaled(eqn: JaxprEqn, choice: Choice, values: Sequence[Any], key: A
 
 
 def _activation_cast(gemm: Gemm | None) -> Cast | None:
-    """The cast of x in fwd, or of the gradient in dgrad; None if w would have to share its rotation."""
+    """The cast of x in fwd, or of the gradient in dgrad; None if w would have to share its rotation, or be plain."""
     cast = gemm and gemm.lhs
-    return None if cast is None or cast.rotation else cast
+    return None if cast is None or cast.rotation or cast.subtract_mean else cast
 
 
 def _contracted(eqn: JaxprEqn, choice: Choice, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
