@@ -77,7 +77,7 @@ def test_held_out_windows_are_spread_over_the_split_without_overlap():
 
 def test_the_blocks_have_about_20_million_parameters():
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), Config()))
-    linears = [block[name].size for block in shapes["blocks"] for name in model.LINEARS]
+    linears = [shapes["blocks"][name].size for name in model.LINEARS]
     assert sum(linears) == 6 * 512 * (1536 + 512 + 3072 + 1536)
 
 

@@ -1,10 +1,13 @@
 """A byte-level decoder in plain JAX: pre-norm blocks with four linear layers each (qkv, out, gate_up, down).
 
-Parameters are a dict of float32 arrays, activations are bfloat16. The linear layers of a block multiply under the
-block's recipe, which quantises float32 weights, or in bfloat16. Embedding and head are always bfloat16.
+Parameters are a dict of float32 arrays, those of blocks stacked, activations are bfloat16. The linear layers of a block
+multiply under the block's recipe, which quantises float32 weights, or in bfloat16. Embedding and head are always
+bfloat16.
 """
 
 import functools
+import itertools
+import operator
 from typing import Any
 
 import jax
@@ -29,7 +32,7 @@ def shapes(config: Config) -> dict[str, tuple[int, int]]:
 def init(key: jax.Array, config: Config) -> Params:
     """Returns normal weights of variance 1 / inputs, smaller where a layer writes to the residual stream."""
     key, embedding, head = jax.random.split(key, 3)
-    blocks = [_init_block(k, config) for k in jax.random.split(key, config.blocks)]
+    blocks = jax.vmap(functools.partial(_init_block, config=config))(jax.random.split(key, config.blocks))
     return {
         "embedding": jax.random.normal(embedding, (VOCABULARY, config.width)),
         "blocks": blocks,
@@ -52,13 +55,17 @@ def logits(params: Params, tokens: jax.Array, key: jax.Array, recipes: Recipes, 
     # A matmul with one-hot rows, because the gradient of a lookup is a scatter-add, whose order varies on a GPU.
     one_hot = jax.nn.one_hot(tokens, VOCABULARY, dtype=jnp.bfloat16)
     x = one_hot @ params["embedding"].astype(jnp.bfloat16)
-    for index, (weights, recipe) in enumerate(zip(params["blocks"], recipes, strict=True)):
-        x = block(weights, x, jax.random.fold_in(key, index), recipe=recipe, heads=config.heads)
+    keys, first = jax.random.split(key, config.blocks), 0
+    for recipe, same in itertools.groupby(recipes):  # a scan compiles equal blocks once
+        part = slice(first, first + len(list(same)))
+        apply = functools.partial(block, recipe=recipe, heads=config.heads)
+        inputs = jax.tree.map(operator.itemgetter(part), (params["blocks"], keys))
+        x, _ = jax.lax.scan(lambda x, inputs, apply=apply: (apply(inputs[0], x, inputs[1]), None), x, inputs)
+        first = part.stop
     head = params["head"].astype(jnp.bfloat16)
     return jnp.matmul(normalised(x, params["norm"]), head, preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "heads"))  # traced once for all blocks with the same recipe
 def block(weights: Params, x: jax.Array, key: jax.Array, *, recipe: Recipe | None, heads: int) -> jax.Array:
     """Returns x (batch, tokens, width) after attention and SwiGLU."""
 

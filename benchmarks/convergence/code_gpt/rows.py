@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.convergence.code_gpt.config import Config, digest
-from scaledot.formats import FORMATS, row_of
-from scaledot.recipes import NVFP4, UNQUANTISED, Cast, Gemm, Recipe, find_recipe
+from scaledot.formats import FORMATS, Format, row_of
+from scaledot.numerics.hadamard import Hadamard
+from scaledot.recipes import GEMM_OPERANDS, NVFP4, UNQUANTISED, Cast, Gemm, Recipe, find_recipe
 
 BASELINE, REFERENCE = "bf16", "nvfp4"  # gaps are differences to the first, and are compared with that of the second
 
@@ -80,7 +81,57 @@ NVFP4_FORWARD = Recipe("nvfp4_forward", NVFP4.fwd, Gemm(), Gemm())
 NVFP4_1X16_FORWARD = Recipe("nvfp4_1x16_forward", NVFP4_1X16.fwd, Gemm(), Gemm())
 NVFP4_BACKWARD = dataclasses.replace(NVFP4, name="nvfp4_backward", fwd=Gemm())
 
+
+def _searched(format: str, **fields) -> Format:
+    return dataclasses.replace(FORMATS[format], name=f"{format}_search", search="scales", scale_max=256.0, **fields)
+
+
+def _eden(format: Format, **fields) -> Cast:
+    return Cast(format, rounding="ms_eden", rotation=Hadamard(128, mask=None), **fields)
+
+
+def _with_means(name: str, recipe: Recipe) -> Recipe:
+    """The recipe with the means of x and g subtracted."""
+
+    def gemm(matmul: str, operands: Gemm) -> Gemm:
+        casts = zip(GEMM_OPERANDS[matmul], (operands.lhs, operands.rhs), strict=True)
+        return Gemm(
+            *(c if c is None or tensor == "w" else dataclasses.replace(c, subtract_mean=True) for tensor, c in casts)
+        )
+
+    return Recipe(name, *(gemm(matmul, getattr(recipe, matmul)) for matmul in GEMM_OPERANDS))
+
+
+def _recipe(name: str, forward: Cast, eden: Cast, again: bool = False) -> Recipe:
+    """One cast of x and w in fwd and one of both operands of dgrad and wgrad. again: cast x and w from those of fwd."""
+    saved = dataclasses.replace(eden, requantized=again)
+    return Recipe(name, Gemm(forward, forward), Gemm(eden, saved), Gemm(saved, eden))
+
+
+_S = Cast(_searched("nvfp4"))
+_EDEN = _eden(dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_eden", target=6 * (16 / 17) / 0.93, scale_max=256.0))
+_EDEN_S = _eden(_searched("nvfp4"))
+SEARCH_SR = dataclasses.replace(NVFP4, name="search_sr", fwd=Gemm(_S, _S), dgrad=Gemm(_G, _S))
+SEARCH_EDEN = _recipe("search_eden", _S, _EDEN)
+SEARCH_EDEN_S = _recipe("search_eden_search", _S, _EDEN_S)
+SEARCH_EDEN_S_AGAIN = _recipe("search_eden_search_again", _S, _EDEN_S, again=True)
+INT_S, INT_EDEN_S = Cast(_searched("nvint4")), _eden(_searched("nvint4"))
+UNIFORM = _recipe("uniform", INT_S, INT_EDEN_S)
+_INT_R = dataclasses.replace(INT_S, rotation=Hadamard())
+UNIFORM_ROTATED = _recipe("uniform_rotated", _INT_R, INT_EDEN_S)
+
 ROWS = (
+    Row("quartet_ii", "quartet_ii"),
+    Row("search, sr", SEARCH_SR),
+    Row("search, eden", SEARCH_EDEN),
+    Row("search, eden search", SEARCH_EDEN_S),
+    Row("search, eden search again", SEARCH_EDEN_S_AGAIN),
+    Row("search, eden search, mean", _with_means("mean", SEARCH_EDEN_S)),
+    Row("nvfp4, mean", _with_means("nvfp4_mean", NVFP4)),
+    Row("search, eden search, last block mxfp8", SEARCH_EDEN_S, last="mxfp8"),
+    Row("search forward only", Recipe("search_forward", Gemm(_S, _S), Gemm(), Gemm())),
+    Row("uniform search, eden search", UNIFORM),
+    Row("uniform search rotated, eden search", UNIFORM_ROTATED),
     Row("bf16"),
     Row("unquantised", UNQUANTISED),
     Row("mxfp8", "mxfp8"),

@@ -103,7 +103,7 @@ def optimiser(config: Config) -> optax.GradientTransformation:
 
 
 def _are_matrices(params: model.Params) -> Any:
-    return jax.tree.map(lambda p: p.ndim == 2, params)
+    return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # compiled once for all rows
