@@ -44,8 +44,9 @@ def run_casts(
 
 def _check_rounding(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> None:
     """Raises for stochastic rounding of a format whose searched scales saturate elements."""
-    searched = [output.spec.format.name for output in outputs if output.spec.format.search == "scales"]
-    if searched and arguments.scale is None and any(output.is_stochastic for output in outputs):
+    rounds_codes = (output.spec for output in outputs if output.is_stochastic and not output.spec.eden)
+    searched = [spec.format.name for spec in rounds_codes if spec.format.search == "scales"]
+    if searched and arguments.scale is None:
         raise ValueError(
             f"`rounding` 'stochastic' of {searched[0]} would be biased: its searched scales saturate the largest "
             "elements; use 'nearest', or a format without `search`"
