@@ -102,7 +102,7 @@ def prepare(spec: CastSpec, x: jax.Array) -> jax.Array:
 
 def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
     """x - mean in float32, not rounded to the dtype of x; subnormals of x and of the result are flushed."""
-    return flush(flushed_float32(x) - computed_once(mean))
+    return flush(flushed_float32(x) - mean)
 
 
 def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> QuantizedLeaves:
