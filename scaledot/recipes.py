@@ -326,19 +326,15 @@ class Recipe:
 
 def _check_means(recipe: Recipe) -> None:
     """Raises ValueError unless `subtract_mean` is set for x or g only, and alike in both matmuls that quantise it."""
-    subtracted = recipe.mean_subtracted
-    if not subtracted:
+    if not recipe.mean_subtracted:
         return
-    for matmul, tensor, cast in recipe.casts():
-        if tensor == "w" and cast.subtract_mean:
-            raise ValueError(
-                f"w of {matmul} of {recipe.name} has `subtract_mean`, but w has no tokens to average over; set it for "
-                "x or g"
-            )
-    for missing in (matmul for matmul in ("dgrad", "wgrad") if getattr(recipe, matmul) is None):
+    if any(tensor == "w" for _, tensor in recipe.mean_subtracted):
+        raise ValueError(f"w of {recipe.name} has `subtract_mean`, but w has no tokens to average; set it for x or g")
+    missing = [matmul for matmul in ("dgrad", "wgrad") if getattr(recipe, matmul) is None]
+    if missing:
         raise ValueError(
-            f"{missing} of {recipe.name} is straight-through, which `subtract_mean` does not support; pass Gemm() as "
-            f"`{missing}` to leave its operands unquantised"
+            f"{missing[0]} of {recipe.name} is straight-through, which `subtract_mean` does not support; pass Gemm() "
+            f"as `{missing[0]}` to leave its operands unquantised"
         )
     for tensor in "xg":
         choices = {matmul: cast.subtract_mean for matmul, name, cast in recipe.casts() if name == tensor}

@@ -113,7 +113,7 @@ def prepare(spec: CastSpec, x: jax.Array, signs: jax.Array | None = None) -> jax
 
 def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
     """x - mean in float32, not rounded to the dtype of x; subnormals of x and of the result are flushed."""
-    return flush(flushed_float32(x) - computed_once(mean))
+    return flush(flushed_float32(x) - mean)
 
 
 def uniforms(spec: CastSpec, x: jax.Array, key: Key | None, uniform: jax.Array | None) -> jax.Array | None:

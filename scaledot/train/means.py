@@ -27,7 +27,7 @@ import numpy as np
 
 from scaledot.contraction import Contraction
 from scaledot.kernels.spec import accumulation_dtype
-from scaledot.numerics.bits import divide
+from scaledot.numerics.bits import computed_once, divide
 from scaledot.ops.operands import contract
 from scaledot.recipes import GEMM_OPERANDS, Recipe
 from scaledot.train.train_op import MeanTerm, TokenMeans
@@ -45,7 +45,8 @@ def reads_mean(recipe: Recipe, matmul: str, tensor: str) -> bool:
 
 def token_means(sums: jax.Array, count: int | jax.Array) -> TokenMeans:
     """The means for float32 sums over `count` tokens, which broadcasts to them; zeros for no tokens."""
-    return TokenMeans(sums, divide(sums, jnp.maximum(jnp.asarray(count, jnp.float32), np.float32(1))))
+    means = divide(sums, jnp.maximum(jnp.asarray(count, jnp.float32), np.float32(1)))
+    return TokenMeans(sums, computed_once(means))
 
 
 def contract_means(contraction: Contraction, term: MeanTerm, dtype) -> jax.Array:
