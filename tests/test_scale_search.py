@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
-from reference import assert_one_rounding
+from reference import assert_one_rounding, decoded
 
 import scaledot as sd
 
@@ -21,8 +21,10 @@ CASES = {  # format, its grids in numpy, whether scales are searched
     "nvfp4 scales 256": (replace(NVFP4, search="scales", scale_max=256.0), ("e2m1",), True),
     "nvint4": (sd.FORMATS["nvint4"], ("uniform",), False),
     "nvint4 scales": (replace(sd.FORMATS["nvint4"], search="scales"), ("uniform",), True),
+    "if4": (sd.FORMATS["if4"], ("e2m1", "uniform"), False),
+    "if4 scales": (replace(sd.FORMATS["if4"], search="scales"), ("e2m1", "uniform"), True),
 }
-STEPS = ["nvfp4 scales", "nvint4"]
+STEPS = ["nvfp4 scales", "nvint4", "if4"]
 each_case = pytest.mark.parametrize(("format", "grids", "search"), CASES.values(), ids=list(CASES))
 
 
@@ -56,11 +58,7 @@ def assert_equals_numpy(q: sd.ScaledArray, expected: independent.Quantized, bloc
     scale = np.asarray(q.scale).astype(np.float64)
     np.testing.assert_array_equal(independent.per_element(scale, block, q.shape), expected.scale)
     np.testing.assert_array_equal(np.asarray(q.tensor_scale, np.float64), expected.tensor_scale)
-    np.testing.assert_array_equal(codes_of(q), expected.codes)
-
-
-def codes_of(q: sd.ScaledArray) -> np.ndarray:
-    return np.asarray(q.data).astype(np.float64)
+    np.testing.assert_array_equal(decoded(q), expected.codes)
 
 
 @each_case
