@@ -194,7 +194,7 @@ class Format:
 
     @property
     def largest_code(self) -> float:
-        """The largest magnitude of a code; with `bound` "half", half a step more. With `grids`, the smaller one."""
+        """The largest code; with `bound` "half", half a step more. With `grids`, that of the grid where it is smaller."""
         if self.grids is not None:
             return min(grid.largest_code for grid in self.grid_formats)
         if self.codebook is not None:

@@ -177,7 +177,7 @@ def quantize_nvfp4(x, block, uniform, search, guard):
 
 
 class Grid(NamedTuple):
-    """The codes of a 4-bit element: their largest magnitude, rounding, and the E4M3 scales tried for them.
+    """The codes of a 4-bit element: the largest one, rounding to them, and the E4M3 scales tried for them.
 
     Offsets are in E4M3 codes from the abs-max scale, in the order in which candidates are compared.
     """

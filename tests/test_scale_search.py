@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from data import normal
 from reference import assert_one_rounding, decoded
+from tables import params_of
 
 import scaledot as sd
 from scaledot import checkpoint
@@ -26,7 +27,7 @@ CASES = {  # format, its grids in numpy, whether scales are searched
     "if4": (sd.FORMATS["if4"], ("e2m1", "uniform"), False),
     "if4 scales": (replace(sd.FORMATS["if4"], search="scales"), ("e2m1", "uniform"), True),
 }
-STEPS = ["nvfp4 scales", "nvint4", "if4"]
+STEPS = params_of(("nvfp4 scales", "nvint4", "if4", "if4 scales"), ("nvfp4 scales", "if4 scales"))  # compile for long
 each_case = pytest.mark.parametrize(("format", "grids", "search"), CASES.values(), ids=list(CASES))
 
 
@@ -78,7 +79,7 @@ def test_a_training_step_multiplies_the_values_of_numpy(name):
     format, grids, search = CASES[name]
     along, square = sd.Cast(format), sd.Cast(format, (16, 16))
     recipe = sd.Recipe(name, sd.Gemm(along, square), sd.Gemm(along, square), sd.Gemm(along, along))
-    x, w, g = normal(0, (32, 48)), normal(1, (48, 64), spread=0.1), normal(2, (32, 64), spread=1e-3)
+    x, w, g = (normal(seed, (32, 32), spread=spread) for seed, spread in enumerate((1.0, 0.1, 1e-3)))
     y, vjp = jax.vjp(lambda x, w: sd.train.dense(x, w, recipe=recipe), x, w)
     dx, dw = vjp(g)
 
@@ -91,7 +92,7 @@ def test_a_training_step_multiplies_the_values_of_numpy(name):
         (dw, "mk,mn->kn", values(x, (16, 1)), values(g, (16, 1))),
     ):
         magnitude = np.einsum(text, np.abs(lhs), np.abs(rhs))
-        assert_one_rounding(result, np.einsum(text, lhs, rhs), magnitude, 64)
+        assert_one_rounding(result, np.einsum(text, lhs, rhs), magnitude, 32)
 
 
 def block_errors(x, format, **options) -> np.ndarray:
@@ -101,33 +102,22 @@ def block_errors(x, format, **options) -> np.ndarray:
     return np.sqrt(np.square(in_blocks[0]).sum(-1)) / np.maximum(np.abs(in_blocks[1]).max(-1), 1e-30)
 
 
-@pytest.mark.parametrize(
-    ("format", "others"),
-    [
-        (replace(NVFP4, search="scales"), [NVFP4]),
-        (sd.FORMATS["if4"], [NVFP4, sd.FORMATS["nvint4"]]),
-    ],
-    ids=["nvfp4 scales", "if4"],
-)
-def test_the_error_of_a_block_is_never_larger_than_that_of_one_candidate(format, others):
+def test_a_block_of_if4_has_the_smaller_error_of_both_grids():
     x = np.random.default_rng(0).standard_t(3, (48, 96)).astype(np.float32)
     tensor_scale = np.float32(np.abs(x).max() / 2688)
-    error = block_errors(x, format, tensor_scale=tensor_scale)
+    either, *both = (block_errors(x, name, tensor_scale=tensor_scale) for name in ("if4", "nvfp4", "nvint4"))
     # The errors of 16 elements are rounded to multiples of 2^-11 code, which is at most a fourth of the amax (code 4).
     tolerance = 2 * 4 * 2.0**-12 / 4
-    for other in others:
-        assert np.all(error <= block_errors(x, other, tensor_scale=tensor_scale) + tolerance)
-    assert np.any(error < block_errors(x, others[0], tensor_scale=tensor_scale) - tolerance)
+    np.testing.assert_allclose(either, np.minimum(*both), rtol=0, atol=tolerance)
 
 
 def test_stochastic_rounding_of_if4_keeps_the_grid_and_is_unbiased():
     x = normal(0, (32, 64))
     guarded = replace(sd.FORMATS["if4"], guard=True)  # so that no element saturates
     nearest = sd.quantize(x, guarded)
-    keys = jax.random.split(jax.random.key(0), 256)
-    draws = jax.vmap(lambda key: sd.quantize(x, guarded, rounding="stochastic", key=key))(keys)
-    np.testing.assert_array_equal(draws.scale, np.broadcast_to(nearest.scale, draws.scale.shape))
-    values = np.asarray(jax.vmap(sd.dequantize)(draws), np.float64)
+    draws = [sd.quantize(x, guarded, rounding="stochastic", key=jax.random.key(seed)) for seed in range(256)]
+    np.testing.assert_array_equal(draws[0].scale, nearest.scale)
+    values = np.stack([sd.dequantize(draw) for draw in draws]).astype(np.float64)
     # The step around a code is at most 2 scales. The mean of 256 draws is within 5 standard deviations of x.
     scale = np.abs(np.repeat(np.asarray(nearest.scale).astype(np.float64), 16, axis=1)) * float(nearest.tensor_scale)
     assert np.all(np.abs(values.mean(0) - np.asarray(x)) <= 5 * scale / np.sqrt(256))
@@ -170,9 +160,9 @@ def test_a_saturated_block_keeps_the_largest_scale():
     np.testing.assert_array_equal(q.scale.astype(jnp.float32), [448.0])
 
 
-@pytest.mark.parametrize("format", [CASES["nvfp4 scales"][0], sd.FORMATS["if4"]], ids=["nvfp4 scales", "if4"])
-def test_ragged_casts_are_those_of_each_group(format):
-    x = DATA["magnitudes"][:, :32]
+@pytest.mark.parametrize("name", params_of(("nvfp4 scales", "if4"), ("nvfp4 scales",)))
+def test_ragged_casts_are_those_of_each_group(name):
+    format, x = CASES[name][0], DATA["magnitudes"][:, :32]
     q = sd.quantize_grouped(x, jnp.array([16, 0, 16, 16]), format)
     groups = [sd.dequantize(sd.quantize(group, format)) for group in np.split(x, 3)]
     np.testing.assert_array_equal(sd.dequantize(q), np.concatenate(groups))
