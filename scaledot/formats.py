@@ -194,7 +194,7 @@ class Format:
 
     @property
     def largest_code(self) -> float:
-        """The largest code; with `bound` "half", half a step more. With `grids`, that of the grid where it is smaller."""
+        """The largest code; with `bound` "half", half a step more; with `grids`, the smaller one of both."""
         if self.grids is not None:
             return min(grid.largest_code for grid in self.grid_formats)
         if self.codebook is not None:

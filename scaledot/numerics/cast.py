@@ -221,12 +221,11 @@ def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) 
     `scales_for` computes scales from amaxes and a Candidate.
     """
     x = jnp.where(jnp.isfinite(x), x, np.float32(0))
-    errors = (
-        (each, _candidate_error(spec, x, amax, scales_for(amax, each), each)) for each in candidates_of(spec.format)
-    )
-    first, least = next(errors)
+    first, *others = candidates_of(spec.format)
+    least = _candidate_error(spec, x, amax, scales_for(amax, first), first)
     chosen = Candidate(*(jnp.full(amax.shape, value, jnp.int32) for value in first))
-    for candidate, error in errors:  # unrolled: a scan compiles in half the time, but reads x once per candidate
+    for candidate in others:  # unrolled: a scan compiles in half the time, but reads x once per candidate
+        error = _candidate_error(spec, x, amax, scales_for(amax, candidate), candidate)
         is_less = error < least
         chosen = Candidate(*(jnp.where(is_less, np.int32(a), b) for a, b in zip(candidate, chosen, strict=True)))
         least = jnp.minimum(least, error)
@@ -234,7 +233,10 @@ def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) 
 
 
 def _candidate_error(spec: CastSpec, x, amax, scales: Scales, candidate: Candidate) -> jax.Array:
-    """The squared error of each block of finite x, relative to the tensor scale; infinite for unfit candidates."""
+    """The squared error of each block of finite x, relative to the tensor scale.
+
+    It is infinite for a scale that saturates the amax by more than `LARGEST_ERROR` codes, which would overflow int32.
+    """
     grid = spec.format.grid_formats[candidate.grid]
     sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
     squares = squared_error(_scaled(spec, x, scales), grid, fraction_bits(math.prod(b or size for size, b in sizes)))
