@@ -117,6 +117,9 @@ class Format:
     codebook: sorted dequantised values that unsigned codes index.
     bound: "full" maps the amax of an integer format to its largest code, 2^(b-1) - 1, and "half" to 1/2 more; of
         unsigned codes the largest is 2^b - 1.
+    grids: dtype names of two 4-bit elements, of which each block uses the one with the smaller squared error. `element`
+        is "uint4": codes are the raw bits (two's complement for int4). The sign bit of the E4M3 block scale is set if
+        the block uses the second element; the scale is the magnitude.
     two_level: E4M3 block scales are relative to one float32 scale per tensor (`tensor_scale`).
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
@@ -143,6 +146,7 @@ class Format:
     target: float | None = None
     scale_max: float = 448.0
     quirks: Quirks = Quirks()
+    grids: tuple[str, str] | None = None
 
     def __post_init__(self):
         if isinstance(self.block, int):
@@ -156,7 +160,14 @@ class Format:
     @property
     def is_unsigned(self) -> bool:
         """Whether codes are unsigned integers that are values, not indices; negative elements are encoded as 0."""
-        return self.element.startswith("uint") and self.codebook is None
+        return self.element.startswith("uint") and self.codebook is None and self.grids is None
+
+    @property
+    def grid_formats(self) -> "tuple[Format, ...]":
+        """The format with each of its `grids` as the element; itself if it has one element only."""
+        if self.grids is None:
+            return (self,)
+        return tuple(dataclasses.replace(self, element=element, grids=None) for element in self.grids)
 
     @property
     def is_float(self) -> bool:
@@ -183,7 +194,9 @@ class Format:
 
     @property
     def largest_code(self) -> float:
-        """The magnitude of the largest code; with `bound` "half", half a step more."""
+        """The magnitude of the largest code; with `bound` "half", half a step more; with `grids`, the smaller one of both."""
+        if self.grids is not None:
+            return min(grid.largest_code for grid in self.grid_formats)
         if self.codebook is not None:
             return max(abs(v) for v in self.codebook)
         if not self.is_float:
@@ -198,6 +211,8 @@ class Format:
     @property
     def mantissa_bits(self) -> int:
         """Explicit mantissa bits of a float element; of other elements, the bits below the leading one of `max`."""
+        if self.grids is not None:
+            return max(grid.mantissa_bits for grid in self.grid_formats)
         return int(ml_dtypes.finfo(self.element_dtype).nmant) if self.is_float else self.emax
 
     @property
@@ -266,6 +281,7 @@ _ROWS = (
     _mx("mxfp4", "float4_e2m1fn", "even"),
     _two_level("nvfp4", "float4_e2m1fn"),
     _two_level("nvint4", "int4"),
+    dataclasses.replace(_two_level("if4", "uint4"), grids=("float4_e2m1fn", "int4")),
     *(_integer(bits) for bits in (8, 7, 6, 5, 4, 3, 2)),
     Format("nf4", "uint4", block=(64,), rule="amax_over_f", codebook=NF4_CODEBOOK),
 )

@@ -374,7 +374,7 @@ def _cast_from_dict(fields: Mapping[str, Any]) -> Cast:
 def _format_from_dict(value: str | Mapping[str, Any]) -> Format:
     if isinstance(value, str):
         return find_format(value)
-    parsers: dict[str, Any] = {"block": tuple, "codebook": tuple, "quirks": _from_fields(Quirks)}
+    parsers: dict[str, Any] = {"block": tuple, "codebook": tuple, "grids": tuple, "quirks": _from_fields(Quirks)}
     _check_keys("format", value, [f.name for f in dataclasses.fields(Format)])
     fields: dict[str, Any] = {k: parsers[k](v) if k in parsers and v is not None else v for k, v in value.items()}
     return Format(**fields)

@@ -54,8 +54,8 @@ class Quantized(NamedTuple):
 
     @property
     def values(self):
-        """The dequantised values, still rotated if there was a rotation."""
-        return self.codes * self.scale * self.tensor_scale
+        """The dequantised values, still rotated if there was a rotation; the sign of a scale only names a grid."""
+        return self.codes * np.abs(self.scale) * self.tensor_scale
 
 
 # Elements and rounding.
@@ -200,7 +200,7 @@ def corrected(x, q, tensor_multiplier, block, group, uniform):
 
 
 class Grid(NamedTuple):
-    """The codes of a 4-bit element: their largest magnitude, rounding, and the E4M3 scales tried for them.
+    """The codes of a 4-bit element: the largest one, rounding to them, and the E4M3 scales tried for them.
 
     Offsets are in E4M3 codes from the abs-max scale, in the order in which candidates are compared.
     """
@@ -233,7 +233,7 @@ def quantize_searched(x, block, grids, scale_max=448, search=True) -> Quantized:
         relative = block_amaxes * (tensor_multiplier * f32(1 / grid.largest))
         code = np.searchsorted(E4M3_VALUES, round_float(relative, E4M3))
         for offset in grid.offsets if search else (0,):
-            floor = 1 if search else 0
+            floor = 1 if search or len(grids) > 1 else 0
             tried = np.where(block_amaxes == 0, 0, np.clip(np.maximum(code, floor) + offset, floor, 126))
             value = E4M3_VALUES[tried]
             multiplier = np.minimum(f32(1) / flush(value * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)

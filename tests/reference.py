@@ -5,6 +5,8 @@ import numpy as np
 
 import scaledot as sd
 
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
 
 def exact(x):
     """The dequantised values of an operand, in float64, computed by numpy; a rotation is not undone.
@@ -13,17 +15,23 @@ def exact(x):
     """
     if not isinstance(x, sd.ScaledArray):
         return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
-    values = _decoded(np.asarray(x.data), x.format)
+    values = decoded(x)
     if x.zero is not None:
         values = values - _repeated(np.asarray(x.zero), x)
-    values = values * _repeated(np.asarray(x.scale), x)
+    values = values * np.abs(_repeated(np.asarray(x.scale), x))  # the sign of a scale only names a grid
     if x.tensor_scale is not None:
         level = np.asarray(x.tensor_scale, np.float64)
         values = values * level.reshape(level.shape + (1,) * (values.ndim - level.ndim))
     return values
 
 
-def _decoded(codes: np.ndarray, format: sd.Format) -> np.ndarray:
+def decoded(x: sd.ScaledArray) -> np.ndarray:
+    """The decoded codes, without scales, in float64; with `grids`, by the sign of the block scale."""
+    codes, format = np.asarray(x.data), x.format
+    if format.grids is not None:
+        raw = codes.astype(np.uint8)
+        is_integer = np.signbit(_repeated(np.asarray(x.scale), x))
+        return np.where(is_integer, (raw.astype(np.int8) ^ 8) - 8, _E2M1[raw])
     if format.codebook is not None:
         return np.asarray(format.codebook, np.float32)[codes.astype(np.int64)].astype(np.float64)
     return (codes.view(format.element_dtype) if format.is_float else codes).astype(np.float64)

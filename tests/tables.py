@@ -10,7 +10,8 @@ import scaledot as sd
 from scaledot.recipes import RECIPES
 
 # Other integer widths differ from int8 and int4 in a constant, E5M2 and MXFP6 from E4M3 and MXFP8 in the element type,
-# whose codes test_encode tests exhaustively; MXFP4 has the scales of MXFP8 and the elements of NVFP4.
+# whose codes test_encode tests exhaustively; MXFP4 has the scales of MXFP8 and the elements of NVFP4, and
+# nvint4 has the scales of NVFP4 and the elements of int4.
 EXHAUSTIVE_ONLY_FORMATS = (
     "int7",
     "int6",
@@ -22,6 +23,7 @@ EXHAUSTIVE_ONLY_FORMATS = (
     "mxfp6_e2m3",
     "mxfp6_e3m2",
     "mxfp4",
+    "nvint4",
 )
 EXHAUSTIVE_ONLY_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
 

@@ -57,6 +57,7 @@ TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-
     ("nvfp4 stochastic", FORMATS["nvfp4"], SR, 17.25, 17.38, 17.44),
     ("nvfp4 stochastic guard", replace(FORMATS["nvfp4"], guard=True), SR, 16.28, 16.05, 15.68),
     ("nvint4", FORMATS["nvint4"], {}, 21.28, 19.78, 18.83),
+    ("if4", FORMATS["if4"], {}, 22.11, 21.55, 21.41),
     ("nf4", FORMATS["nf4"], {}, 20.72, 19.70, 18.17),
     ("int4 block32", FORMATS["int4"], {"block": 32}, 20.27, 18.35, 16.81),
     ("int4 block128", FORMATS["int4"], {"block": 128}, 18.63, 15.93, 12.97),

@@ -27,6 +27,7 @@ VALUES = {
     "search": (None, "four_over_six", "scales"),
     "target": (None, 4.0),
     "scale_max": (448.0, 256.0),
+    "grids": (None, ("float4_e2m1fn", "int4")),
     "quirks": (),  # see QUIRKS
 }
 QUIRKS = {

@@ -168,7 +168,7 @@ def test_a_closed_output_pipe_is_no_error(words, capsys, monkeypatch):
 
 FORMAT_KEYS = {
     *("name", "element", "scale", "block", "rule", "pow2", "codebook", "bound", "two_level", "guard", "search"),
-    *("target", "scale_max", "quirks", "bits", "bits_per_element", "max", "code_dtype", "rules"),
+    *("target", "scale_max", "grids", "quirks", "bits", "bits_per_element", "max", "code_dtype", "rules"),
 }
 
 

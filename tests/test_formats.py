@@ -11,7 +11,7 @@ import scaledot as sd
 from scaledot import format_variants
 from scaledot.formats import rules_of
 
-NAMES = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvint4"]
+NAMES = ["fp8_e4m3", "fp8_e5m2", "mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4", "nvint4", "if4"]
 NAMES += ["int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"]
 
 
@@ -31,6 +31,7 @@ def test_names_of_the_table():
         ("int4", 4, 7, 2),
         ("int3", 3, 3, 1),
         ("nf4", 4, 1, 0),
+        ("if4", 4, 6, 2),
     ],
 )
 def test_bits_maximum_and_exponent_of_elements(name, bits, largest, emax):
@@ -40,7 +41,15 @@ def test_bits_maximum_and_exponent_of_elements(name, bits, largest, emax):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("mxfp8", 8.25), ("nvfp4", 4.5), ("nvint4", 4.5), ("nf4", 4.5), ("fp8_e4m3", 8.0), ("mxfp6_e2m3", 6.25)],
+    [
+        ("mxfp8", 8.25),
+        ("nvfp4", 4.5),
+        ("nvint4", 4.5),
+        ("if4", 4.5),
+        ("nf4", 4.5),
+        ("fp8_e4m3", 8.0),
+        ("mxfp6_e2m3", 6.25),
+    ],
 )
 def test_bits_per_element_include_the_scale(name, expected):
     assert sd.FORMATS[name].bits_per_element == expected

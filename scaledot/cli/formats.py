@@ -62,6 +62,8 @@ def _details(format: Format) -> list[tuple[str, str]]:
     rows.append(("scale rules", ", ".join(rules_of(format))))
     if format.is_integer or format.is_unsigned:
         rows.append(("codes", f"{format.integer_range[0]} to {format.integer_range[1]}"))
+    if format.grids is not None:
+        rows.append(("grids", f"{' or '.join(format.grids)}, by the sign of the block scale"))
     if format.codebook is not None:
         rows.append(("codebook", ", ".join(f"{value:.4g}" for value in format.codebook)))
     return [(f"  {title}", value) for title, value in rows]

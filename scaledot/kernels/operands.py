@@ -17,8 +17,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
-from scaledot.numerics.cast import QuantizedLeaves, dequantize_values
-from scaledot.numerics.encode import decode
+from scaledot.numerics.cast import QuantizedLeaves, decode_blocks, dequantize_values
 from scaledot.numerics.scale import scale_values, with_trailing_axes
 
 Tiles = dict[str, int]  # label -> elements of a tile along it
@@ -59,7 +58,7 @@ def block_scaled_values(q: ScaledArray, dtype) -> jax.Array:
 
 
 def _decode(q: ScaledArray) -> jax.Array:
-    values = decode(widen_int4(q).data, q.format)
+    values = decode_blocks(widen_int4(q).data, q.scale, q.format, q.block)
     if q.zero is None:
         return values
     return values - blocks.repeat_scale(q.zero.astype(jnp.float32), values.shape, q.block)

@@ -6,7 +6,7 @@ so that eager calls and calls under a user's jit run the same arithmetic.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from scaledot.numerics.encode import decode, encode, encode_affine, narrow
 from scaledot.numerics.hadamard import Hadamard, rotate, unrotate
 from scaledot.numerics.rounding import Key, flushed_float32, round_to, uniform_of
 from scaledot.numerics.scale import (
+    Candidate,
     Scales,
+    is_second_grid,
     scale_values,
     scales_from_multiplier,
     scales_from_stored,
@@ -30,7 +32,7 @@ from scaledot.numerics.scale import (
     with_nan,
     zero_point,
 )
-from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, fraction_bits, squared_error
+from scaledot.numerics.scale_search import LARGEST_ERROR, candidates_of, fraction_bits, squared_error
 
 # Candidates that multiply amax. Those of calibration "mse" are in descending order, so that a tie clips least.
 _MSE_CANDIDATES = np.linspace(1.0, 0.2, 41, dtype=np.float32)
@@ -128,12 +130,12 @@ def uniforms(spec: CastSpec, x: jax.Array, key: Key | None, uniform: jax.Array |
 
 def cast(spec: CastSpec, x: jax.Array, scales: Scales, uniform: jax.Array | None) -> QuantizedLeaves:
     """Quantises an array from `prepare` with the given scales; uniform: from `uniforms`."""
+    grid = _second_grid_mask(scales.scale, spec.format, x.shape, spec.block)
     scaled = _scaled(spec, x, scales)
-    codes, scale = encode(scaled, spec.format, None if spec.eden else uniform), scales.scale
+    codes, scale = encode(scaled, spec.format, None if spec.eden else uniform, grid), scales.scale
     if spec.eden and uniform is not None:
-        group = _rotated_group(spec, x.ndim)
-        values = decode(codes, spec.format)
-        scale = eden.corrected_scale(scaled, values, scale, blocks.expand(spec.block, x.ndim), group, uniform)
+        block, group = blocks.expand(spec.block, x.ndim), _rotated_group(spec, x.ndim)
+        scale = eden.corrected_scale(scaled, decode(codes, spec.format, grid), scale, block, group, uniform)
     return QuantizedLeaves(codes, scale, scales.tensor_scale, None)
 
 
@@ -145,11 +147,20 @@ def _rotated_group(spec: CastSpec, ndim: int) -> blocks.Block:
     return tuple(group)
 
 
+def decode_blocks(codes: jax.Array, scale: jax.Array, format: Format, block: blocks.Block) -> jax.Array:
+    """Decodes codes to float32, without scales; with `grids`, the sign of the block scale says in which."""
+    return decode(codes, format, _second_grid_mask(scale, format, codes.shape, block))
+
+
+def _second_grid_mask(scale: jax.Array, format: Format, shape: tuple[int, ...], block: blocks.Block) -> Any:
+    return None if format.grids is None else blocks.repeat_scale(is_second_grid(scale), shape, block)
+
+
 def dequantize_values(
     leaves: QuantizedLeaves, format: Format, block: blocks.Block, rotation: Hadamard | None
 ) -> jax.Array:
     """The dequantised values in float32; subnormals are flushed to 0 on every backend."""
-    values = decode(leaves.data, format)
+    values = decode_blocks(leaves.data, leaves.scale, format, block)
     if format.quirks.unsigned_zero:
         values = jnp.where(values == 0, np.float32(0), values)
     if leaves.zero is not None:
@@ -178,14 +189,14 @@ def calibrated_scales(spec: CastSpec, x: jax.Array, tensor_scale=None, tensor_am
     if spec.format.two_level and tensor_scale is None:
         tensor_amax = all_reduce_max(tensor_amax_of(amax), spec.amax_axes)
 
-    def scales_for(magnitude: jax.Array, offset=None) -> Scales:
-        return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax, offset)
+    def scales_for(magnitude: jax.Array, candidate: Candidate | None = None) -> Scales:
+        return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax, candidate)
 
     if spec.calibration.method == "mse":
         amax = _search(spec, x, amax, scales_for, _MSE_CANDIDATES)
     if spec.format.search == "four_over_six":
         amax = _search(spec, x, amax, scales_for, _FOUR_OVER_SIX_CANDIDATES)
-    is_searched = spec.format.search == "scales"
+    is_searched = spec.format.search == "scales" or spec.format.grids is not None
     scales = _searched_scales(spec, x, amax, scales_for) if is_searched else scales_for(amax)
     return scales if is_nonfinite is None else with_nan(scales, is_nonfinite)
 
@@ -241,30 +252,34 @@ def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.
 
 
 def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) -> Scales:
-    """The scales, among those that `scale_search` lists, that give each block the smallest squared error.
+    """The scales, among those of `candidates_of`, that give each block the smallest squared error.
 
-    `scales_for` computes scales from amaxes and the differences of their E4M3 codes from the abs-max scales.
+    `scales_for` computes scales from amaxes and a Candidate.
     """
     x = jnp.where(jnp.isfinite(x), x, np.float32(0))
-    sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
-    bits = fraction_bits(math.prod(b or size for size, b in sizes))
-    limit = np.float32(spec.format.largest_code + LARGEST_ERROR)
-
-    def error_of(offset) -> jax.Array:
-        scales = scales_for(amax, offset)
-        squares = squared_error(_scaled(spec, x, scales), spec.format, bits)
-        scale = scales.scale.astype(jnp.float32)
-        error = calibrate.block_sum(squares, spec.block).astype(jnp.float32) * (scale * scale)
-        is_in_range = _scaled(dataclasses.replace(spec, block=()), amax, scales) <= limit
-        return jnp.where(is_in_range, error, np.float32(np.inf))
-
-    first, *others = OFFSETS[spec.format.element]
-    least, chosen = error_of(first), jnp.full(amax.shape, first, jnp.int32)
-    for offset in others:  # unrolled: a scan compiles in half the time, but reads x once per candidate
-        error = error_of(offset)
-        chosen = jnp.where(error < least, np.int32(offset), chosen)
+    first, *others = candidates_of(spec.format)
+    least = _candidate_error(spec, x, amax, scales_for(amax, first), first)
+    chosen = Candidate(*(jnp.full(amax.shape, value, jnp.int32) for value in first))
+    for candidate in others:  # unrolled: a scan compiles in half the time, but reads x once per candidate
+        error = _candidate_error(spec, x, amax, scales_for(amax, candidate), candidate)
+        is_less = error < least
+        chosen = Candidate(*(jnp.where(is_less, np.int32(a), b) for a, b in zip(candidate, chosen, strict=True)))
         least = jnp.minimum(least, error)
     return scales_for(amax, chosen)
+
+
+def _candidate_error(spec: CastSpec, x, amax, scales: Scales, candidate: Candidate) -> jax.Array:
+    """The squared error of each block of finite x, relative to the tensor scale.
+
+    It is infinite for a scale that saturates the amax by more than `LARGEST_ERROR` codes, which would overflow int32.
+    """
+    grid = spec.format.grid_formats[candidate.grid]
+    sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
+    squares = squared_error(_scaled(spec, x, scales), grid, fraction_bits(math.prod(b or size for size, b in sizes)))
+    scale = scales.scale.astype(jnp.float32)
+    error = calibrate.block_sum(squares, spec.block).astype(jnp.float32) * (scale * scale)
+    is_in_range = _scaled(dataclasses.replace(spec, block=()), amax, scales) <= grid.largest_code + LARGEST_ERROR
+    return jnp.where(is_in_range, error, np.float32(np.inf))
 
 
 def _scaled(spec: CastSpec, x: jax.Array, scales: Scales) -> jax.Array:

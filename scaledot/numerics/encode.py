@@ -18,12 +18,18 @@ from scaledot.numerics.bits import INFINITY, MAGNITUDE, SIGN, bits_of, float_of
 from scaledot.numerics.rounding import round_integer, round_nonnegative, round_to, round_to_uint32
 
 
-def encode(x: jax.Array, format: Format, uniform: jax.Array | None = None) -> jax.Array:
+def encode(
+    x: jax.Array, format: Format, uniform: jax.Array | None = None, in_second_grid: jax.Array | None = None
+) -> jax.Array:
     """Rounds scaled values x to codes: to nearest even, or stochastically with `uniform` numbers in [0, 1).
 
     In a codebook, a value halfway between two entries is rounded to the lower one. NaN is encoded as NaN in 8-bit
-    floats and as 0 in every other element.
+    floats and as 0 in every other element. `in_second_grid` is a mask for formats with `grids`.
     """
+    if format.grids is not None:
+        assert in_second_grid is not None, f"codes of {format.name} depend on the sign of their scales"
+        first, second = (widen(encode(x, grid, uniform)) for grid in format.grid_formats)
+        return narrow(jnp.where(in_second_grid, second, first).astype(jnp.uint8), format.code_dtype)
     if format.is_float:
         return _encode_float(x, format, uniform)
     if format.codebook is not None:
@@ -48,13 +54,25 @@ def encode_affine(x, zero, format: Format, input_dtype, uniform: jax.Array | Non
     return narrow(jnp.clip(codes, -half, half - 1).astype(jnp.int8), format.code_dtype)
 
 
-def decode(codes: jax.Array, format: Format) -> jax.Array:
-    """Decodes codes to float32, without scales."""
+def decode(codes: jax.Array, format: Format, in_second_grid: jax.Array | None = None) -> jax.Array:
+    """Decodes codes to float32, without scales. `in_second_grid` is a mask for formats with `grids`."""
+    if format.grids is not None:
+        assert in_second_grid is not None, f"codes of {format.name} depend on the sign of their scales"
+        first, second = (_decode_raw(widen(codes), grid) for grid in format.grid_formats)
+        return jnp.where(in_second_grid, second, first)
     if format.codebook is not None:
         return _look_up(widen(codes), format.codebook)
     if not format.is_float or format.bits >= 8:
         return codes.astype(jnp.float32)
     return decode_float(widen(codes), format)
+
+
+def _decode_raw(bits: jax.Array, format: Format) -> jax.Array:
+    """Decodes the raw bits of floats or of integers in two's complement."""
+    if format.is_float:
+        return decode_float(bits, format)
+    sign = np.int32(1 << (format.bits - 1))
+    return ((bits.astype(jnp.int32) ^ sign) - sign).astype(jnp.float32)
 
 
 def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -71,12 +89,14 @@ def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def widen(codes: jax.Array) -> jax.Array:
-    """The raw bits of unsigned or 4-bit float codes as uint32.
+    """The raw bits of unsigned, int4 or 4-bit float codes as uint32.
 
     Without the barrier, XLA:CPU of jax 0.12 fails to compile a bitcast of a slice of 4-bit floats, as in a scan.
     """
     if codes.dtype == jnp.float4_e2m1fn:
         codes = lax.bitcast_convert_type(lax.optimization_barrier(codes), jnp.uint4)
+    if codes.dtype == jnp.int4:
+        return (codes.astype(jnp.int8) & 15).astype(jnp.uint32)
     return codes.astype(jnp.uint8).astype(jnp.uint32)
 
 

@@ -10,7 +10,7 @@ round(x * multiplier).
 
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,29 @@ class Scales(NamedTuple):
     divisor: jax.Array | None = None
 
 
-def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_amax=None, offset=None) -> Scales:
+class Candidate(NamedTuple):
+    """An E4M3 scale that a search tries: integers, or int32 arrays with one entry per block.
+
+    offset: added to the E4M3 code of the abs-max scale. grid: the index of the element in `Format.grids`, else 0.
+    """
+
+    offset: int | jax.Array = 0
+    grid: int | jax.Array = 0
+
+
+def scales_of(
+    amax: jax.Array,
+    format: Format,
+    dtype,
+    tensor_scale=None,
+    tensor_amax=None,
+    candidate: Candidate | None = None,
+) -> Scales:
     """Scales of blocks with the given `amax`, in its shape.
 
     A two-level format needs a `tensor_scale`, or the `tensor_amax` to compute it from: scalars, or one entry per index
-    of the leading axes. `dtype` is that of the array that is quantised. `offset` is added to the codes of E4M3 scales.
+    of the leading axes. `dtype` is that of the array that is quantised. `candidate` selects E4M3 scales other than
+    those of the amax.
     """
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
@@ -52,7 +70,7 @@ def scales_of(amax: jax.Array, format: Format, dtype, tensor_scale=None, tensor_
         # The reciprocal of code 254 (2^127) is subnormal. Rules round amax / F up to that power only if F < 4.
         return _e8m0_scales(e8m0_code(amax, format), two_multipliers=format.max < 4)
     if format.scale == "float8_e4m3fn":
-        return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax, offset)
+        return _e4m3_scales(amax, format, dtype, tensor_scale, tensor_amax, candidate)
     return _float_scales(amax, format, dtype)
 
 
@@ -87,7 +105,7 @@ def scales_from_stored(scale: jax.Array, format: Format, tensor_scale=None) -> S
     if format.scale == "float8_e8m0fnu":
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
         return _e8m0_scales(code, two_multipliers=True)
-    value = scale.astype(jnp.float32)
+    value = _magnitude(scale, format)
     if tensor_scale is not None:
         value = value * with_trailing_axes(tensor_scale, value.ndim)
     if format.quirks.divide:
@@ -107,11 +125,21 @@ def scale_values(scale: jax.Array, tensor_scale: jax.Array | None, format: Forma
         code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
         first, second = bits.power_of_two_multipliers(code - 127)
         return jnp.where(code == 255, np.float32(np.nan), first), second
-    value = scale.astype(jnp.float32)
+    value = _magnitude(scale, format)
     if tensor_scale is None:
         return (value,)
     second = with_trailing_axes(tensor_scale, scale.ndim)
     return (value * second,) if format.quirks.scales_first else (value, second)
+
+
+def _magnitude(scale: jax.Array, format: Format) -> jax.Array:
+    value = scale.astype(jnp.float32)
+    return value if format.grids is None else jnp.abs(value)
+
+
+def is_second_grid(scale: jax.Array) -> jax.Array:
+    """A mask of the blocks of a format with `grids` that use the second one: those with a negative scale."""
+    return bits.bits_of(bits.computed_once(scale.astype(jnp.float32))) >> 31 == 1
 
 
 def zero_point(low: jax.Array, high: jax.Array, format: Format, dtype) -> tuple[Scales, jax.Array]:
@@ -206,13 +234,14 @@ def _e8m0_scales(code: jax.Array, two_multipliers: bool) -> Scales:
     return Scales(scale, None, (bits.power_of_two(127 - code),))
 
 
-def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax, offset) -> Scales:
-    largest = np.float32(format.max)
+def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax, candidate: Candidate | None) -> Scales:
+    grids = [grid.max for grid in format.grid_formats]
+    largest, reciprocal = (_of_grid(each, candidate) for each in (grids, [1 / largest for largest in grids]))
     multiplier, stored_tensor_scale = tensor_level(format, dtype, tensor_scale, tensor_amax)
     tensor_multiplier = with_trailing_axes(multiplier, amax.ndim)
     tensor_scale = with_trailing_axes(stored_tensor_scale, amax.ndim)
     if format.rule == "multiply":
-        relative = amax * (tensor_multiplier * np.float32(1 / format.max))
+        relative = amax * (tensor_multiplier * reciprocal)
     elif format.rule == "divide_multiply":
         relative = divide(amax, largest) * tensor_multiplier
     elif format.rule == "divide_divide":
@@ -223,9 +252,17 @@ def _e4m3_scales(amax, format: Format, dtype, tensor_scale, tensor_amax, offset)
         relative = tensor_multiplier * round_to(divide(amax, largest), dtype)
     if format.guard:
         relative = relative * _GUARD
-    stored, value = _e4m3_scale(relative, amax, format, offset)
+    stored, value = _e4m3_scale(relative, amax, format, candidate)
     multipliers, divisor = _e4m3_cast(value, tensor_multiplier, tensor_scale, format)
     return Scales(stored, stored_tensor_scale if format.two_level else None, multipliers, divisor)
+
+
+def _of_grid(values: list[float], candidate: Candidate | None) -> Any:
+    """The value of the candidate's grid, in float32."""
+    grid = 0 if candidate is None else candidate.grid
+    if isinstance(grid, int):
+        return np.float32(values[grid])
+    return jnp.where(grid == 1, np.float32(values[-1]), np.float32(values[0]))
 
 
 def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.Array, jax.Array]:
@@ -248,17 +285,23 @@ def tensor_level(format: Format, dtype, tensor_scale, tensor_amax) -> tuple[jax.
     return jnp.where(is_empty, ONE, multiplier), jnp.where(is_empty, ONE, scale)
 
 
-def _e4m3_scale(relative: jax.Array, amax: jax.Array, format: Format, offset) -> tuple[jax.Array, jax.Array]:
-    """Rounds block scales, relative to the tensor scale, to E4M3; returns them as E4M3 and as float32."""
+def _e4m3_scale(
+    relative: jax.Array, amax: jax.Array, format: Format, candidate: Candidate | None
+) -> tuple[jax.Array, jax.Array]:
+    """Rounds block scales, relative to the tensor scale, to E4M3; returns what is stored, and magnitudes in float32."""
     if format.quirks.least_scale:
         relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
     stored = encode(relative, FORMATS["fp8_e4m3"])
-    if offset is not None:
-        stored = _e4m3_neighbour(stored, offset, amax != 0)
+    if candidate is not None:
+        stored = _e4m3_neighbour(stored, candidate.offset, amax != 0)
     if format.quirks.empty_scale is not None:
         is_empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
         stored = jnp.where(is_empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
-    return stored, stored.astype(jnp.float32)
+    value = stored.astype(jnp.float32)
+    if format.grids is not None and candidate is not None:
+        sign = jnp.asarray(candidate.grid, jnp.uint8) << 7
+        stored = lax.bitcast_convert_type(lax.bitcast_convert_type(stored, jnp.uint8) | sign, stored.dtype)
+    return stored, value
 
 
 def _e4m3_neighbour(scale: jax.Array, offset, where: jax.Array) -> jax.Array:

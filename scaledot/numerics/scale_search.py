@@ -1,4 +1,4 @@
-"""Which E4M3 block scales a search tries, and the squared error that it compares.
+"""Which E4M3 block scales and grids a search tries, and the squared error that it compares.
 
 A search tries the scale that maps the block amax to `Format.max` first, then neighbours of it, given as differences of
 E4M3 codes (8 codes are a factor of 2). A smaller scale saturates the largest elements and rounds the others finer; a
@@ -18,6 +18,7 @@ import numpy as np
 from scaledot.formats import Format
 from scaledot.numerics.encode import round_to_element
 from scaledot.numerics.rounding import round_integer
+from scaledot.numerics.scale import Candidate
 
 # For each element, differences of E4M3 codes from the abs-max scale, by distance: the first of equal errors is kept.
 # SNR on N(0,1) of 1×16 and 16×16 blocks, in dB, by number of candidates, from a sweep over -8 to 10:
@@ -29,6 +30,13 @@ OFFSETS: dict[str, tuple[int, ...]] = {
 }
 # A candidate that saturates an element by more is not considered, which bounds the squares.
 LARGEST_ERROR = 4  # units of a code
+
+
+def candidates_of(format: Format) -> list[Candidate]:
+    """The scales to try, in each grid of the format; of equal errors the first is kept."""
+    grids = enumerate(grid.element for grid in format.grid_formats)
+    offsets = OFFSETS if format.search == "scales" else dict.fromkeys(OFFSETS, (0,))
+    return [Candidate(offset, index) for index, element in grids for offset in offsets[element]]
 
 
 def fraction_bits(elements: int) -> int:

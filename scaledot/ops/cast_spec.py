@@ -90,10 +90,10 @@ def checked_amax_axes(spec: CastSpec, axes) -> tuple[str, ...]:
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if axes and spec.calibration.method != "absmax":
         raise ValueError(f"`amax_axes` {axes} are for calibration 'absmax', not {spec.calibration.method!r}")
-    if axes and 0 in spec.block and spec.format.search is not None:
+    if axes and 0 in spec.block and (spec.format.search or spec.format.grids):
         raise ValueError(
-            f"`search` {spec.format.search!r} of {spec.format.name} adds up the error of a block on one device, but "
-            f"`amax_axes` {axes} shard blocks of {spec.block}; use blocks of a fixed size"
+            f"{spec.format.name} compares errors of blocks, which must be on one device, but `amax_axes` {axes} shard "
+            f"blocks of {spec.block}; use blocks of a fixed size"
         )
     return axes
 
@@ -197,6 +197,8 @@ def _checked_format(format: Format, rule: str | None) -> Format:
     _check_search(format)
     if (format.is_integer or format.is_unsigned) and not 2 <= format.bits <= 8:
         raise ValueError(f"`element` {format.element!r} of {format.name} is not known; integers have 2 to 8 bits")
+    if format.grids is not None:
+        _check_grids(format, format.grids)
     if format.codebook is not None:
         _check_codebook(format, format.codebook)
     if format.bound not in ("full", "half"):
@@ -223,10 +225,24 @@ def _check_search(format: Format) -> None:
         )
     if format.search == "four_over_six" and format.element != "float4_e2m1fn":
         raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
-    if format.search == "scales" and (format.scale != "float8_e4m3fn" or format.element not in OFFSETS):
+    elements = format.grids or (format.element,)
+    if format.search == "scales" and (format.scale != "float8_e4m3fn" or not set(elements) <= set(OFFSETS)):
         raise ValueError(
             f"`search` 'scales' is for float8_e4m3fn block scales of {' or '.join(OFFSETS)} elements; {format.name} "
             f"has {format.scale} scales of {format.element}"
+        )
+
+
+def _check_grids(format: Format, grids: tuple[str, ...]) -> None:
+    if len(grids) != 2 or not set(grids) <= set(OFFSETS) or format.element != "uint4":
+        raise ValueError(
+            f"`grids` {grids} of {format.name} must be two of {', '.join(OFFSETS)}, with uint4 codes, not "
+            f"{format.element}"
+        )
+    if format.scale != "float8_e4m3fn" or format.codebook is not None or format.target is not None:
+        raise ValueError(
+            f"`grids` of {format.name} need float8_e4m3fn block scales, whose sign says which grid a block uses, not "
+            f"{format.scale}, and neither `codebook` nor `target`"
         )
 
 
@@ -239,7 +255,8 @@ def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
 
 def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
     parsed = calibrate.parse(text)
-    if format.search == "scales" and parsed != calibrate.Calibration("absmax"):
+    is_searched = format.search == "scales" or format.grids is not None
+    if is_searched and parsed != calibrate.Calibration("absmax"):
         raise ValueError(f"`calibration` {text!r} has no effect on {format.name}, whose scales are searched; drop it")
     if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):
         raise ValueError(

@@ -290,10 +290,11 @@ def grouped_cast_spec(x, format, axis, block, rule, rotation, dtype, pad: bool, 
     """The CastSpec of a call of `quantize_grouped`; its block has two entries, rows and columns."""
     spec = make_cast_spec(x, format, axis, block, "absmax", rule, rotation, dtype, pad=True)
     row_block, column_block = blocks.expand(spec.block, 2)
-    if spec.format.search is not None and row_block != 1:
+    if (spec.format.search or spec.format.grids) and row_block != 1:
+        field = f"`search` {spec.format.search!r}" if spec.format.search else f"`grids` {spec.format.grids}"
         raise ValueError(
-            f"`search` {spec.format.search!r} of {spec.format.name} is not supported for blocks across grouped rows; "
-            f"use blocks of one row, not {row_block}"
+            f"{field} of {spec.format.name} is not supported for blocks across grouped rows; use blocks of one row, "
+            f"not {row_block}"
         )
     if not pad:
         blocks.check_divides(x.shape[1:], (column_block,))

@@ -117,6 +117,8 @@ SEARCH_EDEN_S = _recipe("search_eden_search", _S, _EDEN_S)
 SEARCH_EDEN_S_AGAIN = _recipe("search_eden_search_again", _S, _EDEN_S, again=True)
 INT_S, INT_EDEN_S = Cast(_searched("nvint4")), _eden(_searched("nvint4"))
 UNIFORM = _recipe("uniform", INT_S, INT_EDEN_S)
+IF4 = _recipe("if4", Cast(_searched("if4")), _eden(_searched("if4")))
+IF4_EDEN = _recipe("if4_eden", Cast(_searched("if4")), _EDEN_S)
 _INT_R = dataclasses.replace(INT_S, rotation=Hadamard())
 UNIFORM_ROTATED = _recipe("uniform_rotated", _INT_R, INT_EDEN_S)
 
@@ -130,6 +132,9 @@ ROWS = (
     Row("nvfp4, mean", _with_means("nvfp4_mean", NVFP4)),
     Row("search, eden search, last block mxfp8", SEARCH_EDEN_S, last="mxfp8"),
     Row("search forward only", Recipe("search_forward", Gemm(_S, _S), Gemm(), Gemm())),
+    Row("if4 search, if4 eden search", IF4),
+    Row("if4 search, if4 eden search, mean", _with_means("if4_mean", IF4)),
+    Row("if4 search, nvfp4 eden search", IF4_EDEN),
     Row("uniform search, eden search", UNIFORM),
     Row("uniform search rotated, eden search", UNIFORM_ROTATED),
     Row("bf16"),

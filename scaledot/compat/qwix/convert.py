@@ -46,6 +46,8 @@ def _check_representable(q: ScaledArray, fold: bool) -> None:
         refuse("6-bit codes are raw bits in uint8, which Qwix would read as integers")
     if q.format.codebook not in (None, NF4_CODEBOOK):
         refuse("its codebook is not nf4")
+    if q.format.grids is not None:
+        refuse("the sign of a scale says in which of two grids the codes of its block are")
     if q.tensor_scale is not None and not fold:
         refuse("it has two levels of scales; pass fold=True to multiply them, which rounds to float32")
     expanded = blocks.expand(q.block, q.ndim)
