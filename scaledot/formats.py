@@ -194,7 +194,7 @@ class Format:
 
     @property
     def largest_code(self) -> float:
-        """The magnitude of the largest code; with `bound` "half", half a step more; with `grids`, the smaller one of both."""
+        """The magnitude of the largest code, of the smaller of two grids; with `bound` "half", half a step more."""
         if self.grids is not None:
             return min(grid.largest_code for grid in self.grid_formats)
         if self.codebook is not None:
