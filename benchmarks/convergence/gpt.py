@@ -11,8 +11,9 @@ Finished rows are appended to a journal, from which an interrupted run resumes.
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -106,9 +107,9 @@ def _bounds(recipe: Recipe) -> dict[str, float]:
     return {} if recipe.dgrad is None else FOUR_BITS
 
 
-def run(steps: int, seeds: int, journal: Path, progress) -> list[dict]:
-    """Trains each row and returns their records."""
-    done = _finished(journal, steps, seeds)
+def run(steps: int, seeds: int, journal: Path, progress, kept: Mapping[str, dict] = MappingProxyType({})) -> list[dict]:
+    """Trains each row and returns their records; rows in `kept`, by name, are not trained again."""
+    done = {name: _trained(row) for name, row in kept.items()} | _finished(journal, steps, seeds)
     data = Data.draw(steps, seeds)
     records: list[dict] = []
     for row in rows():
@@ -182,6 +183,11 @@ def evaluate(state, held_out: jax.Array) -> jax.Array:
 def _finished(journal: Path, steps: int, seeds: int) -> dict[str, dict]:
     lines = map(json.loads, journal.read_text().splitlines()) if journal.exists() else []
     return {line["name"]: line for line in lines if (line.pop("steps"), line.pop("seeds")) == (steps, seeds)}
+
+
+def _trained(row: dict) -> dict:
+    """The fields of a record that training determines, without what `_judged` adds."""
+    return {name: row[name] for name in ("name", "excess", "curve")}
 
 
 def _judged(row: Row, result: dict, float32: dict) -> dict:

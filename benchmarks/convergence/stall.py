@@ -15,6 +15,8 @@ and in order; MXFP4 uses the rule `ceil` there.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,9 @@ import numpy as np
 from tqdm import tqdm
 
 import scaledot as sd
+from benchmarks.convergence.draws import quantize_dequantize
 from scaledot import FORMATS, RECIPES, Cast
 from scaledot.state import AmaxHistory, advance, multiplier_of
-from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
 STEPS = 600
 RATE, LAST_RATE = 1 / 40, 1 / 400
@@ -32,7 +34,6 @@ NOISE = 0.4
 BLOCK, FLATTEST = 16, 4
 CURVATURE = np.tile(np.logspace(0, -2, BLOCK, dtype=np.float32), (16, 16))  # 256 blocks
 GOOD, BAD = 0.10, 0.14
-ROWS = OperandDims("kn", free="k", contracting="n")
 
 REFERENCE = {
     "exact": 0.021,
@@ -71,7 +72,12 @@ class Probe:
 
 def probes() -> tuple[Probe, ...]:
     """No cast, every gradient cast of the recipes, and casts that are expected to stall."""
-    of_recipes = (cast for recipe in RECIPES.values() for _, tensor, cast in recipe.casts() if tensor == "g")
+    of_recipes = (
+        dataclasses.replace(cast, subtract_mean=False)
+        for recipe in RECIPES.values()
+        for _, tensor, cast in recipe.casts()
+        if tensor == "g"
+    )
     mxfp4_ceil = dataclasses.replace(FORMATS["mxfp4"], name="mxfp4_ceil", rule="ceil")
     one_level = dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_one_level", two_level=False)
     all_probes = (
@@ -90,11 +96,12 @@ def steps() -> int:
     return len(probes())
 
 
-def run(progress: tqdm) -> list[dict]:
+def run(progress: tqdm, kept: Mapping[str, dict] = MappingProxyType({})) -> list[dict]:
+    """Returns the rows of all probes; those in `kept`, by name, are not measured again."""
     rows = []
     for probe in probes():
         progress.set_description(f"stall: {probe.name}")
-        rows.append(_row(probe, float(error_left(probe))))
+        rows.append(kept.get(probe.name) or _row(probe, float(error_left(probe))))
         progress.write(line(rows[-1]))
         progress.update()
     return rows
@@ -149,11 +156,9 @@ def _quantize_dequantize(cast: Cast | None, g: jax.Array, history: AmaxHistory |
     """Returns the gradient after quantisation, and the updated amax history of delayed scaling."""
     if cast is None:
         return g, history
-    resolved = ResolvedCast.on(cast, ROWS)
     if history is None:
-        return sd.dequantize(resolved.quantize(g, key=key)), None
-    dequantized = sd.dequantize(resolved.quantize(g, multiplier_of(cast, history), key))
-    return dequantized, advance(cast, history, sd.amax(g))
+        return quantize_dequantize(cast, g, key), None
+    return quantize_dequantize(cast, g, key, multiplier_of(cast, history)), advance(cast, history, sd.amax(g))
 
 
 def _initial_history(cast: Cast | None) -> AmaxHistory | None:

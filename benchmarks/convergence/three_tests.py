@@ -1,6 +1,7 @@
 """Bias, stall and the tiny GPT: runs all three tests, prints their rows and writes them to results/."""
 
 import argparse
+import json
 
 import jax
 from tqdm import tqdm
@@ -17,6 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     name = _name(options.steps, options.seeds, environment["device"])
     journal = record.RESULTS / f"{name}-jax{environment['jax']}.unfinished.jsonl"
     print("bias: error of the mean of 1, 10, 100, 1000 draws; stall: final error; gpt: excess nats, gap to float32")
+    kept = _kept(name, environment["jax"], options) if options.keep else {test: {} for test in ("bias", "stall", "gpt")}
     parts = bias.steps() + stall.steps() + gpt.progress_updates(options.steps)
     with tqdm(total=parts, unit="part", leave=False) as progress:
         result = {
@@ -24,15 +26,24 @@ def main(arguments: list[str] | None = None) -> None:
             "steps": options.steps,
             "seeds": options.seeds,
             "environment": environment,
-            "bias": bias.run(progress),
-            "stall": stall.run(progress),
-            "gpt": gpt.run(options.steps, options.seeds, journal, progress),
+            "bias": bias.run(progress, kept["bias"]),
+            "stall": stall.run(progress, kept["stall"]),
+            "gpt": gpt.run(options.steps, options.seeds, journal, progress, kept["gpt"]),
         }
     result["relations"] = gpt.relations(result["gpt"])
     for relation in result["relations"]:
         print(f"{relation['what']}: {relation['value']:+.4f} {'met' if relation['met'] else 'MISSED'}")
     print(f"wrote {record.write(name, result)}")
-    journal.unlink()
+    journal.unlink(missing_ok=True)  # there is none if no row was trained
+
+
+def _kept(name: str, jax_version: str, options: argparse.Namespace) -> dict[str, dict[str, dict]]:
+    """Returns the rows of each test in the results file of the same device, jax and sizes, by name."""
+    path = record.RESULTS / f"{name}-jax{jax_version}.json"
+    result = json.loads(path.read_text()) if path.exists() else {"steps": None}
+    if (result["steps"], result.get("seeds")) != (options.steps, options.seeds):
+        raise SystemExit(f"--keep: {path.name} has no results of {options.steps} steps and {options.seeds} seeds")
+    return {test: {row["name"]: row for row in result[test]} for test in ("bias", "stall", "gpt")}
 
 
 STEPS, SEEDS = 600, 3
@@ -55,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=_steps, default=STEPS, help="steps of the tiny GPT (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds of the tiny GPT (default %(default)s)")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="measure only rows that the results file of this device and jax lacks; for new recipes",
+    )
     return parser
 
 
