@@ -450,6 +450,22 @@ _EDEN = Cast(
     rotation=Hadamard(128, mask=None),
 )
 _EDEN_AGAIN = dataclasses.replace(_EDEN, requantized=True)
+_UNIFORM_ROTATED = Cast(FORMATS["nvint4"], rotation=Hadamard())
+
+
+def _without_mean(cast: Cast) -> Cast:
+    return dataclasses.replace(cast, subtract_mean=True)
+
+
+def _searched(name: str, format: str) -> Recipe:
+    """Scales of least squared error in all matmuls, and MS-EDEN in the backward pass.
+
+    Backward operands are cast from x and w themselves, not from those of fwd: they are saved at 4 bits either way.
+    """
+    searched = dataclasses.replace(FORMATS[format], name=f"{format}_search", search="scales", scale_max=256.0)
+    forward = Cast(searched)
+    backward = Cast(searched, rounding="ms_eden", rotation=Hadamard(128, mask=None))
+    return Recipe(name, Gemm(forward, forward), Gemm(backward, backward), Gemm(backward, backward))
 
 
 FP8_CURRENT = of_tensors("fp8_current", _E4M3, _E4M3, _E5M2)
@@ -474,6 +490,22 @@ QUARTET_II = Recipe(
     dgrad=Gemm(_EDEN, _EDEN_AGAIN),
     wgrad=Gemm(_EDEN_AGAIN, _EDEN),
 )
+# Averis, arXiv 2603.10444: NVIDIA's recipe with the means over tokens of x and g subtracted before their casts.
+AVERIS = Recipe(
+    "averis",
+    fwd=Gemm(_without_mean(_NV), _NV_16X16),
+    dgrad=Gemm(_without_mean(_stochastic(_NV)), _NV_16X16),
+    wgrad=Gemm(_without_mean(_NV_ROTATED), _without_mean(_stochastic(_NV_ROTATED))),
+)
+# UFP4, arXiv 2606.20381: a uniform grid, which gains from a rotation, in all matmuls.
+UFP4 = Recipe(
+    "ufp4",
+    fwd=Gemm(_UNIFORM_ROTATED, _UNIFORM_ROTATED),
+    dgrad=Gemm(_stochastic(_UNIFORM_ROTATED), _UNIFORM_ROTATED),
+    wgrad=Gemm(_UNIFORM_ROTATED, _stochastic(_UNIFORM_ROTATED)),
+)
+NVFP4_PLUS = _searched("nvfp4_plus", "nvfp4")
+IF4 = _searched("if4", "if4")
 INT8 = of_tensors("int8", _INT8, _INT8, _stochastic(_INT8))
 INT8_BLOCK = Recipe(
     "int8_block",
@@ -498,7 +530,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             MXFP8,
             NVFP4,
             NVFP4_FOUR_OVER_SIX,
+            NVFP4_PLUS,
             QUARTET_II,
+            AVERIS,
+            UFP4,
+            IF4,
             INT8,
             INT8_BLOCK,
             INT8_QAT,

@@ -40,6 +40,8 @@ FORMATS = {
     "mxfp6_e2m3": (E2M3, "ceil", 32),
     "mxfp4": (E2M1, "even", 32),
     "nvfp4": (E2M1, "nvfp4", 16),
+    "nvint4": (7, "nvfp4", 16),
+    "if4": (E2M1, "nvfp4", 16),
     "int8": (127, "integer", 0),
     "int4": (7, "integer", 0),
 }
@@ -183,7 +185,7 @@ def quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group):
 def corrected(x, q, tensor_multiplier, block, group, uniform):
     """The quantised array with its scales multiplied by <s, s> / <s, codes> of their group, rounded stochastically."""
     d8, codes = q.scale.astype(f32), q.codes.astype(f32)
-    multiplier = np.minimum(f32(1) / (d8 * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
+    multiplier = np.minimum(f32(1) / (np.abs(d8) * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
     scaled = np.where(d8 == 0, f32(0), x * multiplier)
     # Choice: elements in steps of 2^-9, so that the sums do not depend on their order.
     steps = np.rint(scaled * f32(512)).astype(np.int64)
@@ -211,15 +213,24 @@ class Grid(NamedTuple):
 
 
 GRIDS = {
-    "e2m1": Grid(6, lambda x: round_float(x, E2M1), (0, -1, 1, -2, 3, 4, 5, 6)),
-    "uniform": Grid(7, lambda x: round_integer(x, 7), (0, -1, 1, -2, 2, -3)),
+    "e2m1": Grid(6, lambda x, uniform=None: round_float(x, E2M1, uniform), (0, -1, 1, -2, 3, 4, 5, 6)),
+    "uniform": Grid(7, lambda x, uniform=None: round_integer(x, 7, uniform), (0, -1, 1, -2, 2, -3)),
+}
+GRIDS_OF = {
+    "nvfp4": (GRIDS["e2m1"],),
+    "nvint4": (GRIDS["uniform"],),
+    "if4": (GRIDS["e2m1"], GRIDS["uniform"]),
 }
 E4M3_VALUES = np.array([c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(127)], f32)
 
 
 @np.errstate(all="ignore")
-def quantize_searched(x, block, grids, scale_max=448, search=True) -> Quantized:
-    """Codes, and E4M3 block scales that are negative for the second grid; the first least error is kept."""
+def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None, group=None) -> Quantized:
+    """Codes, and E4M3 block scales that are negative for the second grid; the first least error is kept.
+
+    uniform: of stochastic rounding, without a search; or with a `group`, of MS-EDEN (see `quantize_nvfp4`).
+    """
+    assert uniform is None or group or not search
     x = flush(np.asarray(x, f32))
     x = np.where(np.isnan(x), f32(0), x)
     amax, block_amaxes = block_amax(x, x.shape)[0, 0], block_amax(x, block)
@@ -239,7 +250,7 @@ def quantize_searched(x, block, grids, scale_max=448, search=True) -> Quantized:
             multiplier = np.minimum(f32(1) / flush(value * (f32(1) / tensor_multiplier)), LARGEST_FLOAT32)
             multiplier = np.where(value == 0, f32(0), multiplier)
             scaled = x * per_element(multiplier, block, x.shape)
-            rounded = grid.round(np.where(np.isnan(scaled), f32(0), scaled))
+            rounded = grid.round(np.where(np.isnan(scaled), f32(0), scaled), None if group else uniform)
             inside = np.where(np.isfinite(x), np.clip(scaled, -grid.largest - 4, grid.largest + 4), f32(0))
             difference = np.rint(inside * unit).astype(np.int64) - (grid.round(inside) * unit).astype(np.int64)
             error = in_blocks(difference**2, block).sum(axis=(1, 3)).astype(f32) * (value * value)
@@ -249,7 +260,8 @@ def quantize_searched(x, block, grids, scale_max=448, search=True) -> Quantized:
             keep = per_element(better, block, x.shape)
             codes = np.where(keep, rounded, 0 if codes is None else codes)
             scale = np.where(keep, per_element(sign * value, block, x.shape), 0 if scale is None else scale)
-    return quantized(codes, scale, t)
+    q = quantized(codes, scale, t)
+    return corrected(x, q, tensor_multiplier, block, group, uniform) if group else q
 
 
 def quantized(codes, scale, tensor_scale=1.0):
@@ -291,11 +303,13 @@ def quantize(
         other = 0 if kind == "float32" else 1
         block = (length, other) if axis == 0 else (other, length)
     block = tuple(size or whole for size, whole in zip(block, x.shape, strict=True))
-    if kind == "integer" or not element.has_nan:
+    if isinstance(element, int) or not element.has_nan:
         x = np.where(np.isnan(x), f32(0), x)
 
     if kind == "nvfp4":
         group = ((1, len(rotation)) if axis else (len(rotation), 1)) if eden else None
+        if search == "scales" or format != "nvfp4":
+            return quantize_searched(x, block, GRIDS_OF[format], scale_max, search is not None, uniform, group)
         return quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group)
     amax = block_amax(x, block)
     if kind == "float32":

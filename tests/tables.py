@@ -25,7 +25,19 @@ EXHAUSTIVE_ONLY_FORMATS = (
     "mxfp4",
     "nvint4",
 )
-EXHAUSTIVE_ONLY_RECIPES = ("nvfp4_four_over_six", "int8_block", "int8_qat", "fp8_qat", "w8a16_qat", "w4a8_qat")
+EXHAUSTIVE_ONLY_RECIPES = (
+    "nvfp4_four_over_six",
+    "nvfp4_plus",
+    "quartet_ii",
+    "averis",
+    "ufp4",
+    "if4",
+    "int8_block",
+    "int8_qat",
+    "fp8_qat",
+    "w8a16_qat",
+    "w4a8_qat",
+)
 
 
 def params_of(values, exhaustive_only, name=lambda value: value):

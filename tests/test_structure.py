@@ -22,7 +22,7 @@ LAYERS = [  # from the bottom up: a module imports only from its own layer and l
     {"deprecated", "hashing", "programs", "parallel.types", "parallel.divisibility"},
     {"formats", "format_variants"},
     {"numerics"},
-    {"recipes", "path_patterns"},
+    {"recipes", "path_patterns", "schedules"},
     {"serialization", "shape_ops", "array", "state", "contraction"},
     {"kernels"},
     {"ops", "parallel"},

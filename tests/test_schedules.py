@@ -1,0 +1,51 @@
+"""Rules of the last blocks, and rules by step."""
+
+import pytest
+
+from scaledot.path_patterns import RecipesByPath
+from scaledot.schedules import Phase, Schedule, with_last_blocks
+
+
+def test_the_last_blocks_get_the_other_recipe():
+    rules = with_last_blocks({"head": None, "*": "nvfp4"}, "block_{}/*", blocks=3, last=1, recipe="mxfp8")
+    by_path = RecipesByPath(rules)
+    found = {path: by_path.recipe_for(path) for path in ("block_1/mlp", "block_2/mlp", "head", "other")}
+    assert {path: recipe and recipe.name for path, recipe in found.items()} == {
+        "block_1/mlp": "nvfp4",
+        "block_2/mlp": "mxfp8",
+        "head": None,
+        "other": "nvfp4",
+    }
+
+
+def test_no_last_block_changes_nothing():
+    assert with_last_blocks("nvfp4", "block_{}", blocks=3, last=0, recipe=None) == {"*": "nvfp4"}
+
+
+@pytest.mark.parametrize(("step", "rules"), [(0, "nvfp4"), (9, "nvfp4"), (10, "mxfp8"), (11, "mxfp8"), (20, None)])
+def test_a_schedule_changes_at_its_steps(step, rules):
+    assert Schedule({10: "mxfp8", 0: "nvfp4", 20: None}).at(step) == rules
+
+
+@pytest.mark.parametrize(
+    ("steps", "phases"),
+    [(30, [Phase(0, 10, "nvfp4"), Phase(10, 30, "mxfp8")]), (10, [Phase(0, 10, "nvfp4")]), (5, [Phase(0, 5, "nvfp4")])],
+)
+def test_phases_cover_the_run(steps, phases):
+    assert list(Schedule({0: "nvfp4", 10: "mxfp8"}).phases(steps)) == phases
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Schedule({5: "nvfp4"}), "from step 0 on; its first step is 5"),
+        (lambda: Schedule({}), "its first step is None"),
+        (lambda: Schedule({0: "nvfp4"}).at(-1), "at least 0, not -1"),
+        (lambda: with_last_blocks("nvfp4", "block", blocks=3, recipe=None), "`path` 'block' must contain {}"),
+        (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, last=4, recipe=None), "`last` 4 .* `blocks`, 3"),
+        (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, recipe="mxfp9"), "did you mean 'mxfp8'"),
+    ],
+)
+def test_bad_schedules_are_explained(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
