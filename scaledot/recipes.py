@@ -244,12 +244,13 @@ class Recipe:
         for matmul, tensor, cast in self.casts():
             if not cast.requantized:
                 continue
-            if matmul == "fwd" or forward.get(tensor) is None:
+            of_forward = forward.get(tensor)
+            if matmul == "fwd" or of_forward is None:
                 raise ValueError(
                     f"{tensor} of {matmul} in {self.name} is `requantized`, which needs a forward cast of the same "
                     "tensor: it is for x of wgrad and w of dgrad, if fwd casts them"
                 )
-            if forward[tensor].rotation is not None and forward[tensor].rotation.draws_signs:
+            if of_forward.rotation is not None and of_forward.rotation.draws_signs:
                 raise ValueError(
                     f"{tensor} of {matmul} in {self.name} is `requantized`, but the signs of its forward rotation are "
                     "not stored; use a fixed `mask` there"

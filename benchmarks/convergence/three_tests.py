@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _kept(name: str, jax_version: str, options: argparse.Namespace) -> dict[str, dict[str, dict]]:
     """Returns the rows of each test in the results file of the same device, jax and sizes, by name."""
     path = record.RESULTS / f"{name}-jax{jax_version}.json"
-    result = json.loads(path.read_text()) if path.exists() else {"steps": None}
-    if (result["steps"], result.get("seeds")) != (options.steps, options.seeds):
+    result = json.loads(path.read_text()) if path.exists() else {}
+    if (result.get("steps"), result.get("seeds")) != (options.steps, options.seeds):
         raise SystemExit(f"--keep: {path.name} has no results of {options.steps} steps and {options.seeds} seeds")
     return {test: {row["name"]: row for row in result[test]} for test in ("bias", "stall", "gpt")}
 

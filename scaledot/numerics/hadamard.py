@@ -75,8 +75,7 @@ def rotate(x: jax.Array, rotation: Hadamard, signs: jax.Array | None = None) -> 
 def unrotate(x: jax.Array, rotation: Hadamard, signs: jax.Array | None = None) -> jax.Array:
     """x @ H.T in groups along the axis, in float32: the inverse of `rotate` up to its rounding."""
     groups = _butterflies(_grouped(x, rotation))
-    signs = _broadcast(rotation.signs if signs is None else signs, groups)
-    return _ungrouped(groups * signs, x.shape, rotation)
+    return _ungrouped(groups * _broadcast(rotation.signs if signs is None else signs, groups), x.shape, rotation)
 
 
 def _broadcast(signs: Any, groups: jax.Array) -> Any:

@@ -8,9 +8,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.convergence.code_gpt.config import Config, digest
-from scaledot.formats import FORMATS, Format, row_of
+from scaledot.formats import FORMATS, row_of
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.recipes import GEMM_OPERANDS, NVFP4, UNQUANTISED, Cast, Gemm, Recipe, find_recipe
+from scaledot.recipes import (
+    GEMM_OPERANDS,
+    IF4,
+    NVFP4,
+    NVFP4_PLUS,
+    QUARTET_II,
+    UNQUANTISED,
+    Cast,
+    Gemm,
+    Recipe,
+    find_recipe,
+)
 
 BASELINE, REFERENCE = "bf16", "nvfp4"  # gaps are differences to the first, and are compared with that of the second
 
@@ -74,81 +85,83 @@ def _casts(recipe: Recipe | None) -> Any:
     return None if recipe is None else {key: value for key, value in recipe.to_dict().items() if key != "name"}
 
 
-_X = Cast(FORMATS["nvfp4"])  # in blocks of 1x16, rounded to nearest
-_G = Cast(FORMATS["nvfp4"], rounding="stochastic")
-NVFP4_1X16 = dataclasses.replace(NVFP4, name="nvfp4_1x16", fwd=Gemm(_X, _X), dgrad=Gemm(_G, _X))
-NVFP4_FORWARD = Recipe("nvfp4_forward", NVFP4.fwd, Gemm(), Gemm())
-NVFP4_1X16_FORWARD = Recipe("nvfp4_1x16_forward", NVFP4_1X16.fwd, Gemm(), Gemm())
-NVFP4_BACKWARD = dataclasses.replace(NVFP4, name="nvfp4_backward", fwd=Gemm())
+def _variant(recipe: Recipe, name: str, **gemms: Gemm) -> Recipe:
+    fields: dict[str, Any] = {"name": name, **gemms}
+    return dataclasses.replace(recipe, **fields)
 
 
-def _searched(format: str, **fields) -> Format:
-    return dataclasses.replace(FORMATS[format], name=f"{format}_search", search="scales", scale_max=256.0, **fields)
+def _cast_of(recipe: Recipe, operand: str) -> Cast:
+    """The cast of an operand such as "x of fwd"."""
+    return next(cast for matmul, tensor, cast in recipe.casts() if f"{tensor} of {matmul}" == operand)
 
 
-def _eden(format: Format, **fields) -> Cast:
-    return Cast(format, rounding="ms_eden", rotation=Hadamard(128, mask=None), **fields)
-
-
-def _with_means(name: str, recipe: Recipe) -> Recipe:
+def _with_means(recipe: Recipe) -> Recipe:
     """The recipe with the means of x and g subtracted."""
 
-    def gemm(matmul: str, operands: Gemm) -> Gemm:
+    def gemm(matmul: str) -> Gemm:
+        operands = getattr(recipe, matmul)
         casts = zip(GEMM_OPERANDS[matmul], (operands.lhs, operands.rhs), strict=True)
-        return Gemm(
-            *(c if c is None or tensor == "w" else dataclasses.replace(c, subtract_mean=True) for tensor, c in casts)
-        )
+        return Gemm(*(c if tensor == "w" else dataclasses.replace(c, subtract_mean=True) for tensor, c in casts))
 
-    return Recipe(name, *(gemm(matmul, getattr(recipe, matmul)) for matmul in GEMM_OPERANDS))
+    return _variant(recipe, f"{recipe.name}_means", **{matmul: gemm(matmul) for matmul in GEMM_OPERANDS})
 
 
-def _recipe(name: str, forward: Cast, eden: Cast, again: bool = False) -> Recipe:
-    """One cast of x and w in fwd and one of both operands of dgrad and wgrad. again: cast x and w from those of fwd."""
-    saved = dataclasses.replace(eden, requantized=again)
-    return Recipe(name, Gemm(forward, forward), Gemm(eden, saved), Gemm(saved, eden))
+def _forward_only(recipe: Recipe) -> Recipe:
+    return Recipe(f"{recipe.name}_forward", recipe.fwd, Gemm(), Gemm())
 
 
-_S = Cast(_searched("nvfp4"))
-_EDEN = _eden(dataclasses.replace(FORMATS["nvfp4"], name="nvfp4_eden", target=6 * (16 / 17) / 0.93, scale_max=256.0))
-_EDEN_S = _eden(_searched("nvfp4"))
-SEARCH_SR = dataclasses.replace(NVFP4, name="search_sr", fwd=Gemm(_S, _S), dgrad=Gemm(_G, _S))
-SEARCH_EDEN = _recipe("search_eden", _S, _EDEN)
-SEARCH_EDEN_S = _recipe("search_eden_search", _S, _EDEN_S)
-SEARCH_EDEN_S_AGAIN = _recipe("search_eden_search_again", _S, _EDEN_S, again=True)
-INT_S, INT_EDEN_S = Cast(_searched("nvint4")), _eden(_searched("nvint4"))
-UNIFORM = _recipe("uniform", INT_S, INT_EDEN_S)
-IF4 = _recipe("if4", Cast(_searched("if4")), _eden(_searched("if4")))
-IF4_EDEN = _recipe("if4_eden", Cast(_searched("if4")), _EDEN_S)
-_INT_R = dataclasses.replace(INT_S, rotation=Hadamard())
-UNIFORM_ROTATED = _recipe("uniform_rotated", _INT_R, INT_EDEN_S)
+def _requantised(recipe: Recipe) -> Recipe:
+    """The recipe with w of dgrad and x of wgrad cast from those of fwd."""
+    cast = _cast_of(recipe, "w of dgrad")
+    again = dataclasses.replace(cast, requantized=True)
+    return _variant(recipe, f"{recipe.name}_requantised", dgrad=Gemm(cast, again), wgrad=Gemm(again, cast))
+
+
+def _in_format(recipe: Recipe, format: str, **fields: Any) -> Recipe:
+    """The searched recipe in another format. fields: of its forward casts."""
+    row, forward, backward = FORMATS[format], _cast_of(recipe, "x of fwd"), _cast_of(recipe, "g of dgrad")
+    searched = dataclasses.replace(forward.format, name=f"{format}_search", element=row.element, grids=row.grids)
+    forward, backward = (dataclasses.replace(cast, format=searched) for cast in (forward, backward))
+    both = Gemm(backward, backward)
+    return Recipe(f"{format}_plus", Gemm(*[dataclasses.replace(forward, **fields)] * 2), both, both)
+
+
+_NEAREST = Cast(FORMATS["nvfp4"])  # in blocks of 1x16
+_STOCHASTIC = Cast(FORMATS["nvfp4"], rounding="stochastic")
+_EDEN = _cast_of(QUARTET_II, "g of dgrad")
+_EDENS = {"dgrad": Gemm(_EDEN, _EDEN), "wgrad": Gemm(_EDEN, _EDEN)}
+NVFP4_1X16 = _variant(NVFP4, "nvfp4_1x16", fwd=Gemm(_NEAREST, _NEAREST), dgrad=Gemm(_STOCHASTIC, _NEAREST))
+NVFP4_SEARCH = _variant(NVFP4_1X16, "nvfp4_search", fwd=NVFP4_PLUS.fwd)
+NVFP4_EDEN = _variant(NVFP4, "nvfp4_eden", **_EDENS)
+PLUS_UNSEARCHED_BACKWARD = _variant(NVFP4_PLUS, "nvfp4_plus_unsearched_backward", **_EDENS)
+PLUS_UNSEARCHED_FORWARD = _variant(NVFP4_PLUS, "nvfp4_plus_unsearched_forward", fwd=Gemm(_NEAREST, _NEAREST))
 
 ROWS = (
-    Row("quartet_ii", "quartet_ii"),
-    Row("search, sr", SEARCH_SR),
-    Row("search, eden", SEARCH_EDEN),
-    Row("search, eden search", SEARCH_EDEN_S),
-    Row("search, eden search again", SEARCH_EDEN_S_AGAIN),
-    Row("search, eden search, mean", _with_means("mean", SEARCH_EDEN_S)),
-    Row("nvfp4, mean", _with_means("nvfp4_mean", NVFP4)),
-    Row("search, eden search, last block mxfp8", SEARCH_EDEN_S, last="mxfp8"),
-    Row("search forward only", Recipe("search_forward", Gemm(_S, _S), Gemm(), Gemm())),
-    Row("if4 search, if4 eden search", IF4),
-    Row("if4 search, if4 eden search, mean", _with_means("if4_mean", IF4)),
-    Row("if4 search, nvfp4 eden search", IF4_EDEN),
-    Row("uniform search, eden search", UNIFORM),
-    Row("uniform search rotated, eden search", UNIFORM_ROTATED),
     Row("bf16"),
     Row("unquantised", UNQUANTISED),
-    Row("mxfp8", "mxfp8"),
-    Row("nvfp4", "nvfp4"),
-    Row("nvfp4_four_over_six", "nvfp4_four_over_six"),
-    Row("nvfp4, last block mxfp8", "nvfp4", last="mxfp8"),
-    Row("nvfp4, last block bf16", "nvfp4", last="bf16"),
-    Row("nvfp4, bf16 from 90 %", "nvfp4", switch=(0.9, "bf16")),
+    *(Row(name, name) for name in ("mxfp8", "nvfp4", "nvfp4_four_over_six", "quartet_ii", "averis", "ufp4")),
+    *(Row(name, name) for name in ("nvfp4_plus", "if4")),
+    # Parts alone: nvfp4 with one change.
     Row("nvfp4, 1x16 weights", NVFP4_1X16),
-    Row("nvfp4, forward only", NVFP4_FORWARD),
-    Row("nvfp4, 1x16 weights, forward only", NVFP4_1X16_FORWARD),
-    Row("nvfp4, backward only", NVFP4_BACKWARD),
+    Row("nvfp4, 1x16 weights, searched forward", NVFP4_SEARCH),
+    Row("nvfp4, MS-EDEN backward", NVFP4_EDEN),
+    Row("nvfp4, forward only", _forward_only(NVFP4)),
+    Row("nvfp4, backward only", _variant(NVFP4, "nvfp4_backward", fwd=Gemm())),
+    # Parts taken out of nvfp4_plus, or added to it.
+    Row("nvfp4_plus, no search forward", PLUS_UNSEARCHED_FORWARD),
+    Row("nvfp4_plus, no search backward", PLUS_UNSEARCHED_BACKWARD),
+    Row("nvfp4_plus, requantised", _requantised(NVFP4_PLUS)),
+    Row("nvfp4_plus, means subtracted", _with_means(NVFP4_PLUS)),
+    Row("nvfp4_plus, forward only", _forward_only(NVFP4_PLUS)),
+    # Other grids.
+    Row("if4, means subtracted", _with_means(IF4)),
+    Row("nvint4_plus", _in_format(NVFP4_PLUS, "nvint4")),
+    Row("nvint4_plus, rotated forward", _in_format(NVFP4_PLUS, "nvint4", rotation=Hadamard())),
+    # A part of the model, or of the run, in higher precision.
+    Row("nvfp4, last block mxfp8", "nvfp4", last="mxfp8"),
+    Row("nvfp4, bf16 from 90 %", "nvfp4", switch=(0.9, "bf16")),
+    Row("nvfp4_plus, last block mxfp8", "nvfp4_plus", last="mxfp8"),
+    Row("nvfp4_plus, bf16 from 90 %", "nvfp4_plus", switch=(0.9, "bf16")),
 )
 
 
