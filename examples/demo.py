@@ -1,8 +1,8 @@
-"""Trains a small GPT in six precisions, in two to three minutes on two CPU cores.
+"""Trains a small GPT in seven precisions, in about four minutes on two CPU cores.
 
     python -m examples.demo
 
-The model is that of `gpt_linen`, trained on sequences of known entropy in float32, in bfloat16 and under four recipes,
+The model is that of `gpt_linen`, trained on sequences of known entropy in float32, in bfloat16 and under five recipes,
 from the same parameters and on the same batches. Prints the final loss and the residual bytes of each, and writes
 demo.html: loss curves, the signal-to-noise ratio of every matmul of every linear layer, and, on a GPU, times of a large
 layer.
@@ -26,7 +26,7 @@ from examples.gpt_linen import Gpt, fit, init_variables
 from examples.gpt_training import SOURCE
 
 PLAIN = ("float32", "bfloat16")
-RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "nvfp4_plus")
 STEPS = 400
 PAGE = Path("demo.html")
 

@@ -23,6 +23,7 @@ COLOURS = {
     "fp8_delayed": "#17a2b8",
     "mxfp8": "#2ca02c",
     "nvfp4": "#e8710a",
+    "nvfp4_plus": "#8c4bc9",
 }
 MATMULS = {"y": "forward, y = x w", "dx": "gradient of activations, dx = g wᵀ", "dw": "gradient of weights, dw = xᵀ g"}
 Ratios = dict[str, dict[str, dict[str, float]]]  # dB by recipe, layer and matmul
@@ -52,7 +53,9 @@ save for the backward pass: activations, or codes of activations and weights.</p
 {curves}
 <h2>How exact is each matmul?</h2>
 <p>Signal-to-noise ratio of the three matmuls of every linear layer, on the trained model's own tensors; 6 dB more
-halve the error. <code>nvfp4</code> uses stochastic rounding for gradients: noisier, but nearly unbiased.</p>
+halve the error. <code>nvfp4</code> uses stochastic rounding for gradients: noisier, but nearly unbiased.
+<code>nvfp4_plus</code> searches the block scales of least error, and corrects those of gradients so that rounding to
+nearest is unbiased.</p>
 {ratios}
 <h2>How fast is it?</h2>
 {times}

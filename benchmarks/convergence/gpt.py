@@ -72,17 +72,19 @@ def _mxfp4(cast: Cast) -> Cast:
     return Cast(dataclasses.replace(MX4, rule="ceil"), rounding=cast.rounding, rotation=cast.rotation)
 
 
+# Four-bit recipes whose differences this test cannot resolve; `code_gpt` compares them.
+FINER = ("nvfp4_plus", "quartet_ii", "averis", "ufp4", "if4")
 EIGHT_BITS = {"max_gap": 0.010}
 FOUR_BITS = {"min_gap": 0.010, "max_gap": 0.035}  # a smaller gap would mean that something is not quantised
 MXFP4 = map_casts(NVFP4, "mxfp4", _mxfp4)
 
 
 def rows() -> Iterator[Row]:
-    """Yields float32, bfloat16, every recipe, MXFP4, ablations of NVFP4, and FP8 without scaling."""
+    """Yields float32, bfloat16, recipes, MXFP4, ablations of NVFP4, and FP8 without scaling."""
     yield Row("float32")
     yield Row("bfloat16", dtype=jnp.bfloat16, max_gap=0.001)
-    for name, recipe in RECIPES.items():
-        yield Row(name, _in_blocks(recipe), **_bounds(recipe))
+    for name in (name for name in RECIPES if name not in FINER):
+        yield Row(name, _in_blocks(RECIPES[name]), **_bounds(RECIPES[name]))
     yield Row("mxfp4", _in_blocks(MXFP4))
     replace = dataclasses.replace
     ablations = {

@@ -152,13 +152,24 @@ def report(results: Results) -> str:
 
 
 def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> str:
-    config, losses, outdated = Config(**configs[group.config]), {}, 0
+    config, (losses, outdated) = Config(**configs[group.config]), current_losses(results, group)
+    about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
+    note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
+    return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note
+
+
+def current_losses(results: Results, group: Group) -> tuple[dict[str, dict[int, float]], int]:
+    """Returns the final held-out losses by row, in the order of ROWS, and seed; and how many runs are outdated.
+
+    Outdated runs trained under an earlier version of their row's recipes.
+    """
+    config = Config(**results.read()["configs"][group.config])
     current = {row.name: row.digest(config) for row in ROWS}
+    losses: dict[str, dict[int, float]] = {name: {} for name in current}
+    outdated = 0
     for run in results.runs(group):
         if run["recipe"] != current.get(run["row"], run["recipe"]) or (run["superseded"] and run["row"] not in current):
             outdated += 1
             continue
         losses.setdefault(run["row"], {})[run["seed"]] = run["held_out"]["1"]
-    about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
-    note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
-    return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note
+    return {row: by_seed for row, by_seed in losses.items() if by_seed}, outdated

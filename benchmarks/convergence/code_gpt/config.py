@@ -42,6 +42,11 @@ class Config:
     def tokens_per_run(self) -> int:
         return self.batch * self.tokens * self.steps
 
+    @property
+    def block_parameters(self) -> int:
+        """The number of weights in the linear layers of all blocks."""
+        return self.blocks * (4 * self.width**2 + 3 * self.width * self.hidden)
+
     def digest(self) -> str:
         return digest(dataclasses.asdict(self))
 

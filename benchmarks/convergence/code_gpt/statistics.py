@@ -32,7 +32,8 @@ class Estimate:
 class Summary:
     """A row's comparison with bf16 and with nvfp4, over the seeds that both rows of each comparison have.
 
-    loss: the mean over the row's seeds. gap: to bf16, in nats; relative_gap: in percent of bf16's loss.
+    loss: the mean over the row's seeds. gap: to bf16, in nats; deviation: its standard deviation over seeds;
+    relative_gap: in percent of bf16's loss.
     ratio: of the gap to that of nvfp4, with the delta method's standard error for paired seeds.
     t: of the difference to nvfp4. more_seeds: how many the gap lacks for a standard error of PRECISION × nvfp4's gap.
     A field is None if its seeds are missing.
@@ -42,6 +43,7 @@ class Summary:
     seeds: int
     loss: float
     gap: Estimate | None
+    deviation: float | None
     relative_gap: float | None
     ratio: Estimate | None
     t: float | None
@@ -55,10 +57,11 @@ def summaries(losses: Losses) -> list[Summary]:
 
 def _summary(row: str, losses: Losses) -> Summary:
     own, baseline, reference = losses[row], losses.get(BASELINE, {}), losses.get(REFERENCE, {})
-    gap = relative = ratio = t = more = None
+    gap = deviation = relative = ratio = t = more = None
     if row != BASELINE and (paired := _paired(own, baseline)):
         gaps = paired[0] - paired[1]
         gap, relative = Estimate.of(gaps), float(100 * gaps.mean() / paired[1].mean())
+        deviation = None if gap.error is None else gap.error * math.sqrt(gaps.size)
         if of_reference := _paired(reference, baseline):
             more = more_seeds(gaps, float((of_reference[0] - of_reference[1]).mean()))
     if row not in (BASELINE, REFERENCE):
@@ -66,7 +69,7 @@ def _summary(row: str, losses: Losses) -> Summary:
             ratio = ratio_of_means(paired[0] - paired[2], paired[1] - paired[2])
         if paired := _paired(own, reference):
             t = t_value(paired[0] - paired[1])
-    return Summary(row, len(own), float(np.mean(list(own.values()))), gap, relative, ratio, t, more)
+    return Summary(row, len(own), float(np.mean(list(own.values()))), gap, deviation, relative, ratio, t, more)
 
 
 def _paired(*rows: Mapping[int, float]) -> list[np.ndarray]:
