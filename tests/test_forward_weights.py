@@ -61,11 +61,11 @@ def trained(recipe: str):
     used = []
     multiply = vjp._fwd_matmul
 
-    def observed(static, operands, x, w):
+    def observed(static, operands, x, w, means):
         leaves = {"data": w.data, "scale": w.scale, "tensor_scale": w.tensor_scale, "zero": w.zero}
         exact = {name: leaf.astype(jnp.float32) for name, leaf in leaves.items() if leaf is not None}
         jax.debug.callback(lambda **leaves: used.append({n: np.asarray(leaf) for n, leaf in leaves.items()}), **exact)
-        return multiply(static, operands, x, w)
+        return multiply(static, operands, x, w, means)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vjp, "_fwd_matmul", observed)
@@ -75,7 +75,7 @@ def trained(recipe: str):
     return step, states, used[-1]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", params_of(RECIPES, ("quartet_ii", "averis", "ufp4", "if4")))
 def test_forward_weights_are_the_operands_of_the_forward_pass(recipe, standard_promotion):
     params, states, used = trained(recipe)
     exported = train.forward_weights(params, recipe, dtype=jnp.bfloat16, states=states)
