@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import params_of
 
 import scaledot as sd
 from scaledot import checkpoint, train
