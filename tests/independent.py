@@ -237,8 +237,8 @@ def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None,
     top = f32(min(grid.largest for grid in grids) * scale_max)
     tensor_multiplier = np.minimum(top / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / top, SMALLEST_NORMAL) if amax > 0 else f32(1)
-    # Errors in fixed point, so that the sums of the squares of at most 4 units fit 30 bits.
-    unit = f32(2 ** ((26 - int(np.ceil(np.log2(block[0] * block[1])))) // 2))
+    # Errors in fixed point, so that the sums of the squares of at most 4 units fit the 24 bits of a float32.
+    unit = f32(2 ** ((20 - int(np.ceil(np.log2(block[0] * block[1])))) // 2))
     least = codes = scale = None
     for sign, grid in zip((1, -1), grids, strict=False):
         relative = block_amaxes * (tensor_multiplier * f32(1 / grid.largest))
@@ -334,21 +334,20 @@ def quantize(
 def hadamard(x, axis, size, mask):
     """Rotate groups of `size` elements along `axis`, padded with zeros to whole groups; bit i of `mask` is a minus."""
     signs = np.array([-1 if mask >> i & 1 else 1 for i in range(size)], f32)
-    return bfloat16(rotated(bfloat16(flush(np.asarray(x, f32))), axis, signs))
+    return bfloat16(rotated(bfloat16(flush(np.asarray(x, f32))), axis, signs, neighbours_last=False))
 
 
-def rotated(x, axis, signs):
+def rotated(x, axis, signs, neighbours_last=True):
     """Rotate groups along `axis`, padded with zeros to whole groups, in float32."""
     size, x = len(signs), np.moveaxis(flush(np.asarray(x, f32)), axis, -1)
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
     groups = x.reshape(*x.shape[:-1], -1, size) * signs
-    stride = 1
-    while stride < size:
+    strides = [2**i for i in range(int(np.log2(size)))]
+    assert 2 ** len(strides) == size, "the size is a power of two"
+    for stride in strides[::-1] if neighbours_last else strides:
         pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         groups = np.stack([low + high, low - high], axis=-2).reshape(groups.shape)
-        stride *= 2
-    assert stride == size, "the size is a power of two"
     return np.moveaxis((groups * f32(size**-0.5)).reshape(x.shape), -1, axis)
 
 

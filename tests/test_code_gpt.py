@@ -18,7 +18,19 @@ from benchmarks.convergence.code_gpt.config import FRACTIONS, TINY, Config
 from scaledot.formats import FORMATS
 from scaledot.recipes import MXFP8, NVFP4, UNQUANTISED, Cast, Gemm, Recipe
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax mixes dtypes
+PROMOTION = {"jax_numpy_dtype_promotion": "standard", "jax_numpy_rank_promotion": "allow"}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion_in_all_threads():
+    """optax mixes dtypes, and the command compiles in a thread, where context managers of the test do not apply."""
+    before = {name: getattr(jax.config, name) for name in PROMOTION}
+    for name, value in PROMOTION.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
 
 GROUP = results.Group("config", "corpus", "cpu")
 
@@ -133,7 +145,7 @@ def test_names_of_rows_are_unique_and_their_runs_differ():
 def test_ablations_quantise_the_matmuls_they_are_named_for():
     casts = {row.name: row.phases(TINY)[0][1][0] for row in rows.ROWS if row.name.startswith("nvfp4, ")}
     of = {name: {matmul for matmul, _, _ in recipe.casts()} for name, recipe in casts.items()}
-    assert of["nvfp4, forward only"] == of["nvfp4, 1x16 weights, forward only"] == {"fwd"}
+    assert of["nvfp4, forward only"] == {"fwd"}
     assert of["nvfp4, backward only"] == {"dgrad", "wgrad"}
     assert {cast.block_2d for _, _, cast in casts["nvfp4, 1x16 weights"].casts()} == {(1, 16)}
 

@@ -19,6 +19,7 @@ from scaledot.kernels.hopper import (
     autotune,
     cast_8bit,
     cast_arithmetic,
+    cast_four_bit,
     cast_microscaled,
     cast_support,
     support,
@@ -198,7 +199,10 @@ def test_gradients_under_vmap_and_in_a_shard_map_agree_with_the_reference(hopper
 def cast_cases():
     from benchmarks.gpu import cast
 
-    return [pytest.param(case, id=case.name) for case in cast.CASES]
+    slow = [case for case in cast.CASES if case.name.startswith("if4") and not case.name.startswith("if4 x")]
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.exhaustive] if case in slow else []) for case in cast.CASES
+    ]
 
 
 @needs_mosaic
@@ -206,7 +210,8 @@ def cast_cases():
 def test_casts_are_bit_identical_to_the_reference(hopper, case):
     from benchmarks.gpu import cast
 
-    cast.check(case, (175, 600))
+    is_searched = any(each.format.scale_max != 448 for each in case.casts)  # slow in the interpreter
+    cast.check(case, (175, 300) if is_searched else (175, 600))
 
 
 @needs_mosaic
@@ -291,14 +296,19 @@ RECIPES = {
     "mxfp8": "xla_upcast",
     "nvfp4": "xla_upcast",
     "int8_block": "xla_integer",
+    "nvfp4_plus": "xla_upcast",
+    "if4": "xla_upcast",
 }
+# Tokens, inputs and outputs of a layer, multiples of the rotation size.
+ROTATED_SIZES = {"nvfp4": (32, 80, 40), "int8_block": (32, 80, 40), "nvfp4_plus": (128,) * 3, "if4": (128,) * 3}
 
 
 def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int] = (30, 72, 40)):
     """Returns the result, gradients and next state of a layer whose sizes are not multiples of a tile."""
     tokens, inputs, outputs = sizes
-    x, w = normal(0, (3, tokens, inputs), jnp.bfloat16), normal(1, (inputs, outputs))
-    dy = normal(2, (3, tokens, outputs), jnp.bfloat16)
+    batch = 3 if tokens < 128 else 1  # interpreted kernels are slow
+    x, w = normal(0, (batch, tokens, inputs), jnp.bfloat16), normal(1, (inputs, outputs))
+    dy = normal(2, (batch, tokens, outputs), jnp.bfloat16)
     state = sd.init_state(recipe)
 
     def loss(x, w, b, state):
@@ -313,15 +323,15 @@ def step(recipe: str | sd.Recipe, kernel: str | None, sizes: tuple[int, int, int
 
 
 @needs_mosaic
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", params_of(RECIPES, ("if4",)))
 def test_a_training_step_agrees_with_the_reference(hopper, monkeypatch, recipe):
     casts = []
-    for module in (cast_8bit, cast_microscaled):
+    for module in (cast_8bit, cast_microscaled, cast_four_bit):
         monkeypatch.setattr(
             module, "run", lambda *arguments, run=module.run: casts.append(arguments) or run(*arguments)
         )
     jax.clear_caches()  # so that the step is traced again
-    sizes = (32, 80, 40) if recipe in ("nvfp4", "int8_block") else (30, 72, 40)  # multiples of the rotation size
+    sizes = ROTATED_SIZES.get(recipe, (30, 72, 40))
     found = step(recipe, None, sizes)
     assert len(casts) == 3, "a tensor was cast by XLA"
     expected = step(recipe, RECIPES[recipe], sizes)

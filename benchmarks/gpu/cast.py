@@ -17,13 +17,14 @@ import scaledot as sd
 from benchmarks.gpu import report
 from benchmarks.gpu.implementations import jax_implementation, measure
 from scaledot.kernels import xla_casts
-from scaledot.kernels.hopper import cast_8bit, cast_microscaled
+from scaledot.kernels.hopper import cast_8bit, cast_four_bit, cast_microscaled
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.layouts import PerGroup, Transposed, bfloat16_values, logical
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.cast import CastSpec
+from scaledot.numerics.hadamard import random_signs
 from scaledot.ops.cast_spec import propagate_nonfinite
 
 SHAPE = (16384, 16384)
@@ -43,15 +44,17 @@ class MatrixCast:
     is_residual: bool = False
     stochastic: bool = False
     rotation: sd.Hadamard | None = None
+    eden: bool = False
 
     def output(self, dtype, key: int) -> CastOutput:
         rotation = self.rotation
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
-        dtype = np.dtype(dtype)
-        spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, Calibration("absmax"), rotation)
+        dtype, absmax = np.dtype(dtype), Calibration("absmax")
+        spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, absmax, rotation, eden=self.eden)
         spec = spec if self.contracted is None else propagate_nonfinite(spec, 2)
-        return CastOutput(spec, key if self.stochastic else None, self.contracted, self.is_residual)
+        signs = key if rotation is not None and rotation.draws_signs else None
+        return CastOutput(spec, key if self.stochastic or self.eden else None, self.contracted, self.is_residual, signs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,14 @@ class Case:
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
         multiplier = jnp.full((1, 1), 3.0, jnp.float32) if self.multiplier else None
-        return CastArguments(tuple(jax.random.split(key, len(self.casts))), multiplier=multiplier)
+        keys = tuple(jax.random.split(key, len(self.casts)))
+        drawn = (
+            random_signs(jax.random.fold_in(k, 1), cast.rotation.size)
+            if cast.rotation is not None and cast.rotation.draws_signs
+            else None
+            for k, cast in zip(keys, self.casts, strict=True)
+        )
+        return CastArguments(keys, multiplier=multiplier, signs=tuple(drawn))
 
     def by_kernel(self, x: jax.Array, key: jax.Array) -> CastResult:
         """Casts by the Hopper kernels."""
@@ -122,11 +132,11 @@ class GroupCase(Case):
 
 def kernel_for(problem: CastProblem) -> Any:
     """Returns the module of `kernels.hopper` whose kernel supports these casts."""
-    not_8bit = cast_8bit.problem_reason(problem)
-    not_microscaled = not_8bit and cast_microscaled.problem_reason(problem)
-    if not_microscaled:
-        raise ValueError(f"no kernel supports {problem}: {not_8bit}; {not_microscaled}")
-    return cast_microscaled if not_8bit else cast_8bit
+    reasons = {kernel: kernel.problem_reason(problem) for kernel in (cast_8bit, cast_microscaled, cast_four_bit)}
+    supporting = [kernel for kernel, reason in reasons.items() if reason is None]
+    if not supporting:
+        raise ValueError(f"no kernel supports {problem}: {'; '.join(map(str, reasons.values()))}")
+    return supporting[0]
 
 
 def _codes(q: Any) -> Any:
@@ -141,6 +151,13 @@ def _pair(format: str, block: int, square: bool = False, **fields) -> tuple[Matr
 
 def _one(format: str, tile: tuple[int, int], **fields) -> tuple[MatrixCast, ...]:
     return (MatrixCast(sd.FORMATS[format], tile, None, **fields),)
+
+
+def _of_recipe(recipe: sd.Recipe, operand: str, axis: int, is_residual: bool = False) -> MatrixCast:
+    """The cast of an operand such as "x of fwd" in 1-D blocks along a contracting dim."""
+    cast = next(cast for matmul, tensor, cast in recipe.casts() if f"{tensor} of {matmul}" == operand)
+    tile = (1, 16) if axis == 1 else (16, 1)
+    return MatrixCast(cast.format, tile, axis, is_residual, False, cast.rotation, cast.rounding == "ms_eden")
 
 
 # Names of cases are keys of the results. Casts of a pair are for the matmuls that contract dim 1 and dim 0. "codes" are
@@ -200,6 +217,27 @@ CASES = (
         jnp.bfloat16,
         (MatrixCast(NV, (1, 16), 1, False, True), MatrixCast(NV, (16, 1), 0, False, True, ROTATED)),
     ),
+    *(
+        case
+        for recipe in (sd.recipes.NVFP4_PLUS, sd.recipes.IF4)
+        for case in (
+            Case(
+                f"{recipe.name} x: searched 1x16 blocks, dequantised; rotated and corrected 16x1 blocks, codes",
+                jnp.bfloat16,
+                (_of_recipe(recipe, "x of fwd", 1), _of_recipe(recipe, "x of wgrad", 0, True)),
+            ),
+            Case(
+                f"{recipe.name} w: searched 16x1 blocks, dequantised; rotated and corrected 1x16 blocks, codes",
+                jnp.float32,
+                (_of_recipe(recipe, "w of fwd", 0), _of_recipe(recipe, "w of dgrad", 1, True)),
+            ),
+            Case(
+                f"{recipe.name} g: rotated and corrected 1x16 and 16x1 blocks, dequantised",
+                jnp.bfloat16,
+                (_of_recipe(recipe, "g of dgrad", 1), _of_recipe(recipe, "g of wgrad", 0)),
+            ),
+        )
+    ),
     GroupCase("e4m3 row groups, delayed scaling", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
     GroupCase("e4m3 row groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),
     GroupCase("e4m3 row groups, 1x128 and 128x1 blocks", jnp.bfloat16, _pair("fp8_e4m3", 128)),
@@ -237,10 +275,11 @@ CASES = (
 def check(case: Case, shape: tuple[int, int] = (415, 1072)) -> None:
     """Raises AssertionError unless the kernel's codes and scales are bit-identical to XLA's, with NaN and infinities.
 
-    Rotations need dims that are multiples of 16.
+    Rotations need dims that are multiples of their size.
     """
-    if any(cast.rotation is not None for cast in case.casts):
-        shape = shape[0] // 16 * 16, shape[1] // 16 * 16
+    rotated = [cast.rotation.size for cast in case.casts if cast.rotation is not None]
+    multiple = max(rotated, default=1)
+    shape = shape[0] // multiple * multiple, shape[1] // multiple * multiple
     x = jax.random.normal(jax.random.key(11), shape, jnp.float32)
     x = x * jnp.exp(2 * jax.random.normal(jax.random.key(12), shape))
     x = x.astype(case.dtype).at[3, 5].set(jnp.inf).at[7, 9].set(jnp.nan).at[100].set(0)

@@ -43,7 +43,7 @@ CASES = (
         8192,
         32768,
         {"scaledot fp8_current": 1.88, LINEN: 1.80, "scaledot fp8_delayed": 1.92}
-        | {"scaledot mxfp8": 0.95, "scaledot nvfp4": 0.93},
+        | {"scaledot mxfp8": 0.95, "scaledot nvfp4": 0.93, "scaledot nvfp4_plus": 0.90},
         {"scaledot fp8_current": 1.95, LINEN: 1.88, "scaledot fp8_delayed": 2.0}
         | {"scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
     ),
@@ -53,14 +53,14 @@ CASES = (
         2048,
         4096,
         14336,
-        {"scaledot fp8_current": 1.68, "scaledot mxfp8": 0.92, "scaledot nvfp4": 0.89},
+        {"scaledot fp8_current": 1.68, "scaledot mxfp8": 0.92, "scaledot nvfp4": 0.89, "scaledot nvfp4_plus": 0.82},
         {"scaledot fp8_current": 1.75, "scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
     ),
     Case("2048 -> 2048", 4, 1024, 2048, 2048, {f"scaledot {recipe}": 0.9 for recipe in ("fp8_current", "fp8_delayed")}),
 )
 FIRST_STEP_S = 10  # target of scaledot's first step, with compilation
 BASE, FLAX_BASE = "JAX bfloat16", "flax nn.Dense bfloat16"
-RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "nvfp4_plus", "if4")
 # The XLA kernel whose results a step's are compared with.
 REFERENCE = {
     "fp8_current": "xla_codes",
@@ -68,10 +68,13 @@ REFERENCE = {
     "fp8_block": "xla_codes",
     "mxfp8": "xla_upcast",
     "nvfp4": "xla_upcast",
+    "nvfp4_plus": "xla_upcast",
+    "if4": "xla_upcast",
 }
 # Relative errors. Accumulation in another order may flip the rounding to bfloat16, an ulp of at most 2^-7; FP8
 # matmuls add the error of the tensor cores' reduced-precision accumulator, a few thousandths.
 MAX_ERROR = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
+MAX_ERROR |= {"nvfp4_plus": 4e-3, "if4": 4e-3}
 
 
 class Data(NamedTuple):
@@ -138,7 +141,8 @@ def check(recipe: str) -> dict[str, float]:
 
     Raises AssertionError if one exceeds MAX_ERROR.
     """
-    case = Case("check", 3, 200, 712, 528)  # no size is a multiple of a tile
+    sizes = (3, 128, 640, 384) if recipe in ("nvfp4_plus", "if4") else (3, 200, 712, 528)  # their rotations need 128s
+    case = Case("check", *sizes)  # where possible, no size is a multiple of a tile
     data, errors = data_of(case, seed=7), {}
     actual = jax.jit(step_of(scaledot_layer(recipe)))(*data, *state_of(recipe))[1]
     expected = jax.jit(step_of(scaledot_layer(recipe, REFERENCE[recipe])))(*data, *state_of(recipe))[1]

@@ -18,7 +18,7 @@ from scaledot.formats import Format
 from scaledot.kernels.operands import block_scaled_values
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
-from scaledot.numerics.encode import decode_float
+from scaledot.numerics.cast import decode_blocks
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.scale import scale_values
 
@@ -57,7 +57,8 @@ class RowPairs:
         # XLA:GPU compiles a shift to an elementwise loop, which is faster than its concatenation of even and odd rows.
         pairs = jnp.broadcast_to(q.data[:, None], (q.shape[0], 2, q.shape[1])).astype(jnp.uint32)
         nibbles = pairs >> (4 * lax.broadcasted_iota(jnp.uint32, pairs.shape, 1))
-        values = decode_float(nibbles.reshape(shape), format) * blocks.repeat_scale(scale, shape, q.block)
+        codes = decode_blocks(nibbles.reshape(shape), q.scale, format, q.block)
+        values = codes * blocks.repeat_scale(scale, shape, q.block)
         values = values if format.two_level else flush(values)  # codes times E4M3 scales are never subnormal
         return bfloat16_operand(values.astype(jnp.bfloat16)[: self.rows], q.tensor_scale, q.dtype, q.rotation)
 

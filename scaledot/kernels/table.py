@@ -22,7 +22,7 @@ from jax import lax
 from scaledot import deprecated
 from scaledot.kernels import block_scaled, formulations, xla, xla_casts
 from scaledot.kernels.formulations import Formulation
-from scaledot.kernels.hopper import cast_8bit, cast_microscaled, support
+from scaledot.kernels.hopper import cast_8bit, cast_four_bit, cast_microscaled, support
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.hopper import grouped as hopper_grouped
 from scaledot.kernels.hopper import weight_only as hopper_weight_only
@@ -444,5 +444,6 @@ XLA_CAST = Kernel("xla_cast", xla_casts.problem_reason, xla_casts.describe, xla_
 CASTS = (
     _mosaic_cast("hopper_cast_8bit", cast_8bit, cast_8bit.GROUP_MULTIPLE),
     _mosaic_cast("hopper_cast_microscaled", cast_microscaled),
+    _mosaic_cast("hopper_cast_four_bit", cast_four_bit),
     XLA_CAST,
 )

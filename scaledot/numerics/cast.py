@@ -271,12 +271,13 @@ def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) 
 def _candidate_error(spec: CastSpec, x, amax, scales: Scales, candidate: Candidate) -> jax.Array:
     """The squared error of each block of finite x, relative to the tensor scale.
 
-    It is infinite for a scale that saturates the amax by more than `LARGEST_ERROR` codes, which would overflow int32.
+    It is infinite for a scale that saturates the amax by more than `LARGEST_ERROR` codes, whose sum may be inexact.
     """
     grid = spec.format.grid_formats[candidate.grid]
     sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
     squares = squared_error(_scaled(spec, x, scales), grid, fraction_bits(math.prod(b or size for size, b in sizes)))
     scale = scales.scale.astype(jnp.float32)
+    # Integers, because XLA:CPU would store the float squares of all candidates before it adds them.
     error = calibrate.block_sum(squares, spec.block).astype(jnp.float32) * (scale * scale)
     is_in_range = _scaled(dataclasses.replace(spec, block=()), amax, scales) <= grid.largest_code + LARGEST_ERROR
     return jnp.where(is_in_range, error, np.float32(np.inf))

@@ -55,11 +55,16 @@ def encode_affine(x, zero, format: Format, input_dtype, uniform: jax.Array | Non
 
 
 def decode(codes: jax.Array, format: Format, in_second_grid: jax.Array | None = None) -> jax.Array:
-    """Decodes codes to float32, without scales. `in_second_grid` is a mask for formats with `grids`."""
+    """Decodes codes to float32, without scales. `in_second_grid` is a mask for formats with `grids`.
+
+    4-bit codes may also be passed as uint32, with other bits above them.
+    """
     if format.grids is not None:
         assert in_second_grid is not None, f"codes of {format.name} depend on the sign of their scales"
         first, second = (_decode_raw(widen(codes), grid) for grid in format.grid_formats)
         return jnp.where(in_second_grid, second, first)
+    if codes.dtype == jnp.uint32:
+        return _decode_raw(codes, format)
     if format.codebook is not None:
         return _look_up(widen(codes), format.codebook)
     if not format.is_float or format.bits >= 8:
@@ -72,7 +77,7 @@ def _decode_raw(bits: jax.Array, format: Format) -> jax.Array:
     if format.is_float:
         return decode_float(bits, format)
     sign = np.int32(1 << (format.bits - 1))
-    return ((bits.astype(jnp.int32) ^ sign) - sign).astype(jnp.float32)
+    return (((bits & np.uint32(2 * sign - 1)).astype(jnp.int32) ^ sign) - sign).astype(jnp.float32)
 
 
 def narrow(codes: jax.Array, dtype: np.dtype) -> jax.Array:
@@ -93,6 +98,8 @@ def widen(codes: jax.Array) -> jax.Array:
 
     Without the barrier, XLA:CPU of jax 0.12 fails to compile a bitcast of a slice of 4-bit floats, as in a scan.
     """
+    if codes.dtype == jnp.uint32:
+        return codes
     if codes.dtype == jnp.float4_e2m1fn:
         codes = lax.bitcast_convert_type(lax.optimization_barrier(codes), jnp.uint4)
     if codes.dtype == jnp.int4:

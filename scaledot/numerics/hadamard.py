@@ -3,7 +3,8 @@
 H = n^-1/2 * diag(s) * Sylvester_n with Sylvester[r, c] = (-1)^popcount(r & c) and random signs s. Applied along the
 contracting dim of both operands of a matmul it cancels, because H is orthogonal. It is computed by butterflies, so that
 every backend adds in the same order and results are bit-identical; subnormals are flushed after each stage, because
-only some backends flush them.
+only some backends flush them. Rotations with fixed signs add neighbours first. Those with drawn signs add neighbours
+last, so that a kernel's last stages work on blocks of neighbours, which it then casts without moving them again.
 """
 
 import dataclasses
@@ -66,7 +67,8 @@ def rotate(x: jax.Array, rotation: Hadamard, signs: jax.Array | None = None) -> 
     """
     if signs is not None:
         groups = _grouped(x, rotation)
-        return _ungrouped(_butterflies(groups * _broadcast(signs, groups)), x.shape, rotation)
+        rotated = _butterflies(groups * _broadcast(signs, groups), neighbours_last=True)
+        return _ungrouped(rotated, x.shape, rotation)
     groups = _grouped(round_bfloat16(x), rotation)
     rotated = _butterflies(groups * _broadcast(rotation.signs, groups))
     return _ungrouped(round_bfloat16(rotated), x.shape, rotation)
@@ -92,13 +94,12 @@ def _ungrouped(groups: jax.Array, shape: tuple[int, ...], rotation: Hadamard) ->
     return jnp.moveaxis(flat, -1, rotation.axis)
 
 
-def _butterflies(groups: jax.Array) -> jax.Array:
+def _butterflies(groups: jax.Array, neighbours_last: bool = False) -> jax.Array:
     """Multiplies the last axis by the normalised Sylvester matrix, with one butterfly stage per bit of the index."""
     size = groups.shape[-1]
-    stride = 1
-    while stride < size:
+    strides = [1 << bit for bit in range(size.bit_length() - 1)]
+    for stride in reversed(strides) if neighbours_last else strides:
         pairs = groups.reshape(*groups.shape[:-1], size // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         groups = flush(jnp.stack([low + high, low - high], axis=-2).reshape(groups.shape))
-        stride *= 2
     return flush(groups * np.float32(size**-0.5))

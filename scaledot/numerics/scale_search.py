@@ -5,8 +5,8 @@ E4M3 codes (8 codes are a factor of 2). A smaller scale saturates the largest el
 scale 4 to 6 codes larger maps the amax of E2M1 to the range between 3 and 4, where steps are half as large. A scale
 twice as large is never better: its values are a subset.
 
-Errors are integers: fixed-point differences in units of a code, whose squares are summed in int32. Sums of integers
-are exact, so every backend and every order of summation chooses the same scale.
+Errors are fixed-point numbers in units of a code, so coarse that sums of their squares are exact in float32 as well as
+in int32: every backend and every order of summation chooses the same scale.
 """
 
 import math
@@ -40,20 +40,16 @@ def candidates_of(format: Format) -> list[Candidate]:
 
 
 def fraction_bits(elements: int) -> int:
-    """The number of fractional bits with which squared errors of blocks of `elements` elements fit an int32."""
+    """The number of fractional bits with which sums of the squared errors of `elements` elements fit 24 bits."""
     largest_square_bits = 2 * int(math.log2(LARGEST_ERROR))
-    return max(0, (30 - largest_square_bits - math.ceil(math.log2(max(elements, 1)))) // 2)
+    return max(0, (24 - largest_square_bits - math.ceil(math.log2(max(elements, 1)))) // 2)
 
 
 def squared_error(scaled: jax.Array, format: Format, bits: int) -> jax.Array:
-    """int32 squares of the rounding errors of scaled elements, in units of 2^-bits of a code.
-
-    Both numbers that are subtracted are integers below 2^24, so that contracting operations to an FMA changes nothing.
-    """
-    unit, limit = np.float32(2**bits), np.float32(format.largest_code + LARGEST_ERROR)
-    scaled = jnp.clip(scaled, -limit, limit)
-    error = (round_integer(scaled * unit) - round_to_grid(scaled, format) * unit).astype(jnp.int32)
-    return error * error
+    """int32 squares of the rounding errors of scaled elements, in units of 2^-bits of a code."""
+    unit = np.float32(2**bits)
+    error = round_integer(scaled * unit) - round_to_grid(scaled, format) * unit
+    return (error * error).astype(jnp.int32)
 
 
 def round_to_grid(scaled: jax.Array, format: Format) -> jax.Array:

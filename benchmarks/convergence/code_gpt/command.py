@@ -4,11 +4,13 @@ Finished runs are in the results file and are not repeated: the same command con
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import datetime
 import shlex
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -103,32 +105,52 @@ def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> li
     text = corpus.read(int(options.corpus_mib * 2**20))
     print(f"corpus: {text.about()}, {time.perf_counter() - start:.1f} s")
     session = Session(results, config, text, environment(), command_of(options))
-    failed = []
-    for row in options.rows:
-        try:
-            if not run_row(row, options.seeds, session, deadline):
+    rows = [row for row in options.rows if missing_seeds(row, options.seeds, session)]
+    failed, compiled = [], {}
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiler:
+        for i, row in enumerate(rows):
+            for each in rows[i : i + 2]:  # the programs of the next row compile while this one trains
+                if each.name not in compiled and (each is row or _allows(deadline, (row, each), session)):
+                    compiled[each.name] = compiler.submit(Programs, each, config, text)
+            try:
+                is_done = run_row(row, options.seeds, session, deadline, compiled[row.name])
+            except Exception as error:  # other rows may still run: an accelerator is lent for a limited time
+                traceback.print_exc()
+                failed.append(f"{row.name}: {type(error).__name__}")
+                continue
+            if not is_done:
                 print("the remaining runs would end after the time limit")
                 break
-        except Exception as error:  # other rows may still run: an accelerator is lent for a limited time
-            traceback.print_exc()
-            failed.append(f"{row.name}: {type(error).__name__}")
     return failed
 
 
-def run_row(row: Row, seeds: int, session: Session, deadline: Deadline) -> bool:
-    """Trains the seeds of a row that are not in the results; returns False if the time does not suffice for all."""
+def _allows(deadline: Deadline, rows: Sequence[Row], session: Session) -> bool:
+    """Whether there is time for a run of each row."""
+    runs = session.results.runs(session.group)
+    return deadline.allows(sum(estimated_seconds(runs, row.name) for row in rows))
+
+
+def missing_seeds(row: Row, seeds: int, session: Session) -> list[int]:
+    """Returns the seeds of a row that are not in the results, and marks its runs with other recipes as superseded."""
     results, group, recipe = session.results, session.group, row.digest(session.config)
     results.mark_superseded(group, row.name, recipe)
-    missing = [seed for seed in range(seeds) if seed not in results.seeds(group, row.name, recipe)]
-    programs = None
+    return [seed for seed in range(seeds) if seed not in results.seeds(group, row.name, recipe)]
+
+
+def run_row(
+    row: Row, seeds: int, session: Session, deadline: Deadline, compiled: concurrent.futures.Future[Programs]
+) -> bool:
+    """Trains the seeds of a row that are not in the results; returns False if the time does not suffice for all."""
+    results, missing = session.results, missing_seeds(row, seeds, session)
     with tqdm(
         total=len(missing) * session.config.steps, desc=row.name, unit="step", leave=False, disable=None
     ) as progress:
+        progress.set_postfix_str("compiling")
         for seed in missing:
-            if not deadline.allows(estimated_seconds(results.runs(group), row.name, programs is not None)):
+            runs = results.runs(session.group)
+            if not deadline.allows(estimated_seconds(runs, row.name, compiled.done())):
                 return False
-            progress.set_postfix_str("compiling" if programs is None else "")
-            programs = programs or Programs(row, session.config, session.corpus)
+            programs = compiled.result()
             outcome = programs.run(seed, progress, deadline)
             if outcome is None:
                 return False

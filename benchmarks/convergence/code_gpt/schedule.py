@@ -8,7 +8,7 @@ from typing import Any
 MARGIN = 1.1  # estimates are raised by this factor
 
 
-def estimated_seconds(runs: Sequence[Mapping[str, Any]], row: str, compiled: bool) -> float:
+def estimated_seconds(runs: Sequence[Mapping[str, Any]], row: str, compiled: bool = False) -> float:
     """Returns the longest time of the row's earlier `runs`, or of all rows if it has none; 0 if there are no runs.
 
     compiled: whether the row's programs are compiled already.

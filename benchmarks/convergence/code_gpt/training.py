@@ -35,7 +35,10 @@ class Outcome:
 
 
 class Programs:
-    """The compiled programs of a row. compile_s: seconds that tracing and compilation took."""
+    """The compiled programs of a row.
+
+    compile_s: seconds that tracing and compilation took, possibly while another row trained.
+    """
 
     def __init__(self, row: Row, config: Config, corpus: Corpus):
         self.config = config

@@ -36,7 +36,7 @@ from scaledot.kernels.hopper.cast_arithmetic import (
     to_float8,
     to_int8,
 )
-from scaledot.kernels.hopper.memory_layouts import LANES, load
+from scaledot.kernels.hopper.memory_layouts import COLUMN_PER_THREAD, load
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.numerics.bits import ONE, amax_of_rank, divide, magnitude_rank
 from scaledot.numerics.encode import round_to_element
@@ -46,9 +46,6 @@ from scaledot.numerics.scale import scales_or_nan
 WGMMA = plgpu.Layout.WGMMA
 # Layout of (128,), one element per thread: the scale of a row or a column.
 ELEMENT_PER_THREAD = plgpu.Layout.WG_STRIDED((SCALE_BLOCK,), vec_size=1)
-COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
-    plgpu.Tiling(((1, SCALE_BLOCK), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
 _FLOAT32 = np.dtype(np.float32)
 
 

@@ -84,12 +84,16 @@ def rotated(rows: list[jax.Array], rotation: Hadamard) -> list[jax.Array]:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
     values = [round_bfloat16(row) * np.float32(sign) for row, sign in zip(rows, rotation.signs, strict=True)]
-    stride = 1
-    while stride < rotation.size:
-        butterflies = list(values)
-        for i in range(rotation.size):
-            if not i & stride:
-                low, high = values[i], values[i + stride]
-                butterflies[i], butterflies[i + stride] = low + high, low - high
-        values, stride = butterflies, 2 * stride
-    return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in values]
+    return [round_bfloat16(value * np.float32(rotation.size**-0.5)) for value in butterflies(values)]
+
+
+def butterflies(values: list[jax.Array], neighbours_last: bool = False) -> list[jax.Array]:
+    """Returns the product of a list of arrays with the Sylvester matrix, in the order of `numerics.hadamard`."""
+    strides = [1 << bit for bit in range(len(values).bit_length() - 1)]
+    for stride in reversed(strides) if neighbours_last else strides:
+        pairs = [(i & ~stride, i | stride) for i in range(len(values))]
+        values = [
+            values[low] - values[high] if i == high else values[low] + values[high]
+            for i, (low, high) in enumerate(pairs)
+        ]
+    return values

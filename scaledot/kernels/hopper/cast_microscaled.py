@@ -113,7 +113,7 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
     seeds = cast_support.seeds(outputs, arguments)
     results = cast_microscaled_kernel.cast(padded, specs, tensor_multipliers, seeds, problem.row_length or shape[1])
     arrays = (
-        _stored(output, matrix_block(output, ndim), result, tensor_scale, x)
+        stored_array(output, matrix_block(output, ndim), result, tensor_scale, x)
         for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)
     )
     return CastResult(
@@ -169,7 +169,9 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
     return tensor_multipliers, [vary_as(scale, amaxes) for scale in tensor_scales]
 
 
-def _stored(output: CastOutput, block: tuple[int, int], result, tensor_scale: jax.Array | None, x: jax.Array) -> Any:
+def stored_array(
+    output: CastOutput, block: tuple[int, int], result, tensor_scale: jax.Array | None, x: jax.Array
+) -> Any:
     """Returns an output with the shape of x from padded codes or values and the bytes of scales."""
     spec, (m, k), format, data = output.spec, x.shape, output.spec.format, vary_as(result.data, x)
     if _is_dequantized(output):

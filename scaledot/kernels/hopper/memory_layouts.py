@@ -10,6 +10,13 @@ from scaledot.kernels.hopper.swizzle_atom import ATOM_BYTES, ATOM_ROWS
 
 LANES, WARPS = 32, 4
 THREADS = LANES * WARPS  # of a warpgroup
+COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
+    plgpu.Tiling(((1, THREADS), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+# The same, but Mosaic does not use ldmatrix, which needs rows at multiples of 16 bytes and does not check that.
+UNALIGNED_COLUMN_PER_THREAD = plgpu.Layout.TILED(
+    plgpu.Tiling(((1, THREADS), (LANES,), (2,), (1,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1
+)
 
 
 def swizzle_transforms(columns: int, dtype) -> tuple[Any, Any]:

@@ -8,3 +8,5 @@ MICROSCALED_BLOCKS = {
     ("float8_e5m2", "float8_e8m0fnu"): 32,
     ("float4_e2m1fn", "float8_e4m3fn"): 16,
 }
+FOUR_BIT_BLOCK, ROTATION = 16, 128  # elements per scale, and per rotation, of casts with searched or corrected scales
+FOUR_BIT_ELEMENTS = ("float4_e2m1fn", "int4")

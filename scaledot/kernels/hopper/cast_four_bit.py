@@ -1,0 +1,159 @@
+"""Casts of 4-bit recipes on Hopper: which problems the kernel supports, and how it is called.
+
+The kernel (`cast_four_bit_kernel`) casts operands of matmuls in training to formats like NVFP4: E2M1 codes, 4-bit
+integers, or blocks that choose between both, with E4M3 scales per 16 elements and a tensor scale. Scales may be
+searched; operands may be rotated with drawn signs and their scales corrected (MS-EDEN). Plain NVFP4 is cast by
+`cast_microscaled`, which takes fewer passes over SMEM.
+
+Example: x (m, k) under the recipe nvfp4_plus is an operand of fwd, which contracts k, with searched scales, and of
+wgrad, which contracts m: rotated down columns and corrected. One launch writes both: bfloat16 values, and codes, which
+are saved as residuals.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scaledot.formats import FORMATS, Format
+from scaledot.kernels.hopper import cast_support
+from scaledot.kernels.hopper.cast_microscaled import stored_array
+from scaledot.kernels.hopper.cast_support import matrix_block
+from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK, FOUR_BIT_ELEMENTS, ROTATION
+from scaledot.kernels.operands import pad_to_multiples
+from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
+from scaledot.numerics.bits import ONE, amax_of_rank, divide
+from scaledot.numerics.scale import tensor_level
+from scaledot.parallel.types import vary_as
+
+# Fields of nvfp4 that may have other values.
+SUPPORTED_FIELDS: dict[str, tuple] = {"element": ("int4", "uint4"), "search": ("scales",)}
+FREE_FIELDS = ("target", "scale_max", "grids")  # any value
+
+
+def problem_reason(problem: CastProblem) -> str | None:
+    """Returns why the kernel cannot compute these casts on any device, or None if it can."""
+    if problem.groups is not None:
+        return "it does not cast row groups"
+    if len(problem.shape) != 2 or not all(problem.shape):
+        return f"it casts non-empty matrices, not shape {problem.shape}"
+    if problem.dtype.name not in cast_support.INPUT_DTYPES:
+        return f"it reads {', '.join(cast_support.INPUT_DTYPES)}, not {problem.dtype}"
+    if problem.shape[0] > cast_support.MAX_ROWS:
+        return f"it casts at most {cast_support.MAX_ROWS} rows, not {problem.shape[0]}"
+    if problem.passed_arguments:
+        return f"`{min(problem.passed_arguments)}` is passed; it computes scales and random numbers itself"
+    if len({output.spec.amax_axes for output in problem.outputs}) > 1:
+        return "the outputs share scales over different mesh axes"
+    return next(filter(None, (_output_reason(problem, output) for output in problem.outputs)), None)
+
+
+def _output_reason(problem: CastProblem, output: CastOutput) -> str | None:
+    spec, axis, rotation = output.spec, output.contracted, output.spec.rotation
+    if axis is None or spec.nonfinite != "nan_scales":
+        return "it casts operands of matmuls in training, whose NaN and infinities propagate"
+    reason = _format_reason(spec.format)
+    if reason is not None:
+        return reason
+    if spec.calibration.method != "absmax" or spec.calibration.values:
+        return f"it scales by the amax or a search, not by calibration {spec.calibration.method!r}"
+    if matrix_block(output, 2) != ((1, FOUR_BIT_BLOCK) if axis == 1 else (FOUR_BIT_BLOCK, 1)):
+        return f"its blocks are {FOUR_BIT_BLOCK} elements along the contracting dim, not {spec.block}"
+    if output.is_stochastic and not spec.eden:
+        return "it rounds codes to nearest"
+    if rotation is None:
+        return None
+    if not rotation.draws_signs or rotation.size != ROTATION or rotation.axis != axis - 2:
+        return f"it rotates {ROTATION} elements along the contracting dim, with drawn signs, not {rotation}"
+    size = problem.shape[axis]
+    return None if not size % ROTATION else f"{size} elements are not a multiple of the rotation size {ROTATION}"
+
+
+def _format_reason(format: Format) -> str | None:
+    supported = SUPPORTED_FIELDS | {field: (getattr(format, field),) for field in FREE_FIELDS}
+    reason = cast_support.field_reason(format, FORMATS["nvfp4"], supported)
+    elements = [grid.element for grid in format.grid_formats]
+    if reason is None and not set(elements) <= set(FOUR_BIT_ELEMENTS):
+        return f"its codes are {' or '.join(FOUR_BIT_ELEMENTS)}, not {' or '.join(elements)}"
+    return reason
+
+
+def describe(problem: CastProblem) -> str:
+    axes = ("in blocks down columns", "in blocks along rows")
+    outputs = [
+        f"{'codes' if output.is_residual else 'bfloat16 values'} {axes[output.contracted or 0]}"
+        for output in problem.outputs
+    ]
+    return f"{' and '.join(outputs)}, one launch on Hopper, after the amax"
+
+
+def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
+    from scaledot.kernels.hopper import cast_four_bit_kernel
+
+    outputs = problem.outputs
+    padded = pad_to_multiples(x, ROTATION, ROTATION)
+    signs = _signs(outputs, arguments)
+    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs, signs)
+    specs = tuple(_output_spec(output) for output in outputs)
+    seeds = cast_support.seeds(outputs, arguments)
+    row_length = problem.row_length or problem.shape[1]
+    results = cast_four_bit_kernel.cast(padded, specs, tensor_multipliers, seeds, signs, row_length)
+    arrays = (
+        stored_array(output, matrix_block(output, 2), result, tensor_scale, x)
+        for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)
+    )
+    return CastResult(tuple(arrays))
+
+
+def _output_spec(output: CastOutput) -> Any:
+    from scaledot.kernels.hopper import cast_four_bit_kernel
+
+    format, grids = output.spec.format, output.spec.format.grid_formats
+    return cast_four_bit_kernel.OutputSpec(
+        tuple(grid.element for grid in grids),
+        tuple(grid.max for grid in grids),
+        format.search == "scales",
+        output.contracted == 1,
+        not output.is_residual,
+        output.spec.rotation is not None,
+        output.spec.eden,
+    )
+
+
+def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Array | None:
+    """Returns the signs of each output, float32 (outputs, 128); ones for those that are not rotated."""
+    if all(output.spec.rotation is None for output in outputs):
+        return None
+    drawn = (arguments.signs_of(output) for output in outputs)
+    return jnp.stack([jnp.ones(ROTATION, jnp.float32) if signs is None else signs for signs in drawn])
+
+
+def _tensor_scales(
+    x: jax.Array, outputs: tuple[CastOutput, ...], signs: jax.Array | None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the multipliers of `cast_four_bit_kernel.cast`, and the tensor scale of each output, float32 ().
+
+    The multiplier of a tensor brings its amax, after the rotation of an output, to the target times `scale_max`.
+    """
+    from scaledot.kernels.hopper import cast_four_bit_kernel, scalars
+
+    rotated = [i for i, output in enumerate(outputs) if output.spec.rotation is not None]
+    amaxes = []
+    if len(rotated) < len(outputs):
+        amaxes.append(amax_of_rank(jnp.max(cast_support.partial_amaxes(x, finite=True), keepdims=True)))
+    if signs is not None:
+        along = tuple(outputs[i].contracted == 1 for i in rotated)
+        amaxes.append(cast_four_bit_kernel.rotated_amaxes(x, signs[jnp.array(rotated)], along))
+    largest = cast_support.amax_over_devices(jnp.concatenate(amaxes), x, outputs[0].spec.amax_axes)
+    places = [rotated.index(i) + (len(rotated) < len(outputs)) if i in rotated else 0 for i in range(len(outputs))]
+    formats, dtype = [output.spec.format for output in outputs], outputs[0].spec.input_dtype
+
+    def compute(amaxes: list[Any]) -> tuple[Any, ...]:
+        # multiplier, tensor scale
+        pairs = [tensor_level(format, dtype, None, amaxes[i]) for format, i in zip(formats, places, strict=True)]
+        return [[multiplier, divide(ONE, multiplier)] for multiplier, _ in pairs], *(scale for _, scale in pairs)
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
+    key = "tensor multipliers", tuple((format.max, format.scale_max) for format in formats), tuple(places)
+    tensor_multipliers, *tensor_scales = scalars.compute(key, compute, types, largest)
+    return tensor_multipliers, [vary_as(scale, largest) for scale in tensor_scales]

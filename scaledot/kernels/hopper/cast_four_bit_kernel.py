@@ -1,0 +1,503 @@
+"""Casts a matrix to 4-bit codes with E4M3 scales per 16 elements, which are searched or corrected, after rotations.
+
+It computes what `cast_microscaled_kernel` does not: scales of the least squared error (`numerics.scale_search`), blocks
+that choose between two elements, rotations of 128 elements whose signs are drawn, and scales that MS-EDEN corrects
+(`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16 values (code times block scale,
+which is exact).
+
+Grid and CTA: one CTA of one warpgroup (128 threads) for a tile of 128×128 elements, a whole number of rotated groups in
+both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to float32 and
+stores it to SMEM in rows of 129 words. A thread then owns a column of the tile, or a row if blocks run along rows; with
+that row length neither has bank conflicts, so one code path serves both. The thread works on blocks of its 16
+neighbouring elements in registers, and no step before the last needs other threads:
+
+    rotation     adds elements 64, 32 and 16 apart in place in SMEM, and 8, 4, 2 and 1 apart in the registers of a block
+    scale        of the block amax, or of the candidate with the least error
+    codes        written back to SMEM: 4-bit codes in 32-bit words, or their decoded values
+    MS-EDEN      accumulates two integer sums over the 8 blocks of a group, and corrects their scales
+    output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values
+
+The magnitude of a tensor's largest element, which its tensor scale needs, is computed before the cast: by XLA, or for
+rotated elements by `rotated_amaxes`, which rotates tiles in the same way.
+
+Codes and scales are bit-identical to the reference, except that intermediate values of a rotation below 2^-126 are not
+flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
+
+Example: a gradient (8192, 14336) in bfloat16 for dgrad and wgrad has two outputs, along rows and down columns. The grid
+is (64, 112), a CTA uses 70 KB of SMEM, and three CTAs run on an SM.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from scaledot.formats import FORMATS
+from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals
+from scaledot.kernels.hopper.launch import call_exported
+from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
+from scaledot.kernels.hopper.memory_layouts import load
+from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK as BLOCK
+from scaledot.kernels.hopper.scale_blocks import ROTATION
+from scaledot.kernels.hopper.support import kernel_name
+from scaledot.numerics.bits import (
+    INFINITY,
+    amax_of_bits,
+    amax_of_rank,
+    bits_of,
+    divide,
+    float_of,
+    magnitude_bits,
+    magnitude_rank,
+)
+from scaledot.numerics.eden import CODE_STEPS, STEPS
+from scaledot.numerics.encode import decode_float, float_code, round_to_element
+from scaledot.numerics.rounding import round_nonnegative, uniform_at
+from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, fraction_bits
+
+TILE = ROTATION  # rows and columns of a tile
+PITCH = TILE + 1  # words from one row of a tile to the next
+BLOCKS = TILE // BLOCK  # of a thread
+LOADED_ROWS = 32  # in flight between GMEM and SMEM
+E2M1, E4M3 = FORMATS["nvfp4"], FORMATS["fp8_e4m3"]
+NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
+LARGEST_CODE = {"float4_e2m1fn": 6, "int4": 7}
+ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
+# Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
+_ROUNDER = np.float32(1.5 * 2.0**23)
+# Threads share SMEM only between the loads, the cast and the stores of a tile, which explicit barriers separate.
+_PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+
+
+class OutputSpec(NamedTuple):
+    """One output of the kernel.
+
+    elements: dtype names of the codes; of two, each block uses the one with the smaller error. targets: for each, the
+    magnitude that the block amax is mapped to. searched: whether scales are those of the least error. along: blocks run
+    along rows, otherwise down columns. dequantized: bfloat16 values instead of codes and scales. rotated, corrected:
+    see the module.
+    """
+
+    elements: tuple[str, ...]
+    targets: tuple[float, ...]
+    searched: bool
+    along: bool
+    dequantized: bool
+    rotated: bool
+    corrected: bool
+
+
+class CodesAndScales(NamedTuple):
+    """Codes packed by row pairs and the bytes of their scales; or bfloat16 values, and None."""
+
+    data: jax.Array
+    scale: jax.Array | None
+
+
+def cast(
+    x: jax.Array,
+    outputs: tuple[OutputSpec, ...],
+    tensor_multipliers: jax.Array,
+    seeds: jax.Array | None,
+    signs: jax.Array | None,
+    row_length: int,
+) -> tuple[CodesAndScales, ...]:
+    """Casts x (M, K), multiples of 128, to these outputs.
+
+    tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
+    (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, float32 (outputs, 128).
+    row_length: columns of the unpadded (global) array, for the flat index of an element.
+    """
+    m, k = x.shape
+    has = tuple(each is not None for each in (seeds, signs))
+
+    def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
+        *refs, smem, scales_smem = refs
+        others = iter(refs)
+        seeds_gmem, signs_gmem = (next(others) if each else None for each in has)
+        for index, spec in enumerate(outputs):
+            data, scale = next(others), None if spec.dequantized else next(others)
+            tile = Tile(smem, spec.along, lax.axis_index("row"), lax.axis_index("column"))
+            multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
+            output = Output(spec, tile, multipliers, scales_smem, data, scale)
+            tile.copy_from(x_gmem)
+            output.run(
+                None if signs_gmem is None else signs_gmem.at[index],
+                None if seeds_gmem is None else functools.partial(_uniform, tile, seeds_gmem.at[index], row_length),
+            )
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(each for spec in outputs for each in _output_types(m, k, spec)),
+        grid=(m // TILE, k // TILE),
+        grid_names=("row", "column"),
+        kernel_name=kernel_name("cast", "four_bit"),
+        scratch_types=[plgpu.SMEM((TILE, PITCH), jnp.float32), plgpu.SMEM((BLOCKS, TILE), jnp.float32)],
+        compiler_params=_PARAMETERS,
+    )
+    optional = [each for each in (seeds, signs) if each is not None]
+    arrays = iter(call_exported(("four bit", outputs, has, row_length), run, x, tensor_multipliers, *optional))
+    return tuple(CodesAndScales(next(arrays), None if spec.dequantized else next(arrays)) for spec in outputs)
+
+
+def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct]:
+    if spec.dequantized:
+        return [jax.ShapeDtypeStruct((m, k), jnp.bfloat16)]
+    scales = (m, k // BLOCK) if spec.along else (m // BLOCK, k)
+    return [jax.ShapeDtypeStruct((m // 2, k), jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.uint8)]
+
+
+def rotated_amaxes(x: jax.Array, signs: jax.Array, along: tuple[bool, ...]) -> jax.Array:
+    """Returns the amaxes of the finite elements of x (M, K) after rotations along rows or down columns: (rotations,).
+
+    signs: of each rotation, float32 (rotations, 128).
+    """
+    m, k = x.shape
+    grid = m // TILE, k // TILE
+
+    def kernel(x_gmem, signs_gmem, out_gmem, smem) -> None:
+        row, column = lax.axis_index("row"), lax.axis_index("column")
+        for index, is_along in enumerate(along):
+            tile = Tile(smem, is_along, row, column)
+            tile.copy_from(x_gmem)
+            tile.add_distant(signs_gmem.at[index])
+
+            def largest_of(block, largest, tile=tile):
+                return jnp.maximum(largest, _max(magnitude_rank(tile.add_neighbours(block))))
+
+            largest = lax.fori_loop(0, BLOCKS, largest_of, _per_thread(0, jnp.uint32))
+            out_gmem[index, row, pl.ds(column, 1)] = amax_of_rank(largest)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((len(along), *grid, TILE), jnp.float32),
+        grid=grid,
+        grid_names=("row", "column"),
+        kernel_name=kernel_name("amax", "rotated"),
+        scratch_types=[plgpu.SMEM((TILE, PITCH), jnp.float32)],
+        compiler_params=_PARAMETERS,
+    )
+    return jnp.max(call_exported(("amax of rotated", along), run, x, signs), axis=(1, 2, 3))
+
+
+class Tile(NamedTuple):
+    """A tile in SMEM, float32 (128, 129). along: whether threads own rows. row, column: of the tile in the matrix.
+
+    Arrays in registers are (n, 128): n elements of each thread.
+    """
+
+    smem: Any
+    along: bool
+    row: Any
+    column: Any
+
+    def elements(self, first, count: int) -> Any:
+        """The ref of `count` neighbouring elements of each thread, (count, 128)."""
+        if self.along:
+            return self.smem.at[pl.ds(0, TILE), pl.ds(first, count)].T
+        return self.smem.at[pl.ds(first, count), pl.ds(0, TILE)]
+
+    def load(self, first, count: int) -> jax.Array:
+        return load(self.elements(first, count), COLUMN_PER_THREAD, optimized=False)
+
+    def load_block(self, block) -> jax.Array:
+        return self.load(block * BLOCK, BLOCK)
+
+    def store_block(self, block, values: jax.Array) -> None:
+        self.elements(block * BLOCK, BLOCK)[...] = values
+
+    def load_rows(self, first, count: int) -> jax.Array:
+        """Rows of the tile, whatever the threads own."""
+        return load(self.smem.at[pl.ds(first, count), pl.ds(0, TILE)], COLUMN_PER_THREAD, optimized=False)
+
+    @property
+    def columns(self) -> Any:
+        """The columns of the tile in the matrix."""
+        return pl.ds(self.column * TILE, TILE)
+
+    def copy_from(self, x_gmem) -> None:
+        """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one."""
+        plgpu.commit_smem()
+
+        @pl.loop(0, TILE // LOADED_ROWS)
+        def _(i):
+            rows = pl.ds(self.row * TILE + i * LOADED_ROWS, LOADED_ROWS)
+            values = load(x_gmem.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
+            self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = flush_subnormals(values)
+
+        plgpu.commit_smem()
+
+    def add_distant(self, signs_gmem) -> None:
+        """Multiplies elements by their signs, and rotates those that are a multiple of 16 apart, in place."""
+
+        @pl.loop(0, BLOCK)
+        def _(first):
+            indices = [first + i * BLOCK for i in range(BLOCKS)]
+            elements = [self.load(index, 1) * signs_gmem[index] for index in indices]
+            for index, value in zip(indices, butterflies(elements, neighbours_last=True), strict=True):
+                self.elements(index, 1)[...] = value
+
+    def add_neighbours(self, block) -> jax.Array:
+        """The elements of a block after the remaining stages of the rotation."""
+        return jnp.concatenate(
+            [
+                value * np.float32(TILE**-0.5)
+                for value in butterflies(_rows(self.load_block(block)), neighbours_last=True)
+            ]
+        )
+
+
+class Scale(NamedTuple):
+    """The scale of a block of each thread, (1, 128) each.
+
+    code: of E4M3, uint32, without a sign. multiplier: the quantisation multiplier. is_second: whether the codes are of
+    the second element; None if there is only one.
+    """
+
+    code: jax.Array
+    multiplier: jax.Array
+    is_second: jax.Array | None
+
+
+class Output(NamedTuple):
+    """An output of a tile, with the refs of its results.
+
+    tensor_multipliers: the quantisation multiplier of the tensor and its reciprocal. scales_smem: the stored scales of
+    the tile before their correction, float32 (8, 128), negative for codes of the second element.
+    """
+
+    spec: OutputSpec
+    tile: Tile
+    tensor_multipliers: tuple[Any, Any]
+    scales_smem: Any
+    data: Any
+    scale: Any
+
+    def run(self, signs_gmem, uniform) -> None:
+        """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
+        if self.spec.rotated:
+            self.tile.add_distant(signs_gmem)
+        zeros = _per_thread(0, jnp.uint32), _per_thread(0, jnp.int32)
+        squares, projections = lax.fori_loop(0, BLOCKS, self._cast_block, zeros)
+        if self.spec.corrected:
+            pl.loop(0, BLOCKS)(functools.partial(self._correct, _correction(squares, projections), uniform))
+        plgpu.commit_smem()
+        self._write()
+
+    def _cast_block(self, block, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Replaces a block in SMEM by its codes or values; returns the sums over blocks for the correction."""
+        spec, tile = self.spec, self.tile
+        x = tile.add_neighbours(block) if spec.rotated else tile.load_block(block)
+        amax = amax_of_bits(_max(magnitude_bits(x)))
+        scale = self._scale_of(x, amax)
+        scaled = x * _spread(scale.multiplier)
+        codes, values = self._encode(scaled, scale.is_second)
+        stored = jnp.where(amax == np.float32(np.inf), NAN_SCALE, _signed(scale))
+        if codes is not None or spec.corrected:
+            tile.store_block(block, values if codes is None else float_of(codes))
+        if not spec.corrected:
+            self._finish_block(block, stored, values)
+            return sums
+        self.scales_smem[pl.ds(block, 1)] = _decoded(stored)
+        squares, projections = sums
+        steps, code_steps = _integer(scaled * STEPS), _integer(values * CODE_STEPS)
+        squares = squares + _sum(lax.bitcast_convert_type(steps * steps, jnp.uint32))
+        return squares, projections + _sum(steps * code_steps)
+
+    def _correct(self, correction: jax.Array, uniform, block) -> None:
+        """Rounds the corrected scale of a block stochastically, and applies it to dequantised values."""
+        scale = load(self.scales_smem.at[pl.ds(block, 1)], COLUMN_PER_THREAD, optimized=False)
+        is_nan = scale != scale
+        stored = jnp.where(is_nan, NAN_SCALE, float_code(scale * correction, E4M3, uniform(block)))
+        self._finish_block(block, stored, self.tile.load_block(block) if self.spec.dequantized else None)
+
+    def _finish_block(self, block, stored: jax.Array, values: jax.Array | None) -> None:
+        """Stores values times their scales to SMEM; without values, writes the scales to GMEM."""
+        tile = self.tile
+        if values is not None:
+            tile.store_block(block, values * _spread(jnp.abs(_decoded(stored))))
+            return
+        stored = stored.astype(jnp.uint8)
+        if self.spec.along:
+            self.scale.at[pl.ds(tile.row * TILE, TILE), pl.ds(tile.column * BLOCKS + block, 1)].T[...] = stored
+        else:
+            self.scale.at[pl.ds(tile.row * BLOCKS + block, 1), tile.columns][...] = stored
+
+    def _scale_of(self, x: jax.Array, amax: jax.Array) -> Scale:
+        """The scale of a block (16, 128): that of its amax, or of the candidate with the least error."""
+        spec = self.spec
+        if not spec.searched and len(spec.elements) == 1:
+            code = self._amax_code(amax, spec.targets[0])
+            return Scale(code, self._multiplier(code), None)
+        magnitude, best = jnp.abs(x), None
+        for index, (element, target) in enumerate(zip(spec.elements, spec.targets, strict=True)):
+            best = self._search(magnitude, amax, element, target, index, best)
+        assert best is not None
+        _, code, is_second = best
+        return Scale(code, self._multiplier(code), is_second == 1 if len(spec.elements) > 1 else None)
+
+    def _search(self, magnitude, amax, element: str, target: float, index: int, best):
+        """Returns (least error, code, index of the element) of this element's candidates and of `best`."""
+        offsets = OFFSETS[element] if self.spec.searched else (0,)
+        from_amax = self._amax_code(amax, target)
+        limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)
+
+        def compare(i, best):
+            least, code, chosen = best
+            offset = functools.reduce(lambda found, n: jnp.where(i == n, offsets[n], found), range(len(offsets)), 0)
+            candidate = _neighbour(from_amax, offset, amax != 0)
+            multiplier, value = self._multiplier(candidate), decode_float(candidate, E4M3)
+            errors = _error(magnitude * _spread(multiplier), element)
+            error = _sum(errors * errors) * (value * value)
+            error = jnp.where(amax * multiplier <= limit, error, np.float32(np.inf))
+            is_less = error < least
+            return (
+                jnp.where(is_less, error, least),
+                jnp.where(is_less, candidate, code),
+                jnp.where(is_less, np.uint32(index), chosen),
+            )
+
+        if best is None:
+            first = _neighbour(from_amax, offsets[0], amax != 0)
+            best = _per_thread(np.inf, jnp.float32), first, _per_thread(0, jnp.uint32)
+        return lax.fori_loop(0, len(offsets), compare, best)
+
+    def _amax_code(self, amax: jax.Array, target: float) -> jax.Array:
+        """The E4M3 code of the scale that maps the block amax to `target`."""
+        return float_code(amax * (self.tensor_multipliers[0] * np.float32(1 / target)), E4M3)
+
+    def _multiplier(self, code: jax.Array) -> jax.Array:
+        """The quantisation multiplier for the E4M3 code of a scale; 0 for a scale of 0."""
+        value = decode_float(code, E4M3)
+        multiplier = jnp.minimum(np.float32(1) / (value * self.tensor_multipliers[1]), np.finfo(np.float32).max)
+        return jnp.where(code == 0, np.float32(0), multiplier)
+
+    def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[Any, Any]:
+        """Returns the codes, uint32, and their decoded values; None for those that the output does not need."""
+        spec = self.spec
+        codes = None if spec.dequantized else self._select(_code, scaled, is_second)
+        needs_values = spec.dequantized or spec.corrected
+        return codes, self._select(_rounded, scaled, is_second) if needs_values else None
+
+    def _select(self, function, scaled: jax.Array, is_second: jax.Array | None) -> jax.Array:
+        """function(scaled, element), for the element that each block uses."""
+        if is_second is None:
+            return function(scaled, self.spec.elements[0])
+        first, second = (function(scaled, element) for element in self.spec.elements)
+        return jnp.where(_spread(is_second.astype(jnp.uint32)) == 1, second, first)
+
+    def _write(self) -> None:
+        """Writes codes or values from SMEM to GMEM, in rows."""
+        tile = self.tile
+
+        @pl.loop(0, BLOCKS)
+        def _(i):
+            rows = tile.load_rows(i * BLOCK, BLOCK)
+            if self.spec.dequantized:
+                self.data.at[pl.ds(tile.row * TILE + i * BLOCK, BLOCK), tile.columns][...] = rows.astype(jnp.bfloat16)
+                return
+            codes = _rows(bits_of(rows))
+            pairs = [even | (odd << 4) for even, odd in zip(codes[::2], codes[1::2], strict=True)]
+            packed = jnp.concatenate(pairs).astype(jnp.uint8)
+            self.data.at[pl.ds(tile.row * TILE // 2 + i * BLOCK // 2, BLOCK // 2), tile.columns][...] = packed
+
+
+def _per_thread(value: float, dtype) -> jax.Array:
+    """One number per thread, (1, 128)."""
+    return plgpu.layout_cast(jnp.full((1, TILE), value, dtype), COLUMN_PER_THREAD)
+
+
+def _rows(x: jax.Array) -> list[jax.Array]:
+    return [x[i : i + 1] for i in range(x.shape[0])]
+
+
+def _spread(per_thread: jax.Array) -> jax.Array:
+    """One number per thread, (1, 128), for all elements of its block, (16, 128)."""
+    return jnp.concatenate([per_thread] * BLOCK)
+
+
+def _max(x: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.maximum, _rows(x))
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.add, _rows(x))
+
+
+def _signed(scale: Scale) -> jax.Array:
+    """The stored code of a scale, whose sign bit says that the codes are of the second element."""
+    if scale.is_second is None:
+        return scale.code
+    return scale.code | jnp.where(scale.is_second, np.uint32(0x80), np.uint32(0))
+
+
+def _decoded(stored: jax.Array) -> jax.Array:
+    """The value of a stored scale, with its sign."""
+    return jnp.where(stored & np.uint32(0x7F) == NAN_SCALE, np.float32(np.nan), decode_float(stored, E4M3))
+
+
+def _neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
+    """The E4M3 code `offset` larger, at least that of the smallest scale above 0 and at most that of 448."""
+    moved = jnp.maximum(code, np.uint32(1)).astype(jnp.int32) + offset
+    moved = jnp.clip(moved, np.int32(1), LARGEST_SCALE.astype(np.int32))
+    return jnp.where(where, moved.astype(jnp.uint32), code)
+
+
+def _error(magnitude: jax.Array, element: str) -> jax.Array:
+    """Rounding errors of scaled magnitudes to an element, integers in units of 1 / ERROR_UNIT, as float32.
+
+    The same numbers as in `numerics.scale_search.squared_error`, in eleven instructions per candidate and element: both
+    terms are rounded by the addition of a power of two, which cancels in their difference.
+    """
+    shift, clipped = np.float32(2.0**23), jnp.minimum(magnitude, np.float32(LARGEST_CODE[element]))
+    if element == "int4":
+        nearest = round_nonnegative(clipped)
+    else:  # the step of codes is half the power of two below the magnitude, and 1/2 below 1
+        binade = float_of(bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY)
+        step_shift = binade * np.float32(2.0**22)
+        nearest = (clipped + step_shift) - step_shift
+    return (magnitude * ERROR_UNIT + shift) - (nearest * ERROR_UNIT + shift)
+
+
+def _rounded(scaled: jax.Array, element: str) -> jax.Array:
+    """Rounds scaled elements to values of an element, in float32; NaN to 0."""
+    return round_to_element(scaled, E2M1) if element != "int4" else _int4(scaled).astype(jnp.float32)
+
+
+def _code(scaled: jax.Array, element: str) -> jax.Array:
+    """The 4-bit codes of scaled elements, uint32; NaN is encoded as 0."""
+    if element != "int4":
+        return float_code(scaled, E2M1)
+    return lax.bitcast_convert_type(_int4(scaled), jnp.uint32) & np.uint32(15)
+
+
+def _int4(scaled: jax.Array) -> jax.Array:
+    finite = jnp.where(scaled == scaled, scaled, np.float32(0))
+    return _integer(jnp.clip(finite, np.float32(-7), np.float32(7)))
+
+
+def _integer(x: jax.Array) -> jax.Array:
+    """Rounds |x| < 2^22 to int32, to nearest even."""
+    return lax.bitcast_convert_type(x + _ROUNDER, jnp.int32) - _ROUNDER.view(np.int32)
+
+
+def _correction(squares: jax.Array, projections: jax.Array) -> jax.Array:
+    """The correction of the scales of a group, as in `numerics.eden`."""
+    quotient = divide(squares.astype(jnp.float32), projections.astype(jnp.float32) * (STEPS / CODE_STEPS))
+    return jnp.where(projections == 0, np.float32(1), quotient)
+
+
+def _uniform(tile: Tile, seeds_gmem, row_length: int, block) -> jax.Array:
+    """Random numbers in [0, 1) for the scales of a block, those of its first element."""
+    thread = plgpu.broadcasted_iota(jnp.int32, (1, TILE), 1, layout=COLUMN_PER_THREAD)
+    row, column = tile.row * TILE, tile.column * TILE
+    if tile.along:
+        place = (row + thread) * np.int32(row_length) + (column + block * BLOCK)
+    else:
+        place = (row + block * BLOCK) * np.int32(row_length) + column + thread
+    return uniform_at(place.astype(jnp.uint32), seeds_gmem[0], seeds_gmem[1])
