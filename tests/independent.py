@@ -156,13 +156,14 @@ def nvfp4_cast(x, block, target, tensor_multiplier, uniform):
     return np.where(d8 == 0, np.copysign(f32(0), x), codes), d8
 
 
-def quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group):
+def quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group, amax=None):
     """Quantise to E2M1 with e4m3 block scales and a float32 tensor scale.
 
     The amax of a block is mapped to `target`, that of the tensor to target * scale_max. MS-EDEN corrects the scales of
     every `group` of elements, a shape, and takes one uniform number for every block: that of its first element.
+    amax: of the tensor, if it is not that of x.
     """
-    amax, largest = block_amax(x, x.shape)[0, 0], f32(target) * f32(scale_max)
+    amax, largest = block_amax(x, x.shape)[0, 0] if amax is None else amax, f32(target) * f32(scale_max)
     tensor_multiplier = np.minimum(largest / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / largest, SMALLEST_NORMAL) if amax > 0 else f32(1)
     shrink = 16 / 17 if guard else 1
@@ -225,15 +226,16 @@ E4M3_VALUES = np.array([c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 -
 
 
 @np.errstate(all="ignore")
-def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None, group=None) -> Quantized:
+def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None, group=None, amax=None) -> Quantized:
     """Codes, and E4M3 block scales that are negative for the second grid; the first least error is kept.
 
     uniform: of stochastic rounding, without a search; or with a `group`, of MS-EDEN (see `quantize_nvfp4`).
+    amax: of the tensor, if it is not that of x.
     """
     assert uniform is None or group or not search
     x = flush(np.asarray(x, f32))
     x = np.where(np.isnan(x), f32(0), x)
-    amax, block_amaxes = block_amax(x, x.shape)[0, 0], block_amax(x, block)
+    amax, block_amaxes = block_amax(x, x.shape)[0, 0] if amax is None else amax, block_amax(x, block)
     top = f32(min(grid.largest for grid in grids) * scale_max)
     tensor_multiplier = np.minimum(top / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / top, SMALLEST_NORMAL) if amax > 0 else f32(1)
@@ -292,8 +294,10 @@ def quantize(
     element, kind, length = FORMATS[format]
     assert multiplier is None or kind == "float32", "`multiplier` is for per-tensor fp8"
     assert kind == "nvfp4" or (search is None and not guard), "search and guard are for nvfp4"
-    x = flush(np.asarray(x, f32))
+    x, amax = flush(np.asarray(x, f32)), None
     if rotation is not None:
+        # Drawn signs: the tensor scale is that of a bound of the rotated amax.
+        amax = None if isinstance(rotation, tuple) else block_amax(x, x.shape)[0, 0] * f32(len(rotation) ** 0.5)
         x = flush(hadamard(x, axis, *rotation) if isinstance(rotation, tuple) else rotated(x, axis, rotation))
     if uniform is not None:
         uniform = np.asarray(uniform, f32)
@@ -309,8 +313,9 @@ def quantize(
     if kind == "nvfp4":
         group = ((1, len(rotation)) if axis else (len(rotation), 1)) if eden else None
         if search == "scales" or format != "nvfp4":
-            return quantize_searched(x, block, GRIDS_OF[format], scale_max, search is not None, uniform, group)
-        return quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group)
+            grids = GRIDS_OF[format]
+            return quantize_searched(x, block, grids, scale_max, search is not None, uniform, group, amax)
+        return quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group, amax)
     amax = block_amax(x, block)
     if kind == "float32":
         per_block = (

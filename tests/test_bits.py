@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scaledot.kernels.hopper.cast_arithmetic import nearest_reciprocal, scale_reciprocal
 from scaledot.numerics import bits, rounding
 
 pytestmark = pytest.mark.optimized  # tests the bits of compiled programs
@@ -58,6 +59,23 @@ def test_divide_is_correctly_rounded_for_simple_numbers(a, b):
 def test_divide_of_special_values(a, b):
     a, b = np.float32(a), np.float32(b)
     np.testing.assert_array_equal(bits.divide(a, b), numpy_divide(a, b))
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_a_reciprocal_that_is_an_ulp_off_is_corrected(ulps):
+    x = np.abs(random_floats(3, 400_000))
+    powers = np.float32(2) ** np.arange(-125, 126, dtype=np.float32)
+    x = np.concatenate([x, powers, np.nextafter(powers, np.float32(0)), np.nextafter(powers, np.float32(np.inf))])
+    x = x[(x > 2.0**-125) & (x < 2.0**125)]
+    expected = np.float32(1) / x
+    approximate = (expected.view(np.int32) + np.int32(ulps)).view(np.float32)
+    np.testing.assert_array_equal(nearest_reciprocal(jnp.asarray(x), jnp.asarray(approximate)), expected)
+
+
+def test_the_reciprocal_of_a_scale_is_that_of_the_reference():
+    x = np.concatenate([np.abs(random_floats(4, 400_000)), np.array([0.0, 2.0**-140, 2.0**-126, 2.0**127], np.float32)])
+    expected = np.minimum(numpy_divide(np.float32(1), x), np.finfo(np.float32).max)
+    np.testing.assert_array_equal(scale_reciprocal(jnp.asarray(x)), expected)
 
 
 def test_flush_keeps_signs_and_normals():

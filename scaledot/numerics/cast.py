@@ -15,7 +15,7 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.hashing import hash_once
-from scaledot.numerics import blocks, calibrate, eden
+from scaledot.numerics import bits, blocks, calibrate, eden
 from scaledot.numerics.bits import computed_once, divide, flush
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.encode import decode, encode, encode_affine, narrow
@@ -90,7 +90,7 @@ def quantize_leaves(
     Stochastic rounding takes a `key` or, if it is None, `uniform` numbers in [0, 1) in the shape of x. signs: those of
     a rotation that draws them.
     """
-    x, uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
+    (x, source), uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
     if spec.calibration.is_range:
         low, high = calibrate.extremes(x, spec.calibration, spec.block)
         scales, zero = zero_point(low, high, spec.format, spec.input_dtype)
@@ -102,15 +102,36 @@ def quantize_leaves(
     elif multiplier is not None:
         scales = _mark_nonfinite(spec, x, scales_from_multiplier(multiplier))
     else:
-        scales = calibrated_scales(spec, x, tensor_scale)
+        scales = calibrated_scales(spec, x, tensor_scale, source=source)
     return cast(spec, x, scales, uniform)
 
 
-def prepare(spec: CastSpec, x: jax.Array, signs: jax.Array | None = None) -> jax.Array:
-    """Converts x to float32, flushes subnormals, rotates, and replaces infinities by NaN for "nan_codes"."""
-    x = flushed_float32(x)
+class Prepared(NamedTuple):
+    """An array to cast, and the one whose amax determines its tensor scale; None: the same array."""
+
+    x: jax.Array
+    source: jax.Array | None
+
+
+def prepare(spec: CastSpec, x: jax.Array, signs: jax.Array | None = None) -> Prepared:
+    """Converts x to float32, flushes subnormals, rotates, and replaces infinities by NaN for "nan_codes".
+
+    The tensor scale of a rotation with drawn `signs` follows from the amax before the rotation, see `bounded_amax`.
+    """
+    unrotated = x = flushed_float32(x)
     x = x if spec.rotation is None else rotate(x, spec.rotation, signs)
-    return jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
+    x = jnp.where(jnp.isinf(x), np.float32(np.nan), x) if spec.nonfinite == "nan_codes" else x
+    return Prepared(x, None if signs is None else unrotated)
+
+
+def bounded_amax(amax: jax.Array, rotation: Hadamard) -> jax.Array:
+    """An upper bound of the amax after a rotation: the bound of a group with a single element other than 0.
+
+    Casts with drawn signs use it for their tensor scale, because the amax itself would take another pass of rotations
+    over the tensor, and all casts of a tensor then share one amax. A tensor scale that is too large by a few powers of
+    two changes nothing but the smallest block scales, of which E4M3 has 17 octaves.
+    """
+    return jnp.minimum(amax * np.float32(rotation.size**0.5), bits.FLOAT32_MAX)
 
 
 def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
@@ -182,12 +203,23 @@ def all_reduce_max(amax: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmax(amax, axes) if axes else amax
 
 
-def calibrated_scales(spec: CastSpec, x: jax.Array, tensor_scale=None, tensor_amax_of=_tensor_amax) -> Scales:
+def tensor_amax_from(spec: CastSpec, block_amax: jax.Array, source: jax.Array | None, amax_of) -> jax.Array:
+    """The amax for a tensor scale; amax_of computes it from the amaxes of blocks, of `source` if that is not None."""
+    if source is None:
+        return all_reduce_max(amax_of(block_amax), spec.amax_axes)
+    assert spec.rotation is not None
+    of_blocks = calibrate.block_amax(source, spec.block)
+    return bounded_amax(all_reduce_max(amax_of(of_blocks), spec.amax_axes), spec.rotation)
+
+
+def calibrated_scales(
+    spec: CastSpec, x: jax.Array, tensor_scale=None, tensor_amax_of=_tensor_amax, source: jax.Array | None = None
+) -> Scales:
     """Scales of an array from `prepare`; `tensor_amax_of` computes the amax of the tensor from those of blocks."""
     amax, is_nonfinite = _block_magnitudes(spec, x)
     tensor_amax = None
     if spec.format.two_level and tensor_scale is None:
-        tensor_amax = all_reduce_max(tensor_amax_of(amax), spec.amax_axes)
+        tensor_amax = tensor_amax_from(spec, amax, source, tensor_amax_of)
 
     def scales_for(magnitude: jax.Array, candidate: Candidate | None = None) -> Scales:
         return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax, candidate)

@@ -12,10 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scaledot.numerics import calibrate
-from scaledot.numerics.cast import CastSpec, QuantizedLeaves, all_reduce_max, calibrated_scales, cast, prepare, uniforms
+from scaledot.numerics.cast import (
+    CastSpec,
+    QuantizedLeaves,
+    all_reduce_max,
+    calibrated_scales,
+    cast,
+    prepare,
+    tensor_amax_from,
+    uniforms,
+)
 from scaledot.numerics.scale import scales_of, scales_or_nan
 
 
@@ -33,14 +41,14 @@ def quantize_grouped_leaves(
     """
     group, row_block_index, count = group_rows(group_sizes, x.shape[0], row_block)
     in_group = (group < group_sizes.shape[0])[:, None]
-    x = jnp.where(in_group, prepare(spec, x, signs), np.float32(0))
+    x, source = prepare(spec, jnp.where(in_group, x, jnp.zeros((), x.dtype)), signs)
     uniform = uniforms(spec, x, key, uniform)
 
     def group_amax(block_amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(block_amax, axis=1, initial=0), group, group_sizes.shape[0] + 1)
 
     if row_block == 1:
-        return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax), uniform)
+        return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax, source=source), uniform)
     row_amax, scales_from = calibrate.block_amax, scales_of
     if spec.nonfinite == "nan_scales":
         row_amax, scales_from = calibrate.block_amax_or_inf, scales_or_nan
@@ -48,7 +56,7 @@ def quantize_grouped_leaves(
     amax = all_reduce_max(amax, spec.amax_axes) if 0 in spec.block else amax
     tensor_amax = None
     if spec.format.two_level:
-        tensor_amax = all_reduce_max(group_amax(calibrate.block_amax(x, spec.block)), spec.amax_axes)
+        tensor_amax = tensor_amax_from(spec, calibrate.block_amax(x, spec.block), source, group_amax)
     return cast(spec, x, scales_from(amax, spec.format, spec.input_dtype, None, tensor_amax), uniform)
 
 
@@ -62,12 +70,12 @@ def quantize_tiles_leaves(
 
     key, uniform, signs: as in `quantize_grouped_leaves`.
     """
-    x, uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
+    (x, source), uniform = prepare(spec, x, signs), uniforms(spec, x, key, uniform)
 
     def group_amax(block_amax: jax.Array) -> jax.Array:
         return _segment_amax(jnp.max(block_amax, axis=(1, 2), initial=0), group, groups)
 
-    return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax), uniform)
+    return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax, source=source), uniform)
 
 
 def group_of(sizes: jax.Array, rows: int) -> jax.Array:

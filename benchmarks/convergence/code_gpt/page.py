@@ -59,10 +59,11 @@ SHA-256 `{sha256}`.
 {learnt}
 
 `nvfp4_plus` is, against NVIDIA's `nvfp4`: block scales of least squared error (`search="scales"`) in 1×16 blocks of x
-and w, and MS-EDEN for both operands of dgrad and wgrad, after a rotation of 128 elements with new signs in each step,
-with searched scales as well. All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4`
-is the same recipe in the format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer; no tensor core
-multiplies it, and on Hopper, where four-bit operands are multiplied as bfloat16 anyway, it runs at the same speed.
+and w, and MS-EDEN for both operands of dgrad and wgrad, after a rotation of 128 elements with new signs in each step.
+All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
+format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer; no tensor core multiplies it. `quartet_ii`
+computes the tensor scale of rotated operands from a bound of their amax, the amax before the rotation times √128; its
+publication does from the amax itself.
 """
 
 # What the first row shows beside the second.
@@ -74,7 +75,7 @@ COMPARISONS = (
     ("nvfp4, MS-EDEN backward", "nvfp4", "MS-EDEN instead of stochastic rounding"),
     ("averis", "nvfp4", "means over tokens subtracted"),
     ("nvfp4_plus, no search forward", "nvfp4_plus", "without the search in the forward pass"),
-    ("nvfp4_plus, no search backward", "nvfp4_plus", "without the search in the backward pass"),
+    ("nvfp4_plus, searched backward", "nvfp4_plus", "with a search in the backward pass"),
     ("nvfp4_plus, requantised", "nvfp4_plus", "backward operands cast from the codes of fwd"),
     ("nvfp4_plus, means subtracted", "nvfp4_plus", "means over tokens subtracted"),
     ("nvint4_plus", "nvfp4_plus", "a uniform grid"),
@@ -106,7 +107,7 @@ def text(results: Results) -> str:
         held_out=corpus["held_out_bytes"],
         sha256=corpus["sha256"],
         table=_table(rows),
-        learnt="\n".join(_learnt({row.row: row for row in rows})),
+        learnt="\n".join(_learnt({row.row: row for row in rows})) or "Of no comparison both rows were trained yet.",
     )
 
 

@@ -118,12 +118,16 @@ def _requantised(recipe: Recipe) -> Recipe:
 
 
 def _in_format(recipe: Recipe, format: str, **fields: Any) -> Recipe:
-    """The searched recipe in another format. fields: of its forward casts."""
+    """The recipe in another format. fields: of its forward casts."""
     row, forward, backward = FORMATS[format], _cast_of(recipe, "x of fwd"), _cast_of(recipe, "g of dgrad")
-    searched = dataclasses.replace(forward.format, name=f"{format}_search", element=row.element, grids=row.grids)
-    forward, backward = (dataclasses.replace(cast, format=searched) for cast in (forward, backward))
+    forward, backward = (_with_format(cast, name=format, element=row.element) for cast in (forward, backward))
     both = Gemm(backward, backward)
     return Recipe(f"{format}_plus", Gemm(*[dataclasses.replace(forward, **fields)] * 2), both, both)
+
+
+def _with_format(cast: Cast, **fields: Any) -> Cast:
+    """The cast with changed fields of its format, and the largest code as the target of block amaxes."""
+    return dataclasses.replace(cast, format=dataclasses.replace(cast.format, target=None, **fields))
 
 
 _NEAREST = Cast(FORMATS["nvfp4"])  # in blocks of 1x16
@@ -133,7 +137,9 @@ _EDENS = {"dgrad": Gemm(_EDEN, _EDEN), "wgrad": Gemm(_EDEN, _EDEN)}
 NVFP4_1X16 = _variant(NVFP4, "nvfp4_1x16", fwd=Gemm(_NEAREST, _NEAREST), dgrad=Gemm(_STOCHASTIC, _NEAREST))
 NVFP4_SEARCH = _variant(NVFP4_1X16, "nvfp4_search", fwd=NVFP4_PLUS.fwd)
 NVFP4_EDEN = _variant(NVFP4, "nvfp4_eden", **_EDENS)
-PLUS_UNSEARCHED_BACKWARD = _variant(NVFP4_PLUS, "nvfp4_plus_unsearched_backward", **_EDENS)
+_SEARCHED_EDEN = _with_format(_EDEN, name="nvfp4_search", search="scales")
+_SEARCHED_EDENS = Gemm(_SEARCHED_EDEN, _SEARCHED_EDEN)
+PLUS_SEARCHED_BACKWARD = _variant(NVFP4_PLUS, "nvfp4_plus_search", dgrad=_SEARCHED_EDENS, wgrad=_SEARCHED_EDENS)
 PLUS_UNSEARCHED_FORWARD = _variant(NVFP4_PLUS, "nvfp4_plus_unsearched_forward", fwd=Gemm(_NEAREST, _NEAREST))
 
 ROWS = (
@@ -149,7 +155,7 @@ ROWS = (
     Row("nvfp4, backward only", _variant(NVFP4, "nvfp4_backward", fwd=Gemm())),
     # Parts taken out of nvfp4_plus, or added to it.
     Row("nvfp4_plus, no search forward", PLUS_UNSEARCHED_FORWARD),
-    Row("nvfp4_plus, no search backward", PLUS_UNSEARCHED_BACKWARD),
+    Row("nvfp4_plus, searched backward", PLUS_SEARCHED_BACKWARD),
     Row("nvfp4_plus, requantised", _requantised(NVFP4_PLUS)),
     Row("nvfp4_plus, means subtracted", _with_means(NVFP4_PLUS)),
     Row("nvfp4_plus, forward only", _forward_only(NVFP4_PLUS)),

@@ -12,10 +12,19 @@ from jax import lax
 
 from scaledot.formats import Format
 from scaledot.kernels.hopper import support
-from scaledot.numerics.bits import MIN_NORMAL, amax_of_bits, amax_of_rank, magnitude_bits, magnitude_rank
+from scaledot.numerics.bits import (
+    FLOAT32_MAX,
+    LARGEST_MULTIPLIER,
+    MIN_NORMAL,
+    amax_of_bits,
+    amax_of_rank,
+    magnitude_bits,
+    magnitude_rank,
+)
 from scaledot.numerics.hadamard import Hadamard
 
 MIN_NORMAL_F32 = MIN_NORMAL.view(np.float32)
+_MANTISSA, _HIDDEN_BIT = np.int32(0x7FFFFF), np.int32(0x800000)
 _HARDWARE_NAN = 0x7F  # the code that PTX's cvt to E4M3 and E5M2 returns for NaN
 
 
@@ -43,6 +52,30 @@ def ordered_bits_conversions(finite: bool) -> tuple[Callable[[jax.Array], jax.Ar
     infinity (`bits.magnitude_bits`).
     """
     return (magnitude_rank, amax_of_rank) if finite else (magnitude_bits, amax_of_bits)
+
+
+def scale_reciprocal(x: jax.Array) -> jax.Array:
+    """Returns 1 / x of positive float32 scales as `numerics.scale` computes it: correctly rounded, subnormals flushed.
+
+    Of subnormal x and 0 it is the largest float32.
+    """
+    nearest = nearest_reciprocal(x, np.float32(1) / x)
+    nearest = jnp.where(x > LARGEST_MULTIPLIER, np.float32(0), nearest)  # 2^126: larger ones have subnormal reciprocals
+    return jnp.where(x < MIN_NORMAL_F32, FLOAT32_MAX, nearest)
+
+
+def nearest_reciprocal(x: jax.Array, approximate: jax.Array) -> jax.Array:
+    """Returns 1 / x, correctly rounded, from an approximation that is at most one ulp off.
+
+    Mosaic divides 1 by rcp.approx, which may be an ulp off. The product of both significands is 2^47, or 2^46 for
+    powers of two, plus a remainder, which is exact modulo 2^32 and says whether a neighbour is nearer.
+    """
+    significand, inverse = (
+        (lax.bitcast_convert_type(a, jnp.int32) & _MANTISSA) | _HIDDEN_BIT for a in (x, approximate)
+    )
+    twice = 2 * (significand * inverse)
+    ulps = (twice < -significand).astype(jnp.int32) - (twice > significand).astype(jnp.int32)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(approximate, jnp.int32) + ulps, jnp.float32)
 
 
 def to_float8(x: jax.Array, dtype, reference_nan: bool = False) -> jax.Array:

@@ -23,6 +23,7 @@ from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK, FOUR_BIT_ELEMEN
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics.bits import ONE, amax_of_rank, divide
+from scaledot.numerics.cast import bounded_amax
 from scaledot.numerics.scale import tensor_level
 from scaledot.parallel.types import vary_as
 
@@ -93,7 +94,7 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
     outputs = problem.outputs
     padded = pad_to_multiples(x, ROTATION, ROTATION)
     signs = _signs(outputs, arguments)
-    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs, signs)
+    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs)
     specs = tuple(_output_spec(output) for output in outputs)
     seeds = cast_support.seeds(outputs, arguments)
     row_length = problem.row_length or problem.shape[1]
@@ -128,32 +129,24 @@ def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Arr
     return jnp.stack([jnp.ones(ROTATION, jnp.float32) if signs is None else signs for signs in drawn])
 
 
-def _tensor_scales(
-    x: jax.Array, outputs: tuple[CastOutput, ...], signs: jax.Array | None
-) -> tuple[jax.Array, list[jax.Array]]:
+def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the multipliers of `cast_four_bit_kernel.cast`, and the tensor scale of each output, float32 ().
 
-    The multiplier of a tensor brings its amax, after the rotation of an output, to the target times `scale_max`.
+    The multiplier of a tensor brings its amax, or the bound of its amax after a rotation, to the target times
+    `scale_max`.
     """
-    from scaledot.kernels.hopper import cast_four_bit_kernel, scalars
+    from scaledot.kernels.hopper import scalars
 
-    rotated = [i for i, output in enumerate(outputs) if output.spec.rotation is not None]
-    amaxes = []
-    if len(rotated) < len(outputs):
-        amaxes.append(amax_of_rank(jnp.max(cast_support.partial_amaxes(x, finite=True), keepdims=True)))
-    if signs is not None:
-        along = tuple(outputs[i].contracted == 1 for i in rotated)
-        amaxes.append(cast_four_bit_kernel.rotated_amaxes(x, signs[jnp.array(rotated)], along))
-    largest = cast_support.amax_over_devices(jnp.concatenate(amaxes), x, outputs[0].spec.amax_axes)
-    places = [rotated.index(i) + (len(rotated) < len(outputs)) if i in rotated else 0 for i in range(len(outputs))]
-    formats, dtype = [output.spec.format for output in outputs], outputs[0].spec.input_dtype
+    specs, dtype = [output.spec for output in outputs], outputs[0].spec.input_dtype
+    amax = amax_of_rank(jnp.max(cast_support.partial_amaxes(x, finite=True), keepdims=True))
+    amax = cast_support.amax_over_devices(amax, x, specs[0].amax_axes)
 
     def compute(amaxes: list[Any]) -> tuple[Any, ...]:
-        # multiplier, tensor scale
-        pairs = [tensor_level(format, dtype, None, amaxes[i]) for format, i in zip(formats, places, strict=True)]
+        of_outputs = (amaxes[0] if s.rotation is None else bounded_amax(amaxes[0], s.rotation) for s in specs)
+        pairs = [tensor_level(s.format, dtype, None, a) for s, a in zip(specs, of_outputs, strict=True)]
         return [[multiplier, divide(ONE, multiplier)] for multiplier, _ in pairs], *(scale for _, scale in pairs)
 
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
-    key = "tensor multipliers", tuple((format.max, format.scale_max) for format in formats), tuple(places)
-    tensor_multipliers, *tensor_scales = scalars.compute(key, compute, types, largest)
-    return tensor_multipliers, [vary_as(scale, largest) for scale in tensor_scales]
+    key = "tensor multipliers", tuple((s.format.max, s.format.scale_max, s.rotation) for s in specs)
+    tensor_multipliers, *tensor_scales = scalars.compute(key, compute, types, amax)
+    return tensor_multipliers, [vary_as(scale, amax) for scale in tensor_scales]

@@ -17,8 +17,7 @@ neighbouring elements in registers, and no step before the last needs other thre
     MS-EDEN      accumulates two integer sums over the 8 blocks of a group, and corrects their scales
     output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values
 
-The magnitude of a tensor's largest element, which its tensor scale needs, is computed before the cast: by XLA, or for
-rotated elements by `rotated_amaxes`, which rotates tiles in the same way.
+XLA computes the amax of the tensor, which its tensor scale needs, before the cast.
 
 Codes and scales are bit-identical to the reference, except that intermediate values of a rotation below 2^-126 are not
 flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
@@ -38,7 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import FORMATS
-from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals
+from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals, scale_reciprocal
 from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
 from scaledot.kernels.hopper.memory_layouts import load
@@ -47,16 +46,15 @@ from scaledot.kernels.hopper.scale_blocks import ROTATION
 from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import (
     INFINITY,
+    SIGN,
     amax_of_bits,
-    amax_of_rank,
     bits_of,
     divide,
     float_of,
     magnitude_bits,
-    magnitude_rank,
 )
 from scaledot.numerics.eden import CODE_STEPS, STEPS
-from scaledot.numerics.encode import decode_float, float_code, round_to_element
+from scaledot.numerics.encode import decode_float, float_code
 from scaledot.numerics.rounding import round_nonnegative, uniform_at
 from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, fraction_bits
 
@@ -64,7 +62,7 @@ TILE = ROTATION  # rows and columns of a tile
 PITCH = TILE + 1  # words from one row of a tile to the next
 BLOCKS = TILE // BLOCK  # of a thread
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
-E2M1, E4M3 = FORMATS["nvfp4"], FORMATS["fp8_e4m3"]
+E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
 LARGEST_CODE = {"float4_e2m1fn": 6, "int4": 7}
 ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
@@ -150,39 +148,6 @@ def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct
         return [jax.ShapeDtypeStruct((m, k), jnp.bfloat16)]
     scales = (m, k // BLOCK) if spec.along else (m // BLOCK, k)
     return [jax.ShapeDtypeStruct((m // 2, k), jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.uint8)]
-
-
-def rotated_amaxes(x: jax.Array, signs: jax.Array, along: tuple[bool, ...]) -> jax.Array:
-    """Returns the amaxes of the finite elements of x (M, K) after rotations along rows or down columns: (rotations,).
-
-    signs: of each rotation, float32 (rotations, 128).
-    """
-    m, k = x.shape
-    grid = m // TILE, k // TILE
-
-    def kernel(x_gmem, signs_gmem, out_gmem, smem) -> None:
-        row, column = lax.axis_index("row"), lax.axis_index("column")
-        for index, is_along in enumerate(along):
-            tile = Tile(smem, is_along, row, column)
-            tile.copy_from(x_gmem)
-            tile.add_distant(signs_gmem.at[index])
-
-            def largest_of(block, largest, tile=tile):
-                return jnp.maximum(largest, _max(magnitude_rank(tile.add_neighbours(block))))
-
-            largest = lax.fori_loop(0, BLOCKS, largest_of, _per_thread(0, jnp.uint32))
-            out_gmem[index, row, pl.ds(column, 1)] = amax_of_rank(largest)
-
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((len(along), *grid, TILE), jnp.float32),
-        grid=grid,
-        grid_names=("row", "column"),
-        kernel_name=kernel_name("amax", "rotated"),
-        scratch_types=[plgpu.SMEM((TILE, PITCH), jnp.float32)],
-        compiler_params=_PARAMETERS,
-    )
-    return jnp.max(call_exported(("amax of rotated", along), run, x, signs), axis=(1, 2, 3))
 
 
 class Tile(NamedTuple):
@@ -286,8 +251,9 @@ class Output(NamedTuple):
         squares, projections = lax.fori_loop(0, BLOCKS, self._cast_block, zeros)
         if self.spec.corrected:
             pl.loop(0, BLOCKS)(functools.partial(self._correct, _correction(squares, projections), uniform))
-        plgpu.commit_smem()
-        self._write()
+        if self.tile.along or not self.spec.dequantized:
+            plgpu.commit_smem()
+            self._write()
 
     def _cast_block(self, block, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Replaces a block in SMEM by its codes or values; returns the sums over blocks for the correction."""
@@ -296,10 +262,10 @@ class Output(NamedTuple):
         amax = amax_of_bits(_max(magnitude_bits(x)))
         scale = self._scale_of(x, amax)
         scaled = x * _spread(scale.multiplier)
-        codes, values = self._encode(scaled, scale.is_second)
+        values, codes = self._encode(scaled, scale.is_second)
         stored = jnp.where(amax == np.float32(np.inf), NAN_SCALE, _signed(scale))
-        if codes is not None or spec.corrected:
-            tile.store_block(block, values if codes is None else float_of(codes))
+        if spec.corrected or not spec.dequantized:
+            tile.store_block(block, values if spec.dequantized else float_of(codes))
         if not spec.corrected:
             self._finish_block(block, stored, values)
             return sums
@@ -317,16 +283,23 @@ class Output(NamedTuple):
         self._finish_block(block, stored, self.tile.load_block(block) if self.spec.dequantized else None)
 
     def _finish_block(self, block, stored: jax.Array, values: jax.Array | None) -> None:
-        """Stores values times their scales to SMEM; without values, writes the scales to GMEM."""
-        tile = self.tile
-        if values is not None:
-            tile.store_block(block, values * _spread(jnp.abs(_decoded(stored))))
-            return
-        stored = stored.astype(jnp.uint8)
-        if self.spec.along:
-            self.scale.at[pl.ds(tile.row * TILE, TILE), pl.ds(tile.column * BLOCKS + block, 1)].T[...] = stored
+        """Writes the scales of a block to GMEM, or for dequantised outputs the values times their scales.
+
+        The values of a thread that owns a row go to SMEM, from which `_write` writes them in rows.
+        """
+        tile, first = self.tile, self.tile.row * BLOCKS + block
+        if self.spec.dequantized:
+            assert values is not None
+            values = values * _spread(jnp.abs(_decoded(stored)))
+            if tile.along:
+                tile.store_block(block, values)
+            else:
+                self.data.at[pl.ds(first * BLOCK, BLOCK), tile.columns][...] = values.astype(jnp.bfloat16)
+        elif tile.along:
+            rows, column = pl.ds(tile.row * TILE, TILE), pl.ds(tile.column * BLOCKS + block, 1)
+            self.scale.at[rows, column].T[...] = stored.astype(jnp.uint8)
         else:
-            self.scale.at[pl.ds(tile.row * BLOCKS + block, 1), tile.columns][...] = stored
+            self.scale.at[pl.ds(first, 1), tile.columns][...] = stored.astype(jnp.uint8)
 
     def _scale_of(self, x: jax.Array, amax: jax.Array) -> Scale:
         """The scale of a block (16, 128): that of its amax, or of the candidate with the least error."""
@@ -373,23 +346,17 @@ class Output(NamedTuple):
 
     def _multiplier(self, code: jax.Array) -> jax.Array:
         """The quantisation multiplier for the E4M3 code of a scale; 0 for a scale of 0."""
-        value = decode_float(code, E4M3)
-        multiplier = jnp.minimum(np.float32(1) / (value * self.tensor_multipliers[1]), np.finfo(np.float32).max)
+        multiplier = scale_reciprocal(decode_float(code, E4M3) * self.tensor_multipliers[1])
         return jnp.where(code == 0, np.float32(0), multiplier)
 
-    def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[Any, Any]:
-        """Returns the codes, uint32, and their decoded values; None for those that the output does not need."""
-        spec = self.spec
-        codes = None if spec.dequantized else self._select(_code, scaled, is_second)
-        needs_values = spec.dequantized or spec.corrected
-        return codes, self._select(_rounded, scaled, is_second) if needs_values else None
-
-    def _select(self, function, scaled: jax.Array, is_second: jax.Array | None) -> jax.Array:
-        """function(scaled, element), for the element that each block uses."""
+    def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns the decoded values of the codes of scaled elements, and the codes, uint32."""
+        results = [_encode(scaled, element) for element in self.spec.elements]
         if is_second is None:
-            return function(scaled, self.spec.elements[0])
-        first, second = (function(scaled, element) for element in self.spec.elements)
-        return jnp.where(_spread(is_second.astype(jnp.uint32)) == 1, second, first)
+            return results[0]
+        uses_second = _spread(is_second.astype(jnp.uint32)) == 1
+        (first, first_code), (second, second_code) = results
+        return jnp.where(uses_second, second, first), jnp.where(uses_second, second_code, first_code)
 
     def _write(self) -> None:
         """Writes codes or values from SMEM to GMEM, in rows."""
@@ -454,26 +421,36 @@ def _error(magnitude: jax.Array, element: str) -> jax.Array:
     The same numbers as in `numerics.scale_search.squared_error`, in eleven instructions per candidate and element: both
     terms are rounded by the addition of a power of two, which cancels in their difference.
     """
-    shift, clipped = np.float32(2.0**23), jnp.minimum(magnitude, np.float32(LARGEST_CODE[element]))
+    shift = np.float32(2.0**23)
     if element == "int4":
-        nearest = round_nonnegative(clipped)
-    else:  # the step of codes is half the power of two below the magnitude, and 1/2 below 1
-        binade = float_of(bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY)
-        step_shift = binade * np.float32(2.0**22)
-        nearest = (clipped + step_shift) - step_shift
+        nearest = round_nonnegative(jnp.minimum(magnitude, np.float32(LARGEST_CODE[element])))
+    else:
+        shifted, step_shift, _ = _shifted_e2m1(magnitude)
+        nearest = shifted - step_shift
     return (magnitude * ERROR_UNIT + shift) - (nearest * ERROR_UNIT + shift)
 
 
-def _rounded(scaled: jax.Array, element: str) -> jax.Array:
-    """Rounds scaled elements to values of an element, in float32; NaN to 0."""
-    return round_to_element(scaled, E2M1) if element != "int4" else _int4(scaled).astype(jnp.float32)
+def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (saturated magnitudes + shift, shift, binade): a sum whose last bit is a step of E2M1, so it is rounded.
+
+    Steps are half the power of two below the magnitude, and 1/2 below 1.
+    """
+    clipped = jnp.minimum(magnitude, np.float32(LARGEST_CODE["float4_e2m1fn"]))
+    binade = bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY
+    shift = float_of(binade) * np.float32(2.0**22)
+    return clipped + shift, shift, binade
 
 
-def _code(scaled: jax.Array, element: str) -> jax.Array:
-    """The 4-bit codes of scaled elements, uint32; NaN is encoded as 0."""
-    if element != "int4":
-        return float_code(scaled, E2M1)
-    return lax.bitcast_convert_type(_int4(scaled), jnp.uint32) & np.uint32(15)
+def _encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
+    """Returns scaled elements rounded to values of an element, and their 4-bit codes, uint32; NaN has any code."""
+    if element == "int4":
+        integers = _int4(scaled)
+        return integers.astype(jnp.float32), lax.bitcast_convert_type(integers, jnp.uint32) & np.uint32(15)
+    shifted, shift, binade = _shifted_e2m1(jnp.abs(scaled))
+    sign = bits_of(scaled) & SIGN
+    # Codes of the first two binades, [0, 1) and [1, 2), are the number of steps; each further binade adds two.
+    code = bits_of(shifted) - bits_of(shift) + (binade >> 22) - np.uint32(2 * 127)
+    return float_of(bits_of(shifted - shift) | sign), (code & np.uint32(7)) | (sign >> 28)
 
 
 def _int4(scaled: jax.Array) -> jax.Array:

@@ -44,7 +44,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import Format
-from scaledot.kernels.hopper.cast_arithmetic import flush_subnormals, ordered_bits_conversions, rotated, to_float8
+from scaledot.kernels.hopper.cast_arithmetic import (
+    flush_subnormals,
+    ordered_bits_conversions,
+    rotated,
+    scale_reciprocal,
+    to_float8,
+)
 from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_vector_layout
 from scaledot.kernels.hopper.scale_blocks import MICROSCALED_BLOCKS
@@ -521,8 +527,8 @@ def _scale_of(format: Format, amax: jax.Array, tensor_multipliers) -> Scale:
     relative = jnp.where(amax == np.float32(np.inf), nan, relative)
     stored = relative.astype(jnp.float8_e4m3fn)
     value = stored.astype(jnp.float32)
-    multiplier = jnp.minimum(np.float32(1) / (value * reciprocal), np.finfo(np.float32).max)
-    multiplier = jnp.where(value == 0, np.float32(0), multiplier)
+    multiplier = jnp.where(value == 0, np.float32(0), scale_reciprocal(value * reciprocal))
+    multiplier = jnp.where(value == value, multiplier, nan)
     return Scale(lax.bitcast_convert_type(stored, jnp.uint8), multiplier, (value,))
 
 
