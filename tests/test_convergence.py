@@ -32,14 +32,17 @@ class Progress:
 
 
 def test_the_page_is_generated_from_the_results():
-    assert page.PAGE.read_text() == page.text(page.GPU_RESULTS, page.CPU_RESULTS)
+    assert page.PAGE.read_text() == page.text(page.GPU_RESULTS, page.CAST_RESULTS, page.CPU_RESULTS)
     assert page.FIGURE.stat().st_size > 10_000
 
 
 def test_the_results_of_the_page_are_as_expected_and_the_gpt_meets_its_bounds():
     record = page.read(page.GPU_RESULTS)
     assert record["seeds"] >= 3
-    assert all(row["as_expected"] for row in record["bias"] + record["stall"])
+    casts = page.read(page.CAST_RESULTS)
+    assert [row["name"] for row in casts["bias"]] == [case.name for case in bias.cases()]
+    assert [row["name"] for row in casts["stall"]] == [probe.name for probe in stall.probes()]
+    assert all(row["as_expected"] for row in casts["bias"] + casts["stall"])
     assert [row["name"] for row in record["gpt"]] == [row.name for row in gpt.rows()]
     assert all(row["met"] is not False for row in record["gpt"] + record["relations"])
 
