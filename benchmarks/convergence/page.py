@@ -69,8 +69,9 @@ of one draw) / √1000; a cast counts as unbiased if *error / limit*, with the e
 hadamard128, and the one with new signs, draw new random signs for the Hadamard transform each time; other rows with
 hadamard16 use fixed signs, as their recipes do. Casts are named by format and block (free × contracting dim): 1×all is
 one scale per row. `mxfp4_ceil` and `mxfp4_floor` are mxfp4 under that scale rule, `nvfp4_guarded` is nvfp4 with
-`guard=True`, and in the next section `nvfp4_one_level` is nvfp4 without the tensor scale. Casts to four bits with random numbers are also drawn on Student-t3 numbers, and on
-groups of 128 with one element 100 times as large as the others.
+`guard=True`, and in the next section `nvfp4_one_level` is nvfp4 without the tensor scale. Casts to four bits with
+random numbers are also drawn on Student-t3 numbers, and on groups of 128 with one element 100 times as large as the
+others.
 
 {bias}
 
@@ -80,11 +81,11 @@ largest code and is unbiased; the error of a single draw is larger, and the GPT 
 recipe has a guard: `nvfp4` is the recipe of NVIDIA's
 [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149), as in TransformerEngine.
 
-MS-EDEN (`nvfp4_eden` and `if4_eden`, the backward casts of `quartet_ii`, `nvfp4_plus` and `if4`) rounds codes to nearest
-and corrects the block scales. It is unbiased on normal and Student-t3 numbers, and the error of a single draw is smaller
-than that of stochastic rounding. A group with one dominant element is rotated to elements of nearly equal magnitude by
-every choice of signs, so that nothing averages its error out; stochastic rounding to NVFP4 without a rotation is biased
-there, too.
+MS-EDEN (`nvfp4_eden` and `if4_eden`, the backward casts of `quartet_ii`, `nvfp4_plus` and `if4`) rounds codes to
+nearest and corrects the block scales. It is unbiased on normal and Student-t3 numbers, and the error of a single draw
+is smaller than that of stochastic rounding. A group with one dominant element is rotated to elements of nearly equal
+magnitude by every choice of signs, so that nothing averages its error out; stochastic rounding to NVFP4 without a
+rotation is biased there, too.
 
 ## Stall probe
 
