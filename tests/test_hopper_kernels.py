@@ -27,6 +27,8 @@ from scaledot.kernels.hopper import (
 )
 from scaledot.kernels.spec import CastOutput, CastProblem
 from scaledot.kernels.table import CASTS
+from scaledot.numerics.calibrate import Calibration
+from scaledot.numerics.cast import CastSpec
 from scaledot.parallel import types
 
 pytestmark = pytest.mark.jax_versions
@@ -455,6 +457,39 @@ def test_unsupported_casts_have_reasons(output, reason):
     if "is not an" not in reason:
         assert "float64" in reasons((64, 64), np.float64)
         assert "matrices" in reasons((2, 64, 64), jnp.bfloat16)
+
+
+FOUR_BIT, DRAWN = sd.FORMATS["nvfp4"], sd.Hadamard(128, mask=None, axis=-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"format": sd.FORMATS["if4"]}, None),
+        ({"format": sd.FORMATS["mxfp4"]}, "`scale` of mxfp4"),
+        ({"format": dataclasses.replace(FOUR_BIT, guard=True)}, "`guard` of nvfp4 is True"),
+        ({"format": dataclasses.replace(FOUR_BIT, search="four_over_six")}, "`search` of nvfp4 is 'four_over_six'"),
+        ({"block": (16, 16)}, "16 elements along the contracting dim"),
+        ({"calibration": Calibration("rms", (3.0,))}, "not by calibration 'rms'"),
+        ({"rotation": sd.Hadamard(128, axis=-2)}, "with drawn signs, not Hadamard"),
+        ({"rotation": dataclasses.replace(DRAWN, axis=-1)}, "along the contracting dim, with drawn signs"),
+        ({"nonfinite": "saturate"}, "operands of matmuls in training"),
+        ({"eden": False}, "it rounds codes to nearest"),
+        ({"shape": (64, 128)}, "64 elements are not a multiple of the rotation size 128"),
+        ({"shape": (2, 128, 128)}, "it casts non-empty matrices"),
+        ({"groups": 2}, "row groups"),
+        ({"passed_arguments": frozenset({"mean"})}, "`mean` is passed"),
+    ],
+)
+def test_unsupported_casts_to_four_bits_have_reasons(changes, reason):
+    dtype, of_problem = np.dtype(jnp.bfloat16), ("shape", "groups", "passed_arguments")
+    spec = CastSpec(FOUR_BIT, (16, 1), dtype, dtype, Calibration("absmax"), DRAWN, nonfinite="nan_scales", eden=True)
+    spec = dataclasses.replace(spec, **{name: value for name, value in changes.items() if name not in of_problem})
+    problem = CastProblem((128, 128), (CastOutput(spec, 0, 0, signs=0),))
+    problem = dataclasses.replace(problem, **{name: changes[name] for name in of_problem if name in changes})
+    found = cast_four_bit.problem_reason(problem)
+    assert found is None if reason is None else reason in str(found)
 
 
 def test_kernels_need_a_hopper_gpu_and_automatic_partitioning(monkeypatch):

@@ -15,7 +15,8 @@ neighbouring elements in registers, and no step before the last needs other thre
     scale        of the block amax, or of the candidate with the least error
     codes        written back to SMEM: 4-bit codes in 32-bit words, or their decoded values
     MS-EDEN      accumulates two integer sums over the 8 blocks of a group, and corrects their scales
-    output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values
+    output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values; the
+                 values of threads that own columns are written from registers instead
 
 XLA computes the amax of the tensor, which its tensor scale needs, before the cast.
 
