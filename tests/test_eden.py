@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from data import normal
+from independent import GRIDS_OF, quantize_nvfp4, quantize_searched
 from independent import quantize as reference_quantize
-from independent import quantize_nvfp4
 from reference import exact
 from training import KEY, dense, vjp_of
 
@@ -33,15 +33,20 @@ def samples():
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", samples())
-def test_codes_and_corrected_scales_are_those_of_an_independent_implementation(name, axis):
+@pytest.mark.parametrize("search", [None, "scales"])
+def test_codes_and_corrected_scales_are_those_of_an_independent_implementation(name, axis, search):
     x = samples()[name] if axis else samples()[name].T
     uniform = np.asarray(jax.random.uniform(jax.random.key(1), x.shape), np.float32)
-    q = sd.quantize(jnp.asarray(x), EDEN.format, axis=axis, rounding="ms_eden", rotation=ROTATION, uniform=uniform)
+    format = EDEN.format if search is None else dataclasses.replace(EDEN.format, search=search, target=None)
+    q = sd.quantize(jnp.asarray(x), format, axis=axis, rounding="ms_eden", rotation=ROTATION, uniform=uniform)
     rounded = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))  # fixed signs: x rounds to bfloat16
     rotated = np.asarray(rotate(jnp.asarray(rounded), dataclasses.replace(ROTATION, axis=axis - 2)))
     group, block = ((1, 128), (1, 16)) if axis else ((128, 1), (16, 1))
     with np.errstate(all="ignore"):
-        expected = quantize_nvfp4(rotated, block, uniform, None, False, group=group, **TARGET)
+        if search is None:
+            expected = quantize_nvfp4(rotated, block, uniform, None, False, group=group, **TARGET)
+        else:
+            expected = quantize_searched(rotated, block, GRIDS_OF["nvfp4"], 256, True, uniform, group)
     np.testing.assert_array_equal(exact(q), expected.values)
 
 

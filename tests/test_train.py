@@ -65,9 +65,8 @@ EDEN = default_block("nvfp4", target=6 * (16 / 17) / 0.93, scale_max=256, eden=T
 UNIFORM_ROTATED = default_block("nvint4", rotation=HADAMARD)
 
 
-def searched(name):
+def searched(name, backward):
     forward = default_block(name, search="scales", scale_max=256)
-    backward = default_block(name, search="scales", scale_max=256, eden=True, rotation="drawn", stochastic=True)
     return {"fwd": (forward, forward), "dgrad": (backward, backward), "wgrad": (backward, backward)}
 
 
@@ -90,8 +89,8 @@ EXPECTED = {
         "dgrad": (stochastic(NV), square("nvfp4", 16, search="four_over_six")),
         "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
     },
-    "nvfp4_plus": searched("nvfp4"),
-    "if4": searched("if4"),
+    "nvfp4_plus": searched("nvfp4", EDEN),
+    "if4": searched("if4", default_block("if4", scale_max=256, eden=True, rotation="drawn", stochastic=True)),
     "ufp4": {
         "fwd": (UNIFORM_ROTATED, UNIFORM_ROTATED),
         "dgrad": (stochastic(UNIFORM_ROTATED), UNIFORM_ROTATED),
