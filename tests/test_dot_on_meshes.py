@@ -27,6 +27,7 @@ from tables import STATELESS_RECIPES, params_of
 import scaledot as sd
 from scaledot import recipes, train
 from scaledot.contraction import Contraction
+from scaledot.numerics.hadamard import random_signs
 from scaledot.parallel.specs import shardings_of
 from scaledot.plan.hlo import collectives
 from scaledot.recipes import RECIPES
@@ -87,13 +88,18 @@ def test_xla_partitions_automatic_axes_without_specs(name, layout_name):
         require_same(name, *jax.jit(step(recipe))(arrays().on(layout, mesh), first_state(recipe)))
 
 
-def cast_for(kind, tensor: str, matmul: str, resolved, x, key):
+def cast_for(kind, tensor: str, matmul: str, resolved, cast: sd.Cast, x, key):
     """The quantised operand of a matmul."""
-    return kind.cast(CastRequest(tensor, {matmul: resolved}, {resolved: key}), x, None).operands[matmul]
+    draws_signs = cast.rotation is not None and cast.rotation.draws_signs
+    signs = {resolved: random_signs(jax.random.fold_in(key, 1), cast.rotation.size)} if draws_signs else {}
+    keys = {resolved: None if cast.rounding == "nearest" else key}
+    return kind.cast(CastRequest(tensor, {matmul: resolved}, keys, signs=signs), x, None).operands[matmul]
 
 
 def casts_of(recipe, kind):
-    return {(p, t): kind.resolve_cast(cast, p, t) for p, t, cast in recipe.casts() if cast.delayed is None}
+    """(matmul, tensor): the cast of a tensor itself, and the same resolved."""
+    casts = {(p, t): dataclasses.replace(cast, requantized=False) for p, t, cast in recipe.casts() if not cast.delayed}
+    return {(p, t): (cast, kind.resolve_cast(cast, p, t)) for (p, t), cast in casts.items()}
 
 
 @pytest.mark.optimized
@@ -121,19 +127,18 @@ def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
         return {
             f"{p} {t}": unflattened(
                 flat.of_tensor(t),
-                cast_for(kind, t, p, shard, local[t], key if shard.resolved.cast.rounding == "stochastic" else None),
+                cast_for(kind, t, p, shard, cast, local[t], key),
                 local[t].shape,
             )
-            for (p, t), shard in casts_of(recipe, kind).items()
+            for (p, t), (cast, shard) in casts_of(recipe, kind).items()
         }
 
     out_specs = {f"{p} {t}": [specs[t], specs[t]] for p, t in casts_of(recipe, one)}
     mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out_specs)
     found = jax.jit(mapped)(*tensors.values())
-    for (p, t), resolved in casts_of(recipe, one).items():
+    for (p, t), (cast, resolved) in casts_of(recipe, one).items():
         of = flat.of_tensor(t)
-        stochastic = key if resolved.cast.rounding == "stochastic" else None
-        expected = unflattened(of, cast_for(one, t, p, resolved, of.flatten(tensors[t]), stochastic), tensors[t].shape)
+        expected = unflattened(of, cast_for(one, t, p, resolved, cast, of.flatten(tensors[t]), key), tensors[t].shape)
         for a, b in zip(found[f"{p} {t}"], expected, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), f"{t} of {p}"
 
