@@ -23,6 +23,7 @@ from scaledot.kernels import table
 from scaledot.kernels.layouts import Transposed
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.kernels.table import Kernel
+from scaledot.numerics.hadamard import random_signs
 from scaledot.ops.casts import run_casts
 from scaledot.parallel.custom_partition import Leaf, propagation_rule
 from scaledot.parallel.types import partition_reason
@@ -101,17 +102,26 @@ def test_a_step_matches_one_device(traced, name, layout_name):
     assert smallest < tokens * 512 * 512 * 256 // devices
 
 
-def outputs_of(recipe, x) -> list[tuple[tuple[CastOutput, ...], bool]]:
-    """The outputs of a matrix for the casts of a recipe, and whether they use stochastic rounding."""
+def outputs_of(recipe, x) -> list[tuple[tuple[CastOutput, ...], sd.Cast]]:
+    """The outputs of a matrix for the casts of a recipe, and the casts."""
     found = []
     for matmul, tensor, cast in recipe.casts():
         if cast.delayed is None:
             axis = {"fwd": 1, "dgrad": 1, "wgrad": 0}[matmul] if tensor != "w" else {"fwd": 0, "dgrad": 1}[matmul]
             dims = OperandDims("ab", "ab"[1 - axis], "ab"[axis])
             spec = ResolvedCast.on(cast, dims).spec(x.shape, x.dtype)
-            is_stochastic = cast.rounding == "stochastic"
-            found.append(((CastOutput(spec, 0 if is_stochastic else None, axis),), is_stochastic))
+            key, signs = (0 if draws else None for draws in (cast.rounding != "nearest", draws_signs(cast)))
+            found.append(((CastOutput(spec, key, axis, signs=signs),), cast))
     return found
+
+
+def draws_signs(cast: sd.Cast) -> bool:
+    return cast.rotation is not None and cast.rotation.draws_signs
+
+
+def arguments_of(cast: sd.Cast, key) -> CastArguments:
+    signs = (random_signs(jax.random.fold_in(key, 1), cast.rotation.size),) if draws_signs(cast) else ()
+    return CastArguments(keys=() if cast.rounding == "nearest" else (key,), signs=signs)
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(None, ("a", "b")), P(("b", "a"))], ids=str)
@@ -123,11 +133,7 @@ def test_codes_and_scales_are_bit_identical_to_single_device(traced, name, spec)
     casts, key = outputs_of(RECIPES[name], x), jax.random.key(5)
 
     def run(x, key):
-        with_key = CastArguments(keys=(key,))
-        return [
-            run_casts(x, outputs, with_key if is_stochastic else CastArguments()).arrays
-            for outputs, is_stochastic in casts
-        ]
+        return [run_casts(x, outputs, arguments_of(cast, key)).arrays for outputs, cast in casts]
 
     expected = jax.jit(run)(x, key)
     traced.casts.clear()
