@@ -121,12 +121,12 @@ def test_an_unknown_row_is_refused_with_the_nearest_names():
 
 
 def test_phases_have_a_recipe_for_each_block():
-    config = Config(blocks=3)
+    config = Config(blocks=3, shared_steps=300)
     assert rows.Row("a").phases(config) == [(1500, (None, None, None))]
     assert rows.Row("a", "nvfp4", last="mxfp8").phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
     switched = rows.Row("a", "nvfp4", last="mxfp8", switch=(0.9, None))
     assert switched.phases(config) == [(1350, (NVFP4, NVFP4, MXFP8)), (1500, (None,) * 3)]
-    early, late = (dataclasses.replace(switched, switch=(f, "bf16")) for f in (0.001, 0.999))
+    early, late = (dataclasses.replace(switched, switch=(f, "bf16")) for f in (0.2, 0.999))
     assert early.phases(config) == [(1500, (None,) * 3)]
     assert late.phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
 
@@ -266,14 +266,14 @@ class FakePrograms:
     trained: list[tuple[str, int]] = []  # noqa: RUF012
     compile_s = 1.0
 
-    def __init__(self, row, config, text):
+    def __init__(self, row, config, text, shared):
         self.row = row
 
     def run(self, seed, progress, deadline):
         if seed == self.stop_at:
             raise KeyboardInterrupt
         self.trained.append((self.row.name, seed))
-        return training.Outcome({f"{f:g}": float(seed) for f in FRACTIONS}, [1.0], 60.0)
+        return training.Outcome({f"{f:g}": float(seed) for f in (*FRACTIONS, 1)}, [1.0], "start", 60.0)
 
 
 def use_rows(monkeypatch, *table: rows.Row) -> None:
@@ -304,7 +304,7 @@ def test_an_interrupted_session_continues_where_it_stopped(suite, monkeypatch, c
     monkeypatch.setattr(FakePrograms, "stop_at", None)
     assert suite("--rows", "bf16,nvfp4", "--seeds", "2") == [("bf16", 1), ("nvfp4", 0), ("nvfp4", 1)]
     assert suite("--rows", "bf16,nvfp4", "--seeds", "2") == []
-    assert suite("--rows", "nvfp4", "--seeds", "3", "--steps", "8") == [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2)]
+    assert suite("--rows", "nvfp4", "--seeds", "3", "--steps", "12") == [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2)]
     capsys.readouterr()
     assert suite("--report") == []
     assert capsys.readouterr().out.count("gap to bf16") == 2
@@ -331,8 +331,8 @@ def test_a_changed_recipe_is_trained_again_and_its_old_runs_leave_the_report(sui
 
 def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, capfd):
     class Failing(FakePrograms):
-        def __init__(self, row, config, text):
-            super().__init__(row, config, text)
+        def __init__(self, row, config, text, shared):
+            super().__init__(row, config, text, shared)
             if row.name == "mxfp8":
                 raise ValueError("a reason")
 
@@ -346,6 +346,8 @@ def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, c
 def test_a_run_that_turns_out_too_slow_is_given_up():
     programs = object.__new__(training.Programs)
     programs.config, programs.train, programs.held_out = dataclasses.replace(TINY, blocks=1), None, None
+    programs.shared = object.__new__(training.SharedStart)
+    programs.shared._starts = {0: training.Start(({}, {}), "start", [2.0] * TINY.shared_steps)}
     steps = []
 
     def advance(state, train, seed, first):
@@ -354,8 +356,11 @@ def test_a_run_that_turns_out_too_slow_is_given_up():
 
     programs._phases = [(TINY.steps, advance, lambda params, held_out: 1.0)]
     assert programs.run(0, tqdm(disable=True), schedule.Deadline(time.monotonic())) is None
-    assert steps == [0]
-    assert programs.run(0, tqdm(disable=True), schedule.Deadline(math.inf)).curve == [1.0] * TINY.steps
+    assert steps == [TINY.shared_steps]
+    outcome = programs.run(0, tqdm(disable=True), schedule.Deadline(math.inf))
+    assert outcome is not None
+    assert outcome.curve == [2.0] * TINY.shared_steps + [1.0] * (TINY.steps - TINY.shared_steps)
+    assert outcome.start == "start"
 
 
 def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
@@ -368,10 +373,32 @@ def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
     for (_, seed), run in runs.items():
         assert list(run["held_out"]) == ["0.5", "0.75", "1"]
         assert run["held_out"]["1"] < run["held_out"]["0.5"] < run["curve"][0]
-        # The forward pass is the same: so is the first loss, if parameters and batches are.
-        assert run["curve"][0] == runs["exact", seed]["curve"][0] != runs["exact", 1 - seed]["curve"][0]
+        # Parameters and batches are the same until the recipes update parameters differently.
+        shared = TINY.shared_steps
+        assert run["curve"][: shared + 1] == runs["exact", seed]["curve"][: shared + 1]
+        assert run["curve"][0] != runs["exact", 1 - seed]["curve"][0]
+        assert run["start"] == runs["exact", seed]["start"] != runs["exact", 1 - seed]["start"]
     assert runs["dgrad", 0]["curve"] != runs["exact", 0]["curve"]
     assert run["command"] == "python -m benchmarks.convergence --suite code-gpt --rows exact,dgrad --seeds 2 --tiny"
+
+
+def test_the_shared_start_is_the_same_in_each_process():
+    text = corpus.Corpus(*(np.arange(400, dtype=np.uint8) for _ in range(2)), files=1, sha256="")
+    first, again = (training.SharedStart(TINY, text) for _ in range(2))
+    jax.clear_caches()
+    assert first.of(0).digest == again.of(0).digest != first.of(1).digest
+    assert first.of(0) is first.of(0)
+    assert first.of(0).digest != training._digest(training.init_state(TINY, np.uint32(0))[0])
+
+
+def test_runs_of_a_seed_that_start_from_other_parameters_are_reported():
+    runs = [run_of("a", 0, start="x"), run_of("b", 0, start="x"), run_of("a", 1, start="x"), run_of("b", 1, start="y")]
+    assert command.unequal_starts(runs) == [1]
+
+
+def test_the_final_loss_is_the_mean_over_the_last_tenth_of_a_run():
+    assert results.final_loss(run_of("a", 0, held_out={"0.75": 9.0, "0.9": 3.0, "0.9167": 2.0, "1": 1.0})) == 2
+    assert results.final_loss(run_of("a", 0, held_out={"0.5": 9.0, "1": 1.5})) == 1.5
 
 
 def test_batches_depend_on_the_seed_and_step_and_are_windows_of_the_text():

@@ -18,11 +18,11 @@ from tqdm import tqdm
 
 from benchmarks import record
 from benchmarks.convergence.code_gpt import corpus, statistics
-from benchmarks.convergence.code_gpt.config import TINY, Config
-from benchmarks.convergence.code_gpt.results import Group, Results, Session
+from benchmarks.convergence.code_gpt.config import FRACTIONS, TINY, Config
+from benchmarks.convergence.code_gpt.results import Group, Results, Run, Session, final_loss
 from benchmarks.convergence.code_gpt.rows import ROWS, Row, selected
 from benchmarks.convergence.code_gpt.schedule import Deadline, estimated_seconds
-from benchmarks.convergence.code_gpt.training import Programs
+from benchmarks.convergence.code_gpt.training import Programs, SharedStart
 
 PACKAGES = ("optax",)
 
@@ -106,12 +106,12 @@ def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> li
     print(f"corpus: {text.about()}, {time.perf_counter() - start:.1f} s")
     session = Session(results, config, text, environment(), command_of(options))
     rows = [row for row in options.rows if missing_seeds(row, options.seeds, session)]
-    failed, compiled = [], {}
+    shared, failed, compiled = SharedStart(config, text), [], {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiler:
         for i, row in enumerate(rows):
             for each in rows[i : i + 2]:  # the programs of the next row compile while this one trains
                 if each.name not in compiled and (each is row or _allows(deadline, (row, each), session)):
-                    compiled[each.name] = compiler.submit(Programs, each, config, text)
+                    compiled[each.name] = compiler.submit(Programs, each, config, text, shared)
             try:
                 is_done = run_row(row, options.seeds, session, deadline, compiled[row.name])
             except Exception as error:  # other rows may still run: an accelerator is lent for a limited time
@@ -161,9 +161,9 @@ def run_row(
 
 def line(run: dict) -> str:
     """The printed line of a run."""
-    losses = ", ".join(f"{loss:.5f}" for loss in run["held_out"].values())
+    losses = ", ".join(f"{run['held_out'][f'{fraction:g}']:.5f}" for fraction in FRACTIONS)
     times = f"compile {run['compile_s']:.1f} s, run {run['run_s']:.1f} s, {run['tokens_per_s']:,} tokens/s"
-    return f"{run['row']:<36} seed {run['seed']}: held-out loss {losses}; {times}"
+    return f"{run['row']:<36} seed {run['seed']}: held-out loss {losses}, {final_loss(run):.5f}; {times}"
 
 
 def report(results: Results) -> str:
@@ -177,7 +177,20 @@ def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> s
     config, (losses, outdated) = Config(**configs[group.config]), current_losses(results, group)
     about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
     note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
+    if seeds := unequal_starts(results.runs(group)):
+        note += f"\nnot all runs of seed {', '.join(map(str, seeds))} start from the same parameters: gaps vary more"
     return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note
+
+
+def unequal_starts(runs: Sequence[Run]) -> list[int]:
+    """Returns the seeds of which some runs had other parameters after the shared steps, as with another version of XLA.
+
+    Runs without shared steps did not record their initial parameters.
+    """
+    starts: dict[int, set[str]] = {}
+    for run in runs:
+        starts.setdefault(run["seed"], set()).add(run.get("start", ""))
+    return sorted(seed for seed, hashes in starts.items() if len(hashes) > 1)
 
 
 def current_losses(results: Results, group: Group) -> tuple[dict[str, dict[int, float]], int]:
@@ -193,5 +206,5 @@ def current_losses(results: Results, group: Group) -> tuple[dict[str, dict[int, 
         if run["recipe"] != current.get(run["row"], run["recipe"]) or (run["superseded"] and run["row"] not in current):
             outdated += 1
             continue
-        losses.setdefault(run["row"], {})[run["seed"]] = run["held_out"]["1"]
+        losses.setdefault(run["row"], {})[run["seed"]] = final_loss(run)
     return {row: by_seed for row, by_seed in losses.items() if by_seed}, outdated

@@ -112,8 +112,9 @@ def text(results: Results) -> str:
 
 
 def main_group(results: Results) -> Group:
-    """Returns the group of comparable runs that has the most runs."""
-    return max(results.groups(), key=lambda group: len(results.runs(group)))
+    """Returns the group of comparable runs that has the most runs, of those with the latest version of the model."""
+    configs = results.read()["configs"]
+    return max(results.groups(), key=lambda group: (configs[group.config]["version"], len(results.runs(group))))
 
 
 def summaries(results: Results, group: Group) -> list[Summary]:

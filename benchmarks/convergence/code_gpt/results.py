@@ -8,17 +8,23 @@ progress. A run is in one line of the file.
 import dataclasses
 import json
 import os
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.code_gpt.config import Config
+from benchmarks.convergence.code_gpt.config import AVERAGED, Config
 from benchmarks.convergence.code_gpt.corpus import Corpus
 from benchmarks.convergence.code_gpt.rows import Row
 from benchmarks.convergence.code_gpt.training import Outcome
 
 Run = dict[str, Any]
 TABLES = ("configs", "corpora", "recipes")
+
+
+def final_loss(run: Run) -> float:
+    """Returns the mean of the held-out losses of the last tenth of a run."""
+    return statistics.fmean(loss for fraction, loss in run["held_out"].items() if float(fraction) >= AVERAGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +114,11 @@ class Session:
             "superseded": False,
             **dataclasses.asdict(self.group),
             "recipe": recipe,
+            "start": outcome.start,
             "held_out": outcome.held_out,
             "compile_s": round(compile_s, 2),
             "run_s": round(outcome.seconds, 2),
-            "tokens_per_s": round(self.config.tokens_per_run / outcome.seconds),
+            "tokens_per_s": round(self.config.own_tokens / outcome.seconds),
             "curve": outcome.curve,
             "command": self.command,
             "environment": self.environment | {"date": date},

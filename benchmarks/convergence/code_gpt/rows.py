@@ -47,7 +47,10 @@ class Row:
             raise ValueError(f"`switch` of {self.name!r} must be at a fraction between 0 and 1, not {self.switch[0]}")
 
     def phases(self, config: Config) -> list[tuple[int, Recipes]]:
-        """Returns (end, recipes of the blocks) of each phase, which lasts until step `end`, a multiple of the chunk."""
+        """Returns (end, recipes of the blocks) of each phase after the shared steps.
+
+        A phase lasts until step `end`, a multiple of the chunk.
+        """
         last = self.recipe if self.last is None else self.last
         first = (_found(self.recipe),) * (config.blocks - 1) + (_found(last),)
         if self.switch is None:
@@ -55,7 +58,7 @@ class Row:
         fraction, then = self.switch
         end = round(fraction * config.steps / config.chunk) * config.chunk
         phases = [(end, first), (config.steps, (_found(then),) * config.blocks)]
-        return phases if 0 < end < config.steps else phases[end == 0 :][:1]
+        return phases if config.shared_steps < end < config.steps else phases[end <= config.shared_steps :][:1]
 
     def casts(self, config: Config) -> list[Any]:
         """Returns [end, casts of each block] of each phase as JSON values; names of recipes are left out."""

@@ -1,14 +1,16 @@
 """Trains a row: compiled once, then run for each seed.
 
 The corpus is on the device, and batches are gathered from it inside the compiled program, at offsets drawn from the
-seed. Seeds are paired: every row starts from the same parameters and trains on the same batches.
+seed. Seeds are paired: every row of a seed starts from the same state, after some steps in bf16, and then trains on the
+same batches.
 """
 
 import dataclasses
 import functools
+import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +18,80 @@ import numpy as np
 import optax
 
 from benchmarks.convergence.code_gpt import model
-from benchmarks.convergence.code_gpt.config import FRACTIONS, Config
+from benchmarks.convergence.code_gpt.config import AVERAGED, FRACTIONS, Config
 from benchmarks.convergence.code_gpt.corpus import Corpus
 from benchmarks.convergence.code_gpt.rows import Recipes, Row
 from benchmarks.convergence.code_gpt.schedule import Deadline
 
 INIT, BATCHES, ROUNDING = range(3)  # uses of a seed's key
-WARM = 0.1  # of a run, after which its speed is known: the first chunk also loads kernels
+# No CUDA graphs: their capture fails if the compilation of the next row, in another thread, loads a module meanwhile.
+_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
+# Autotuning may choose other kernels in each process, whose sums are rounded differently; cuBLAS has a default, Triton
+# needs autotuning.
+_REPRODUCIBLE = {
+    **_OPTIONS,
+    "xla_gpu_deterministic_ops": True,
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+}
+WARM = 0.1  # of a row's own steps, after which its speed is known: the first chunk also loads kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """held_out: the loss in nats by fraction of the run; curve: the mean training loss of each chunk."""
+    """held_out: the loss in nats by fraction of the run; curve: the mean training loss of each chunk.
+
+    start: hash of the parameters after the shared steps. seconds: of the steps after these.
+    """
 
     held_out: dict[str, float]
     curve: list[float]
+    start: str
     seconds: float
+
+
+class Start(NamedTuple):
+    """The state of a seed after the shared steps, its hash, and the mean training loss of each chunk until then."""
+
+    state: Any
+    digest: str
+    curve: list[float]
+
+
+class SharedStart:
+    """Trains the first steps of each seed in bf16, once for all rows, with the same bits in each process.
+
+    Rows that differ from the first step on end with gaps to bf16 that vary by ± .003 nats between seeds, as much as the
+    recipes differ: the loss falls steeply while attention heads form, each row does so some steps earlier or later, and
+    it keeps that difference until the end. Rows that start after that phase have paired gaps that vary much less.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus):
+        self.config, self.train = config, jnp.asarray(corpus.train)
+        self._starts: dict[int, Start] = {}
+
+    def of(self, seed: int) -> Start:
+        """Returns the start of a seed; the caller may not donate its state."""
+        if seed not in self._starts:
+            self._starts[seed] = self._trained(seed)
+        return self._starts[seed]
+
+    def _trained(self, seed: int) -> Start:
+        state, curve = init_state(self.config, np.uint32(seed)), []
+        for first in range(0, self.config.shared_steps, self.config.chunk):
+            state, loss = self._advance(state, self.train, np.uint32(seed), np.int32(first))
+            curve.append(round(float(loss), 5))
+        return Start(state, _digest(state[0]), curve)
+
+    @functools.cached_property
+    def _advance(self) -> Callable[..., Any]:
+        recipes = (None,) * self.config.blocks
+        return compiled_advance(self.config, recipes, self.train, _REPRODUCIBLE)
+
+
+def _digest(params: model.Params) -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 of the parameters."""
+    return hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in jax.tree.leaves(params))).hexdigest()[:16]
 
 
 class Programs:
@@ -40,20 +100,19 @@ class Programs:
     compile_s: seconds that tracing and compilation took, possibly while another row trained.
     """
 
-    def __init__(self, row: Row, config: Config, corpus: Corpus):
-        self.config = config
+    def __init__(self, row: Row, config: Config, corpus: Corpus, shared: SharedStart):
+        self.config, self.shared = config, shared
         self.train, self.held_out = jnp.asarray(corpus.train), jnp.asarray(held_out_batches(corpus.held_out, config))
         start = time.perf_counter()
         self._phases = [(end, *self._compile(recipes)) for end, recipes in row.phases(config)]
         self.compile_s = time.perf_counter() - start
 
     def _compile(self, recipes: Recipes) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        state = jax.eval_shape(functools.partial(init_state, self.config), np.uint32(0))
-        advance = functools.partial(advance_chunk, self.config, recipes)
         evaluate = functools.partial(held_out_loss, self.config, recipes)
+        params, _ = abstract_state(self.config)
         return (
-            _compiled(advance, state, self.train, np.uint32(0), np.int32(0), donate_argnums=0),
-            _compiled(evaluate, state[0], self.held_out),
+            compiled_advance(self.config, recipes, self.train, _OPTIONS),
+            jax.jit(evaluate).lower(params, self.held_out).compile(_OPTIONS),
         )
 
     def run(self, seed: int, progress, deadline: Deadline) -> Outcome | None:
@@ -61,9 +120,10 @@ class Programs:
 
         progress: a bar, updated by the steps of each chunk.
         """
-        config, held_out, curve = self.config, {}, []
+        config, held_out, shared = self.config, {}, self.shared.of(seed)
+        state, curve, done = jax.tree.map(jnp.copy, shared.state), list(shared.curve), config.shared_steps
+        progress.update(done)
         start = time.perf_counter()
-        state, done = init_state(config, np.uint32(seed)), 0
         for end, advance, evaluate in self._phases:
             while done < end:
                 state, loss = advance(state, self.train, np.uint32(seed), np.int32(done))
@@ -71,16 +131,24 @@ class Programs:
                 curve.append(round(float(loss), 5))
                 progress.update(config.chunk)
                 progress.set_postfix(loss=f"{curve[-1]:.4f}", refresh=False)
-                if done / config.steps in FRACTIONS:
-                    held_out[f"{done / config.steps:g}"] = float(evaluate(state[0], self.held_out))
-                remaining_s = (time.perf_counter() - start) * (config.steps - done) / done
-                if done >= WARM * config.steps and not deadline.allows(remaining_s):
+                fraction, own = done / config.steps, (done - config.shared_steps) / (config.steps - config.shared_steps)
+                if fraction in FRACTIONS or fraction >= AVERAGED:
+                    held_out[f"{fraction:.4g}"] = float(evaluate(state[0], self.held_out))
+                remaining_s = (time.perf_counter() - start) * (1 - own) / own
+                if own >= WARM and not deadline.allows(remaining_s):
                     return None
-        return Outcome(held_out, curve, time.perf_counter() - start)
+        return Outcome(held_out, curve, shared.digest, time.perf_counter() - start)
 
 
-def _compiled(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
-    return jax.jit(function, **options).lower(*arguments).compile()
+def compiled_advance(config: Config, recipes: Recipes, train: jax.Array, options: Any) -> Callable[..., Any]:
+    """Returns the compiled `advance_chunk` of a model, which donates its state."""
+    advance = jax.jit(functools.partial(advance_chunk, config, recipes), donate_argnums=0)
+    return advance.lower(abstract_state(config), train, np.uint32(0), np.int32(0)).compile(options)
+
+
+def abstract_state(config: Config) -> Any:
+    """Returns the shapes and dtypes of `init_state`."""
+    return jax.eval_shape(functools.partial(init_state, config), np.uint32(0))
 
 
 def held_out_batches(data: np.ndarray, config: Config) -> np.ndarray:
