@@ -217,6 +217,15 @@ def test_casts_are_bit_identical_to_the_reference(hopper, case):
 
 
 @needs_mosaic
+def test_rows_that_pad_a_tile_stay_zero_when_a_mean_is_subtracted(hopper):
+    """Blocks down columns have 22 rows of the array and 10 of padding in their last two tiles of 16."""
+    from benchmarks.gpu import cast
+
+    format = dataclasses.replace(sd.FORMATS["nvfp4"], scale_max=256.0)  # cast by `cast_four_bit`
+    cast.check(cast.Case("", jnp.bfloat16, (cast.MatrixCast(format, (16, 1), 0, True),), mean=True), (150, 72))
+
+
+@needs_mosaic
 @pytest.mark.parametrize(("format", "kernel"), [("fp8_e4m3", "hopper_cast_8bit"), ("mxfp8", "hopper_cast_microscaled")])
 def test_quantize_uses_kernels_for_3d_arrays_under_vmap_and_grad(hopper, format, kernel):
     """Leading dims are merged into rows; the gradient of codes is zero, as without a kernel."""
@@ -479,11 +488,13 @@ FOUR_BIT, DRAWN = sd.FORMATS["nvfp4"], sd.Hadamard(128, mask=None, axis=-2)
         ({"shape": (64, 128)}, "64 elements are not a multiple of the rotation size 128"),
         ({"shape": (2, 128, 128)}, "it casts non-empty matrices"),
         ({"groups": 2}, "row groups"),
-        ({"passed_arguments": frozenset({"mean"})}, "`mean` is passed"),
+        ({"passed_arguments": frozenset({"mean"})}, None),
+        ({"passed_arguments": frozenset({"mean"}), "partitioning": types.Partitioning(2)}, "on one device"),
+        ({"passed_arguments": frozenset({"mean", "scale"})}, "`scale` is passed"),
     ],
 )
 def test_unsupported_casts_to_four_bits_have_reasons(changes, reason):
-    dtype, of_problem = np.dtype(jnp.bfloat16), ("shape", "groups", "passed_arguments")
+    dtype, of_problem = np.dtype(jnp.bfloat16), ("shape", "groups", "passed_arguments", "partitioning")
     spec = CastSpec(FOUR_BIT, (16, 1), dtype, dtype, Calibration("absmax"), DRAWN, nonfinite="nan_scales", eden=True)
     spec = dataclasses.replace(spec, **{name: value for name, value in changes.items() if name not in of_problem})
     problem = CastProblem((128, 128), (CastOutput(spec, 0, 0, signs=0),))

@@ -46,12 +46,13 @@ class MatrixCast:
     rotation: sd.Hadamard | None = None
     eden: bool = False
 
-    def output(self, dtype, key: int) -> CastOutput:
+    def output(self, dtype, key: int, input_dtype=None) -> CastOutput:
         rotation = self.rotation
         if rotation is not None:
             rotation = dataclasses.replace(rotation, axis=-2 if self.contracted == 0 else -1)
         dtype, absmax = np.dtype(dtype), Calibration("absmax")
-        spec = CastSpec(self.format, blocks.trim(self.tile), dtype, dtype, absmax, rotation, eden=self.eden)
+        input_dtype = np.dtype(input_dtype or dtype)
+        spec = CastSpec(self.format, blocks.trim(self.tile), input_dtype, dtype, absmax, rotation, eden=self.eden)
         spec = spec if self.contracted is None else propagate_nonfinite(spec, 2)
         signs = key if rotation is not None and rotation.draws_signs else None
         return CastOutput(spec, key if self.stochastic or self.eden else None, self.contracted, self.is_residual, signs)
@@ -63,6 +64,7 @@ class Case:
 
     target: the minimum bandwidth relative to a copy.
     multiplier: whether the quantisation multiplier is an argument, as in delayed scaling; the kernel then returns amax.
+    mean: whether the mean over rows is subtracted first.
     """
 
     name: str
@@ -70,11 +72,13 @@ class Case:
     casts: tuple[MatrixCast, ...]
     target: float | None = None
     multiplier: bool = False
+    mean: bool = False
 
     def problems(self, x: jax.Array) -> tuple[CastProblem, ...]:
         """One CastProblem per kernel launch."""
-        outputs = tuple(cast.output(self.dtype, i) for i, cast in enumerate(self.casts))
-        passed = frozenset({"multiplier"}) if self.multiplier else frozenset()
+        input_dtype = jnp.float32 if self.mean else self.dtype
+        outputs = tuple(cast.output(self.dtype, i, input_dtype) for i, cast in enumerate(self.casts))
+        passed = frozenset(name for name in ("multiplier", "mean") if getattr(self, name))
         return (CastProblem(x.shape, outputs, passed, amax=self.multiplier),)
 
     def arguments(self, x: jax.Array, key: jax.Array) -> CastArguments:
@@ -86,7 +90,11 @@ class Case:
             else None
             for k, cast in zip(keys, self.casts, strict=True)
         )
-        return CastArguments(keys, multiplier=multiplier, signs=tuple(drawn))
+        mean = None
+        if self.mean:
+            finite = jnp.where(jnp.isfinite(x), x, 0)  # otherwise all differences to the mean would be NaN
+            mean = jnp.mean(finite, axis=0, keepdims=True, dtype=jnp.float32)
+        return CastArguments(keys, multiplier=multiplier, signs=tuple(drawn), mean=mean)
 
     def by_kernel(self, x: jax.Array, key: jax.Array) -> CastResult:
         """Casts by the Hopper kernels."""
@@ -237,6 +245,15 @@ CASES = (
                 (_of_recipe(recipe, "g of dgrad", 1), _of_recipe(recipe, "g of wgrad", 0)),
             ),
         )
+    ),
+    Case(
+        "nvfp4_plus x: mean subtracted; searched 1x16 blocks, dequantised; rotated and corrected 16x1 blocks, codes",
+        jnp.bfloat16,
+        (
+            _of_recipe(sd.recipes.NVFP4_PLUS, "x of fwd", 1),
+            _of_recipe(sd.recipes.NVFP4_PLUS, "x of wgrad", 0, True),
+        ),
+        mean=True,
     ),
     GroupCase("e4m3 row groups, delayed scaling", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
     GroupCase("e4m3 row groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),

@@ -113,6 +113,13 @@ def _forward_only(recipe: Recipe) -> Recipe:
     return Recipe(f"{recipe.name}_forward", recipe.fwd, Gemm(), Gemm())
 
 
+def _only(recipe: Recipe, operand: str) -> Recipe:
+    """The recipe with only x or w of fwd quantised."""
+    casts = zip("xw", (recipe.fwd.lhs, recipe.fwd.rhs), strict=True)
+    forward = Gemm(*(cast if tensor == operand else None for tensor, cast in casts))
+    return Recipe(f"{recipe.name}_{operand}", forward, Gemm(), Gemm())
+
+
 def _requantised(recipe: Recipe) -> Recipe:
     """The recipe with w of dgrad and x of wgrad cast from those of fwd."""
     cast = _cast_of(recipe, "w of dgrad")
@@ -162,6 +169,9 @@ ROWS = (
     Row("nvfp4_plus, requantised", _requantised(NVFP4_PLUS)),
     Row("nvfp4_plus, means subtracted", _with_means(NVFP4_PLUS)),
     Row("nvfp4_plus, forward only", _forward_only(NVFP4_PLUS)),
+    Row("nvfp4_plus, backward only", _variant(NVFP4_PLUS, "nvfp4_plus_backward", fwd=Gemm())),
+    Row("nvfp4_plus, only x of fwd", _only(NVFP4_PLUS, "x")),
+    Row("nvfp4_plus, only w of fwd", _only(NVFP4_PLUS, "w")),
     # Other grids.
     Row("if4, means subtracted", _with_means(IF4)),
     Row("nvint4_plus", _in_format(NVFP4_PLUS, "nvint4")),

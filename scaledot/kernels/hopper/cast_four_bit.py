@@ -2,7 +2,8 @@
 
 The kernel (`cast_four_bit_kernel`) casts operands of matmuls in training to formats like NVFP4: E2M1 codes, 4-bit
 integers, or blocks that choose between both, with E4M3 scales per 16 elements and a tensor scale. Scales may be
-searched; operands may be rotated with drawn signs and their scales corrected (MS-EDEN). Plain NVFP4 is cast by
+searched; operands may be rotated with drawn signs and their scales corrected (MS-EDEN), and a mean may be subtracted
+first. Plain NVFP4 is cast by
 `cast_microscaled`, which takes fewer passes over SMEM.
 
 Example: x (m, k) under the recipe nvfp4_plus is an operand of fwd, which contracts k, with searched scales, and of
@@ -23,7 +24,7 @@ from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK, FOUR_BIT_ELEMEN
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics.bits import ONE, amax_of_rank, divide
-from scaledot.numerics.cast import bounded_amax
+from scaledot.numerics.cast import bounded_amax, subtract_mean
 from scaledot.numerics.scale import tensor_level
 from scaledot.parallel.types import vary_as
 
@@ -42,8 +43,10 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it reads {', '.join(cast_support.INPUT_DTYPES)}, not {problem.dtype}"
     if problem.shape[0] > cast_support.MAX_ROWS:
         return f"it casts at most {cast_support.MAX_ROWS} rows, not {problem.shape[0]}"
-    if problem.passed_arguments:
-        return f"`{min(problem.passed_arguments)}` is passed; it computes scales and random numbers itself"
+    if unused := problem.passed_arguments - {"mean"}:
+        return f"`{min(unused)}` is passed; it computes scales and random numbers itself"
+    if problem.passed_arguments and problem.partitioning.devices > 1:
+        return "it subtracts a mean on one device, or in a shard_map"
     if len({output.spec.amax_axes for output in problem.outputs}) > 1:
         return "the outputs share scales over different mesh axes"
     return next(filter(None, (_output_reason(problem, output) for output in problem.outputs)), None)
@@ -85,20 +88,23 @@ def describe(problem: CastProblem) -> str:
         f"{'codes' if output.is_residual else 'bfloat16 values'} {axes[output.contracted or 0]}"
         for output in problem.outputs
     ]
-    return f"{' and '.join(outputs)}, one launch on Hopper, after the amax"
+    of_what = " of differences to the mean" if "mean" in problem.passed_arguments else ""
+    return f"{' and '.join(outputs)}{of_what}, one launch on Hopper, after the amax"
 
 
 def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
     from scaledot.kernels.hopper import cast_four_bit_kernel
 
     outputs = problem.outputs
-    padded = pad_to_multiples(x, ROTATION, ROTATION)
+    rows, columns = problem.shape
+    padded, mean = pad_to_multiples(x, ROTATION, ROTATION), arguments.mean
     signs = _signs(outputs, arguments)
-    tensor_multipliers, tensor_scales = _tensor_scales(padded, outputs)
+    tensor_multipliers, tensor_scales = _tensor_scales(x if mean is None else subtract_mean(x, mean), outputs)
     specs = tuple(_output_spec(output) for output in outputs)
     seeds = cast_support.seeds(outputs, arguments)
-    row_length = problem.row_length or problem.shape[1]
-    results = cast_four_bit_kernel.cast(padded, specs, tensor_multipliers, seeds, signs, row_length)
+    mean = None if mean is None else pad_to_multiples(jnp.broadcast_to(mean, (1, columns)), 1, ROTATION)
+    row_length = problem.row_length or columns
+    results = cast_four_bit_kernel.cast(padded, specs, tensor_multipliers, seeds, signs, mean, rows, row_length)
     arrays = (
         stored_array(output, matrix_block(output, 2), result, tensor_scale, x)
         for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)

@@ -104,27 +104,31 @@ def cast(
     tensor_multipliers: jax.Array,
     seeds: jax.Array | None,
     signs: jax.Array | None,
+    mean: jax.Array | None,
+    rows: int,
     row_length: int,
 ) -> tuple[CodesAndScales, ...]:
     """Casts x (M, K), multiples of 128, to these outputs.
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
     (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, float32 (outputs, 128).
+    mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
     row_length: columns of the unpadded (global) array, for the flat index of an element.
     """
     m, k = x.shape
-    has = tuple(each is not None for each in (seeds, signs))
+    has = tuple(each is not None for each in (seeds, signs, mean))
+    rows = m if mean is None else rows
 
     def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
         *refs, smem, scales_smem = refs
         others = iter(refs)
-        seeds_gmem, signs_gmem = (next(others) if each else None for each in has)
+        seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
         for index, spec in enumerate(outputs):
             data, scale = next(others), None if spec.dequantized else next(others)
             tile = Tile(smem, spec.along, lax.axis_index("row"), lax.axis_index("column"))
             multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
             output = Output(spec, tile, multipliers, scales_smem, data, scale)
-            tile.copy_from(x_gmem)
+            tile.copy_from(x_gmem, mean_gmem, rows)
             output.run(
                 None if signs_gmem is None else signs_gmem.at[index],
                 None if seeds_gmem is None else functools.partial(_uniform, tile, seeds_gmem.at[index], row_length),
@@ -139,8 +143,9 @@ def cast(
         scratch_types=[plgpu.SMEM((TILE, PITCH), jnp.float32), plgpu.SMEM((BLOCKS, TILE), jnp.float32)],
         compiler_params=_PARAMETERS,
     )
-    optional = [each for each in (seeds, signs) if each is not None]
-    arrays = iter(call_exported(("four bit", outputs, has, row_length), run, x, tensor_multipliers, *optional))
+    optional = [each for each in (seeds, signs, mean) if each is not None]
+    key = "four bit", outputs, has, rows, row_length
+    arrays = iter(call_exported(key, run, x, tensor_multipliers, *optional))
     return tuple(CodesAndScales(next(arrays), None if spec.dequantized else next(arrays)) for spec in outputs)
 
 
@@ -186,15 +191,25 @@ class Tile(NamedTuple):
         """The columns of the tile in the matrix."""
         return pl.ds(self.column * TILE, TILE)
 
-    def copy_from(self, x_gmem) -> None:
-        """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one."""
+    def copy_from(self, x_gmem, mean_gmem, row_count: int) -> None:
+        """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
+
+        mean_gmem: subtracted from the first `row_count` rows of x, or None.
+        """
         plgpu.commit_smem()
 
         @pl.loop(0, TILE // LOADED_ROWS)
         def _(i):
             rows = pl.ds(self.row * TILE + i * LOADED_ROWS, LOADED_ROWS)
             values = load(x_gmem.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
-            self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = flush_subnormals(values)
+            values = flush_subnormals(values)
+            if mean_gmem is not None:
+                mean = load(mean_gmem.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
+                values = flush_subnormals(values - jnp.concatenate([mean] * LOADED_ROWS))
+            if row_count % TILE:
+                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=COLUMN_PER_THREAD)
+                values = jnp.where(row < row_count - (self.row * TILE + i * LOADED_ROWS), values, np.float32(0))
+            self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = values
 
         plgpu.commit_smem()
 
