@@ -49,11 +49,25 @@ def casts() -> Iterator[Cast]:
         for name, format in vars(getattr(format_variants, library)).items():
             yield Cast(f"{library}.{name}", lambda x, f=format: sd.quantize(x, f))
             yield Cast(f"{library}.{name} bfloat16", lambda x, f=format: sd.quantize(x, f), ml_dtypes.bfloat16)
+    yield from searched_and_corrected_casts()
     for bits in (8, 4):
         yield Cast(f"int{bits} minmax", lambda x, b=bits: sd.quantize(x, f"int{b}", calibration="minmax"))
     for name in ("fp8_e4m3", "mxfp8", "nvfp4"):
         sizes = np.array([100, 0, 57, 90])
         yield Cast(f"{name} grouped", lambda x, n=name, s=sizes: sd.quantize_grouped(x, s, n, axis=0))
+
+
+def searched_and_corrected_casts() -> Iterator[Cast]:
+    """Casts that compare errors of several block scales, or correct them by sums over rotated elements (MS-EDEN)."""
+    searches = ("nvfp4", "four_over_six"), ("nvfp4", "scales"), ("nvint4", "scales"), ("if4", "scales")
+    for name, search in searches:
+        format = dataclasses.replace(sd.FORMATS[name], name=f"{name}_{search}", search=search)
+        for axis in (0, 1):
+            yield Cast(f"{format.name} axis {axis}", lambda x, f=format, a=axis: sd.quantize(x, f, axis=a))
+    corrected = {"rounding": "ms_eden", "rotation": sd.Hadamard(128, mask=0), "key": KEY}
+    for name in ("nvfp4", "nvint4", "if4"):
+        for axis in (0, 1):
+            yield Cast(f"{name} ms_eden axis {axis}", lambda x, n=name, a=axis: sd.quantize(x, n, axis=a, **corrected))
 
 
 def inputs() -> dict[str, np.ndarray]:

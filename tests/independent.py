@@ -1,8 +1,8 @@
 """An independent implementation of the casts in numpy, which tests compare the library with.
 
 It was written from the specifications of the formats and shares no code with the library. Every operation that
-determines a code or a scale is one correctly rounded float32 operation; only dequantised values, and the error that
-four_over_six compares, are float64. A comment starting with "Choice:" documents what the specification leaves open.
+determines a code or a scale is one correctly rounded float32 operation; only dequantised values are float64. The errors
+that a search compares are integers. A comment starting with "Choice:" documents what the specification leaves open.
 """
 
 from collections.abc import Callable
@@ -163,24 +163,19 @@ def quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group, a
     every `group` of elements, a shape, and takes one uniform number for every block: that of its first element.
     amax: of the tensor, if it is not that of x.
     """
+    if search is not None:
+        assert target == 6
+        assert not guard
+        grid = GRIDS["e2m1" if search == "scales" else search]
+        return quantize_searched(x, block, (grid,), scale_max, search == "scales", uniform, group, amax)
     amax, largest = block_amax(x, x.shape)[0, 0] if amax is None else amax, f32(target) * f32(scale_max)
     tensor_multiplier = np.minimum(largest / amax, LARGEST_MULTIPLIER) if amax > 0 else f32(1)
     t = np.maximum(amax / largest, SMALLEST_NORMAL) if amax > 0 else f32(1)
     shrink = 16 / 17 if guard else 1
     first = quantized(*nvfp4_cast(x, block, target * shrink, tensor_multiplier, None if group else uniform), t)
     if group:
-        assert search is None
         return corrected(x, first, tensor_multiplier, block, group, uniform)
-    if search is None:
-        return first
-    assert search == "four_over_six"
-    assert uniform is None, "the specification does not say which codes the search compares under stochastic rounding"
-    second = quantized(*nvfp4_cast(x, block, 4 * shrink, tensor_multiplier, uniform), t)
-    # Choice: the squared error is that of the final values, summed in float64; a tie keeps 6; infinities do not count.
-    finite, exact = np.isfinite(x), np.where(np.isfinite(x), x, 0).astype(np.float64)
-    errors = [in_blocks(np.where(finite, q.values - exact, 0) ** 2, block).sum(axis=(1, 3)) for q in (first, second)]
-    four = per_element(errors[1] < errors[0], block, x.shape)
-    return quantized(np.where(four, second.codes, first.codes), np.where(four, second.scale, first.scale), t)
+    return first
 
 
 def corrected(x, q, tensor_multiplier, block, group, uniform):
@@ -205,18 +200,21 @@ def corrected(x, q, tensor_multiplier, block, group, uniform):
 class Grid(NamedTuple):
     """The codes of a 4-bit element: the largest one, rounding to them, and the E4M3 scales tried for them.
 
-    Offsets are in E4M3 codes from the abs-max scale, in the order in which candidates are compared.
+    Offsets are in E4M3 codes from the scale of the amax, in the order in which candidates are compared; without a
+    search, the scales are those of the amax times `ratios`.
     """
 
     largest: int
     round: Callable
     offsets: tuple[int, ...]
+    ratios: tuple[float, ...] = (1.0,)
 
 
 GRIDS = {
     "e2m1": Grid(6, lambda x, uniform=None: round_float(x, E2M1, uniform), (0, -1, 1, -2, 3, 4, 5, 6)),
     "uniform": Grid(7, lambda x, uniform=None: round_integer(x, 7, uniform), (0, -1, 1, -2, 2, -3)),
 }
+GRIDS["four_over_six"] = GRIDS["e2m1"]._replace(ratios=(1.0, 1.5))
 GRIDS_OF = {
     "nvfp4": (GRIDS["e2m1"],),
     "nvint4": (GRIDS["uniform"],),
@@ -229,7 +227,7 @@ E4M3_VALUES = np.array([c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 -
 def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None, group=None, amax=None) -> Quantized:
     """Codes, and E4M3 block scales that are negative for the second grid; the first least error is kept.
 
-    uniform: of stochastic rounding, without a search; or with a `group`, of MS-EDEN (see `quantize_nvfp4`).
+    uniform: of stochastic rounding, if scales are not searched; or with a `group`, of MS-EDEN (see `quantize_nvfp4`).
     amax: of the tensor, if it is not that of x.
     """
     assert uniform is None or group or not search
@@ -243,9 +241,10 @@ def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None,
     unit = f32(2 ** ((20 - int(np.ceil(np.log2(block[0] * block[1])))) // 2))
     least = codes = scale = None
     for sign, grid in zip((1, -1), grids, strict=False):
-        relative = block_amaxes * (tensor_multiplier * f32(1 / grid.largest))
-        code = np.searchsorted(E4M3_VALUES, round_float(relative, E4M3))
-        for offset in grid.offsets if search else (0,):
+        for ratio, offset in [(1.0, offset) for offset in grid.offsets] if search else [(r, 0) for r in grid.ratios]:
+            relative = block_amaxes * f32(ratio) * (tensor_multiplier * f32(1 / grid.largest))
+            code = np.searchsorted(E4M3_VALUES, round_float(relative, E4M3))
+            # Choice: a scale that rounds to 0 is replaced by the smallest one, but not by "four_over_six".
             floor = 1 if search or len(grids) > 1 else 0
             tried = np.where(block_amaxes == 0, 0, np.clip(np.maximum(code, floor) + offset, floor, 126))
             value = E4M3_VALUES[tried]
@@ -256,7 +255,8 @@ def quantize_searched(x, block, grids, scale_max=448, search=True, uniform=None,
             inside = np.where(np.isfinite(x), np.clip(scaled, -grid.largest - 4, grid.largest + 4), f32(0))
             difference = np.rint(inside * unit).astype(np.int64) - (grid.round(inside) * unit).astype(np.int64)
             error = in_blocks(difference**2, block).sum(axis=(1, 3)).astype(f32) * (value * value)
-            error = np.where(block_amaxes * multiplier <= grid.largest + 4, error, f32(np.inf))
+            # Choice: a scale of 0, whose codes have no unit, is worse than any other.
+            error = np.where((value > 0) & (block_amaxes * multiplier <= grid.largest + 4), error, f32(np.inf))
             better = np.ones(error.shape, bool) if least is None else error < least
             least = np.where(better, error, f32(np.inf) if least is None else least)
             keep = per_element(better, block, x.shape)
@@ -312,7 +312,7 @@ def quantize(
 
     if kind == "nvfp4":
         group = ((1, len(rotation)) if axis else (len(rotation), 1)) if eden else None
-        if search == "scales" or format != "nvfp4":
+        if format != "nvfp4":
             grids = GRIDS_OF[format]
             return quantize_searched(x, block, grids, scale_max, search is not None, uniform, group, amax)
         return quantize_nvfp4(x, block, uniform, search, guard, target, scale_max, group, amax)

@@ -143,6 +143,26 @@ def test_codes_and_scales_are_bit_identical_to_single_device(traced, name, spec)
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
+def test_shards_subtract_their_part_of_a_mean(traced, spec):
+    """The mean has one number per column, and is sharded as columns are."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((64, 256)), jnp.float32)
+    mean = jnp.arange(256, dtype=jnp.float32)[None]
+    cast = ResolvedCast.on(sd.Cast("mxfp8", subtract_mean=True), OperandDims("ab", "a", "b"))
+    outputs = (CastOutput(cast.spec(x.shape, x.dtype), None, 1),)
+
+    def run(x, mean):
+        return run_casts(x, outputs, CastArguments(mean=mean)).arrays
+
+    expected = jax.jit(run)(x, mean)
+    traced.casts.clear()
+    found = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, spec)), mean)
+    assert {np.prod(shape) for shape in traced.casts} >= {x.size // 8}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.optimized  # see `marks`
 def test_stochastic_rounding_of_noncontiguous_rows_is_bit_identical_to_single_device(traced):
     """Rows that are not contiguous in the matrix are all-gathered, because random numbers are drawn from one offset."""

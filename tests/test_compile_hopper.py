@@ -175,22 +175,35 @@ def test_casts_with_column_sums_do_not_spill(ptxas_folder):
     assert gpu_compile.spills(ptxas_folder) == [0]
 
 
-def test_an_fp8_training_step_is_six_kernels_and_reductions(ptxas_folder, monkeypatch):
-    """Casts of three tensors and three matmuls; XLA reduces amaxes, and does not transpose, copy or convert."""
+def compiled_step(monkeypatch, recipe: str) -> str:
+    """The instructions of a training step on one GPU."""
     monkeypatch.setattr(support, "mesh_reason", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    key = jax.random.key(0) if sd.RECIPES[recipe].stochastic else None
 
     def step(x, w, dy):
-        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe="fp8_current"), x, w)
+        y, vjp = jax.vjp(lambda x, w: train.dense(x, w, recipe=recipe, key=key), x, w)
         return y, vjp(dy)
 
     sizes = shapes(((4, 1024, 1024), BF16), ((1024, 2048), jnp.float32), ((4, 1024, 2048), BF16))
     text = gpu_compile.compiled_for("H200", step, *sizes)
-    entry = text[text.index("ENTRY") :]
+    return text[text.index("ENTRY") :]
+
+
+def test_an_fp8_training_step_is_six_kernels_and_reductions(ptxas_folder, monkeypatch):
+    """Casts of three tensors and three matmuls; XLA reduces amaxes, and does not transpose, copy or convert."""
+    entry = compiled_step(monkeypatch, "fp8_current")
     assert len(re.findall(r'custom_call_target="mosaic_gpu', entry)) == 6
     fusions = re.findall(r"= (.*) fusion\(", entry)
     assert set(re.findall(r"(\w+)\[", " ".join(fusions))) == {"u32"}, fusions
     assert not re.search(r" (transpose|copy|convert)\(", entry)
+
+
+def test_amaxes_and_sums_of_a_tensor_are_computed_in_one_pass(ptxas_folder, monkeypatch):
+    """x is read for its mean, and for the amax of differences to it; w for its amax and its product with that mean."""
+    entry = compiled_step(monkeypatch, "nvfp4_plus")
+    reads = {name: len(re.findall(rf" fusion\([^)]*%{name}\b", entry)) for name in ("x", "w", "dy")}
+    assert reads == {"x": 2, "w": 1, "dy": 1}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

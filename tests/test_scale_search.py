@@ -19,7 +19,9 @@ pytestmark = pytest.mark.optimized  # compares bits
 
 GRIDS = independent.GRIDS
 NVFP4 = sd.FORMATS["nvfp4"]
-CASES = {  # format, its grids in numpy, whether scales are searched
+CASES = {  # format, its grids in numpy, whether neighbours of the abs-max scale are searched
+    "nvfp4 four over six": (replace(NVFP4, search="four_over_six"), ("four_over_six",), False),
+    "nvfp4 four over six 256": (replace(NVFP4, search="four_over_six", scale_max=256.0), ("four_over_six",), False),
     "nvfp4 scales": (replace(NVFP4, search="scales"), ("e2m1",), True),
     "nvfp4 scales 256": (replace(NVFP4, search="scales", scale_max=256.0), ("e2m1",), True),
     "nvint4": (sd.FORMATS["nvint4"], ("uniform",), False),
@@ -27,7 +29,9 @@ CASES = {  # format, its grids in numpy, whether scales are searched
     "if4": (sd.FORMATS["if4"], ("e2m1", "uniform"), False),
     "if4 scales": (replace(sd.FORMATS["if4"], search="scales"), ("e2m1", "uniform"), True),
 }
-STEPS = params_of(("nvfp4 scales", "nvint4", "if4", "if4 scales"), ("nvfp4 scales", "if4 scales"))  # compile for long
+STEPS = params_of(  # compile for long
+    ("nvfp4 four over six", "nvfp4 scales", "nvint4", "if4", "if4 scales"), ("nvfp4 scales", "if4 scales")
+)
 each_case = pytest.mark.parametrize(("format", "grids", "search"), CASES.values(), ids=list(CASES))
 
 
@@ -155,6 +159,13 @@ def test_a_block_scale_that_would_be_0_becomes_the_smallest():
     assert not np.any(sd.dequantize(sd.quantize(x, NVFP4, tensor_scale=1.0)))
 
 
+def test_four_over_six_keeps_a_scale_of_0_if_both_candidates_are_0():
+    """Of an amax of 2.5 * 2^-9, the scale of 6 rounds to 0 and that of 4 to 2^-9; of 2 * 2^-9, both round to 0."""
+    x = jnp.array([[2.5] * 16, [2.0] * 16], jnp.float32) * np.float32(2.0**-9)
+    q = sd.quantize(x, replace(NVFP4, search="four_over_six"), tensor_scale=1.0)
+    np.testing.assert_array_equal(q.scale.astype(jnp.float32), [[2.0**-9], [0]])
+
+
 def test_a_saturated_block_keeps_the_largest_scale():
     q = sd.quantize(jnp.full((16,), 1e6), replace(NVFP4, search="scales"), tensor_scale=1.0)
     np.testing.assert_array_equal(q.scale.astype(jnp.float32), [448.0])
@@ -172,11 +183,17 @@ def test_ragged_casts_are_those_of_each_group(name):
     ("format", "options", "message"),
     [
         (replace(sd.FORMATS["mxfp4"], search="scales"), {}, "is for float8_e4m3fn block scales"),
+        (
+            replace(sd.FORMATS["mxfp4"], search="four_over_six"),
+            {},
+            "is for float8_e4m3fn block scales of float4_e2m1fn",
+        ),
         (replace(sd.FORMATS["if4"], grids=("int4", "int8")), {}, "must be two of float4_e2m1fn, int4, with uint4"),
         (replace(sd.FORMATS["if4"], scale="float32", rule="f_over_amax", two_level=False), {}, "whose sign says which"),
         (sd.FORMATS["if4"], {"calibration": "absmax,0.9"}, "whose scales are searched; drop it"),
         (replace(NVFP4, search="best"), {}, "use 'four_over_six', 'scales' or None"),
         (replace(NVFP4, search="scales"), {"calibration": "mse"}, "whose scales are searched; drop it"),
+        (replace(NVFP4, search="four_over_six"), {"calibration": "mse"}, "whose scales are searched; drop it"),
         (replace(NVFP4, search="scales"), {"rounding": "stochastic", "key": jax.random.key(0)}, "would be biased"),
     ],
 )

@@ -230,9 +230,11 @@ CASES = (
         for recipe in (sd.recipes.NVFP4_PLUS, sd.recipes.IF4)
         for case in (
             Case(
-                f"{recipe.name} x: searched 1x16 blocks, dequantised; rotated and corrected 16x1 blocks, codes",
+                f"{recipe.name} x: mean subtracted; searched 1x16 blocks, dequantised; "
+                "rotated and corrected 16x1 blocks, codes",
                 jnp.bfloat16,
                 (_of_recipe(recipe, "x of fwd", 1), _of_recipe(recipe, "x of wgrad", 0, True)),
+                mean=True,
             ),
             Case(
                 f"{recipe.name} w: searched 16x1 blocks, dequantised; rotated and corrected 1x16 blocks, codes",
@@ -247,13 +249,14 @@ CASES = (
         )
     ),
     Case(
-        "nvfp4_plus x: mean subtracted; searched 1x16 blocks, dequantised; rotated and corrected 16x1 blocks, codes",
+        "quartet_ii x: four-over-six 1x16 blocks, dequantised",
         jnp.bfloat16,
-        (
-            _of_recipe(sd.recipes.NVFP4_PLUS, "x of fwd", 1),
-            _of_recipe(sd.recipes.NVFP4_PLUS, "x of wgrad", 0, True),
-        ),
-        mean=True,
+        (_of_recipe(sd.recipes.QUARTET_II, "x of fwd", 1),),
+    ),
+    Case(
+        "quartet_ii w: four-over-six 16x1 blocks, dequantised",
+        jnp.float32,
+        (_of_recipe(sd.recipes.QUARTET_II, "w of fwd", 0),),
     ),
     GroupCase("e4m3 row groups, delayed scaling", jnp.bfloat16, _pair("fp8_e4m3", 0), multiplier=True),
     GroupCase("e4m3 row groups, current scaling", jnp.bfloat16, _pair("fp8_e4m3", 0)),

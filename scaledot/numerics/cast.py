@@ -34,9 +34,9 @@ from scaledot.numerics.scale import (
 )
 from scaledot.numerics.scale_search import LARGEST_ERROR, candidates_of, fraction_bits, squared_error
 
-# Candidates that multiply amax. Those of calibration "mse" are in descending order, so that a tie clips least.
+# Candidates of calibration "mse" that multiply amax, in descending order, so that a tie clips least.
 _MSE_CANDIDATES = np.linspace(1.0, 0.2, 41, dtype=np.float32)
-_FOUR_OVER_SIX_CANDIDATES = np.array([1.0, 1.5], np.float32)
+_CANDIDATE_DTYPES = (np.int32, np.int32, np.float32)  # of the fields of Candidate
 
 
 @hash_once
@@ -225,10 +225,8 @@ def calibrated_scales(
         return scales_of(magnitude, spec.format, spec.input_dtype, tensor_scale, tensor_amax, candidate)
 
     if spec.calibration.method == "mse":
-        amax = _search(spec, x, amax, scales_for, _MSE_CANDIDATES)
-    if spec.format.search == "four_over_six":
-        amax = _search(spec, x, amax, scales_for, _FOUR_OVER_SIX_CANDIDATES)
-    is_searched = spec.format.search == "scales" or spec.format.grids is not None
+        amax = _mse_amax(spec, x, amax, scales_for)
+    is_searched = spec.format.search is not None or spec.format.grids is not None
     scales = _searched_scales(spec, x, amax, scales_for) if is_searched else scales_for(amax)
     return scales if is_nonfinite is None else with_nan(scales, is_nonfinite)
 
@@ -264,7 +262,7 @@ def _over_shards(spec: CastSpec, amax: jax.Array) -> jax.Array:
     return all_reduce_max(amax, spec.amax_axes) if 0 in spec.block else amax
 
 
-def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.Array:
+def _mse_amax(spec: CastSpec, x, amax, scales_for) -> jax.Array:
     """amax times the candidate that gives each block the smallest squared error; the first candidate wins a tie."""
     # Errors relative to the block amax, so that squares neither overflow nor underflow.
     unit = blocks.repeat_scale(divide(np.float32(1), jnp.maximum(amax, np.float32(2.0**-100))), x.shape, spec.block)
@@ -278,8 +276,7 @@ def _search(spec: CastSpec, x, amax, scales_for, candidates: np.ndarray) -> jax.
         return (jnp.minimum(least, error), jnp.where(error < least, candidate, chosen)), None
 
     best = (jnp.full_like(amax, np.inf), jnp.ones_like(amax))
-    # Few candidates are unrolled, so that XLA fuses their casts; many would increase compilation time.
-    (_, chosen), _ = lax.scan(step, best, jnp.asarray(candidates), unroll=len(candidates) <= 4)
+    (_, chosen), _ = lax.scan(step, best, jnp.asarray(_MSE_CANDIDATES))
     return amax * chosen
 
 
@@ -291,11 +288,12 @@ def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) 
     x = jnp.where(jnp.isfinite(x), x, np.float32(0))
     first, *others = candidates_of(spec.format)
     least = _candidate_error(spec, x, amax, scales_for(amax, first), first)
-    chosen = Candidate(*(jnp.full(amax.shape, value, jnp.int32) for value in first))
+    chosen = Candidate(*(jnp.full(amax.shape, a, dtype) for a, dtype in zip(first, _CANDIDATE_DTYPES, strict=True)))
     for candidate in others:  # unrolled: a scan compiles in half the time, but reads x once per candidate
         error = _candidate_error(spec, x, amax, scales_for(amax, candidate), candidate)
         is_less = error < least
-        chosen = Candidate(*(jnp.where(is_less, np.int32(a), b) for a, b in zip(candidate, chosen, strict=True)))
+        fields = zip(candidate, chosen, _CANDIDATE_DTYPES, strict=True)
+        chosen = Candidate(*(jnp.where(is_less, dtype(a), b) for a, b, dtype in fields))
         least = jnp.minimum(least, error)
     return scales_for(amax, chosen)
 
@@ -303,7 +301,8 @@ def _searched_scales(spec: CastSpec, x: jax.Array, amax: jax.Array, scales_for) 
 def _candidate_error(spec: CastSpec, x, amax, scales: Scales, candidate: Candidate) -> jax.Array:
     """The squared error of each block of finite x, relative to the tensor scale.
 
-    It is infinite for a scale that saturates the amax by more than `LARGEST_ERROR` codes, whose sum may be inexact.
+    It is infinite for a scale of 0, and for one that saturates the amax by more than `LARGEST_ERROR` codes, whose sum
+    may be inexact.
     """
     grid = spec.format.grid_formats[candidate.grid]
     sizes = zip(x.shape, blocks.expand(spec.block, x.ndim), strict=True)
@@ -311,7 +310,8 @@ def _candidate_error(spec: CastSpec, x, amax, scales: Scales, candidate: Candida
     scale = scales.scale.astype(jnp.float32)
     # Integers, because XLA:CPU would store the float squares of all candidates before it adds them.
     error = calibrate.block_sum(squares, spec.block).astype(jnp.float32) * (scale * scale)
-    is_in_range = _scaled(dataclasses.replace(spec, block=()), amax, scales) <= grid.largest_code + LARGEST_ERROR
+    largest = _scaled(dataclasses.replace(spec, block=()), amax, scales)
+    is_in_range = (largest > 0) & (largest <= grid.largest_code + LARGEST_ERROR)
     return jnp.where(is_in_range, error, np.float32(np.inf))
 
 

@@ -41,13 +41,15 @@ class Scales(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """An E4M3 scale that a search tries: integers, or int32 arrays with one entry per block.
+    """An E4M3 scale that a search tries: numbers, or int32 and float32 arrays with one entry per block.
 
     offset: added to the E4M3 code of the abs-max scale. grid: the index of the element in `Format.grids`, else 0.
+    ratio: the amax is multiplied by it before the scale is computed.
     """
 
     offset: int | jax.Array = 0
     grid: int | jax.Array = 0
+    ratio: float | jax.Array = 1.0
 
 
 def scales_of(
@@ -64,6 +66,9 @@ def scales_of(
     of the leading axes. `dtype` is that of the array that is quantised. `candidate` selects E4M3 scales other than
     those of the amax.
     """
+    if candidate is not None and format.search == "four_over_six":
+        # `computed_once` keeps XLA from merging the ratio with constants of the scale rule, which rounds differently.
+        amax = bits.computed_once(amax * candidate.ratio)
     if format.quirks.least_amax:
         amax = jnp.maximum(amax, np.float32(format.quirks.least_amax))
     if format.scale == "float8_e8m0fnu":
@@ -292,7 +297,7 @@ def _e4m3_scale(
     if format.quirks.least_scale:
         relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
     stored = encode(relative, FORMATS["fp8_e4m3"])
-    if candidate is not None:
+    if candidate is not None and format.search != "four_over_six":  # whose candidates may be 0
         stored = _e4m3_neighbour(stored, candidate.offset, amax != 0)
     if format.quirks.empty_scale is not None:
         is_empty = (amax == 0) | (stored.astype(jnp.float32) == 0)

@@ -223,13 +223,14 @@ def _check_search(format: Format) -> None:
         raise ValueError(
             f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six', 'scales' or None"
         )
-    if format.search == "four_over_six" and format.element != "float4_e2m1fn":
-        raise ValueError(f"`search` 'four_over_six' is for float4_e2m1fn elements; {format.name} has {format.element}")
+    if format.search is None:
+        return
+    searched = ("float4_e2m1fn",) if format.search == "four_over_six" else tuple(OFFSETS)
     elements = format.grids or (format.element,)
-    if format.search == "scales" and (format.scale != "float8_e4m3fn" or not set(elements) <= set(OFFSETS)):
+    if format.scale != "float8_e4m3fn" or not set(elements) <= set(searched):
         raise ValueError(
-            f"`search` 'scales' is for float8_e4m3fn block scales of {' or '.join(OFFSETS)} elements; {format.name} "
-            f"has {format.scale} scales of {format.element}"
+            f"`search` {format.search!r} is for float8_e4m3fn block scales of {' or '.join(searched)} elements; "
+            f"{format.name} has {format.scale} scales of {format.element}"
         )
 
 
@@ -255,7 +256,7 @@ def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
 
 def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
     parsed = calibrate.parse(text)
-    is_searched = format.search == "scales" or format.grids is not None
+    is_searched = format.search is not None or format.grids is not None
     if is_searched and parsed != calibrate.Calibration("absmax"):
         raise ValueError(f"`calibration` {text!r} has no effect on {format.name}, whose scales are searched; drop it")
     if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):

@@ -57,6 +57,11 @@ class CollapsedShape:
         return CollapsedShape(tuple(shape), dims)
 
 
+def broadcast_shape(shape: Sizes, dims: Sequence[CollapsedDim]) -> CollapsedShape:
+    """The CollapsedShape of an array that broadcasts to a matrix with these dims."""
+    return CollapsedShape(shape, tuple(None if size == 1 else dim for size, dim in zip(shape, dims, strict=True)))
+
+
 def with_collapsed_shapes(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
     """A quantised matrix in any layout of `kernels.layouts`, or an array, with a CollapsedShape per leaf."""
     if isinstance(tree, Transposed):
@@ -67,9 +72,7 @@ def with_collapsed_shapes(tree: Any, dims: Sequence[CollapsedDim]) -> Any:
         return CollapsedShape(tree.shape, tuple(dims))
 
     def of_blocks(a: Any) -> CollapsedShape:
-        return CollapsedShape(
-            a.shape, tuple(None if size == 1 else dim for size, dim in zip(a.shape, dims, strict=True))
-        )
+        return broadcast_shape(a.shape, dims)
 
     def replicated(a: Any) -> CollapsedShape:
         return CollapsedShape(a.shape, (None,) * len(a.shape))
@@ -94,7 +97,8 @@ def cast(problem: CastProblem, kernel: Kernel, x: jax.Array, arguments: CastArgu
     """
     leaves, tree = jax.tree.flatten(arguments._replace(keys=jax.tree.map(raw_key, arguments.keys)))
     operation = Cast(problem, kernel, flattened_sizes, tuple(leaf.shape for leaf in leaves), tree)
-    results = run_partitioned(operation, [lax.stop_gradient(x).reshape(operation.operands[0].shape), *leaves])
+    arrays = [lax.stop_gradient(x), *leaves]
+    results = run_partitioned(operation, _reshaped(arrays, [leaf.shape for leaf in operation.operands]))
     return jax.tree.unflatten(
         operation.tree, _reshaped(results, [collapsed.shape for collapsed in operation.collapsed_shapes])
     )
@@ -105,7 +109,7 @@ class Cast:
     """The casts of one matrix, as an Operation.
 
     flattened_sizes: for each dim, the sizes of the dims that were collapsed to it. argument_shapes: of the leaves of
-    its CastArguments, which are replicated.
+    its CastArguments, which are replicated, except that the mean is sharded as the columns of the matrix are.
     """
 
     problem: CastProblem
@@ -163,25 +167,34 @@ class Cast:
         of_sums = None if sums is None else CollapsedShape(sums.shape, self.dims[-1:])
         return jax.tree.leaves(([with_collapsed_shapes(q, self.dims) for q in arrays], of_amax, of_sums))
 
+    @functools.cached_property
+    def collapsed_operands(self) -> list[CollapsedShape]:
+        mean = jax.tree.unflatten(self.argument_tree, range(len(self.argument_shapes))).mean
+        arguments = (
+            broadcast_shape(shape, self.dims) if i == mean else CollapsedShape(shape, (None,) * len(shape))
+            for i, shape in enumerate(self.argument_shapes)
+        )
+        return [CollapsedShape(self.problem.shape, self.dims), *arguments]
+
     @property
     def operands(self) -> tuple[Leaf, ...]:
-        arguments = (Leaf(shape, (None,) * len(shape)) for shape in self.argument_shapes)
-        return CollapsedShape(self.problem.shape, self.dims).leaf, *arguments
+        return tuple(collapsed.leaf for collapsed in self.collapsed_operands)
 
     @property
     def results(self) -> tuple[Leaf, ...]:
         return tuple(collapsed.leaf for collapsed in self.collapsed_shapes)
 
     def run(self, arrays: Arrays) -> Arrays:
-        x, *leaves = arrays
+        x, *leaves = _reshaped(arrays, [collapsed.shape for collapsed in self.collapsed_operands])
         result = self._cast(self.problem, x, jax.tree.unflatten(self.argument_tree, leaves))
         return _reshaped(jax.tree.leaves(result), [leaf.shape for leaf in self.results])
 
     def _cast(self, problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
-        return program(_run_cast, problem, self.kernel)(x.reshape(problem.shape), arguments)
+        return program(_run_cast, problem, self.kernel)(x, arguments)
 
     def _run_shards(self, mesh, sharding: AxesByLabel, arrays: Arrays) -> Arrays:
-        x, *leaves = arrays
+        shapes = [collapsed.shard(sharding, mesh).shape for collapsed in self.collapsed_operands]
+        x, *leaves = _reshaped(arrays, shapes)
         arguments: CastArguments = jax.tree.unflatten(self.argument_tree, leaves)
         if self._is_stochastic:  # random numbers are drawn by global indices
             arguments = arguments._replace(offset=first_index(self.dims, sharding, mesh))
@@ -202,7 +215,7 @@ class Cast:
 
     def shards(self, mesh: Any, operands: Sequence[AxesByLabel], results: Sequence[AxesByLabel]) -> Shards:
         sharding = self._supported_sharding(mesh, operands[0])
-        operands, results = [sharding, *({} for _ in self.argument_shapes)], [sharding] * len(self.results)
+        operands, results = [sharding] * len(self.operands), [sharding] * len(self.results)
         return Shards(operands, results, functools.partial(self._run_shards, mesh, sharding))
 
     def _supported_sharding(self, mesh, propagated: AxesByLabel) -> AxesByLabel:

@@ -2,9 +2,9 @@
 
 The kernel (`cast_four_bit_kernel`) casts operands of matmuls in training to formats like NVFP4: E2M1 codes, 4-bit
 integers, or blocks that choose between both, with E4M3 scales per 16 elements and a tensor scale. Scales may be
-searched; operands may be rotated with drawn signs and their scales corrected (MS-EDEN), and a mean may be subtracted
-first. Plain NVFP4 is cast by
-`cast_microscaled`, which takes fewer passes over SMEM.
+searched (`Format.search` "scales" or "four_over_six"); operands may be rotated with drawn signs and their scales
+corrected (MS-EDEN), and a mean may be subtracted first. Plain NVFP4 is cast by `cast_microscaled`, which takes fewer
+passes over SMEM.
 
 Example: x (m, k) under the recipe nvfp4_plus is an operand of fwd, which contracts k, with searched scales, and of
 wgrad, which contracts m: rotated down columns and corrected. One launch writes both: bfloat16 values, and codes, which
@@ -29,7 +29,7 @@ from scaledot.numerics.scale import tensor_level
 from scaledot.parallel.types import vary_as
 
 # Fields of nvfp4 that may have other values.
-SUPPORTED_FIELDS: dict[str, tuple] = {"element": ("int4", "uint4"), "search": ("scales",)}
+SUPPORTED_FIELDS: dict[str, tuple] = {"element": ("int4", "uint4"), "search": ("scales", "four_over_six")}
 FREE_FIELDS = ("target", "scale_max", "grids")  # any value
 
 
@@ -45,8 +45,6 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it casts at most {cast_support.MAX_ROWS} rows, not {problem.shape[0]}"
     if unused := problem.passed_arguments - {"mean"}:
         return f"`{min(unused)}` is passed; it computes scales and random numbers itself"
-    if problem.passed_arguments and problem.partitioning.devices > 1:
-        return "it subtracts a mean on one device, or in a shard_map"
     if len({output.spec.amax_axes for output in problem.outputs}) > 1:
         return "the outputs share scales over different mesh axes"
     return next(filter(None, (_output_reason(problem, output) for output in problem.outputs)), None)
@@ -119,7 +117,7 @@ def _output_spec(output: CastOutput) -> Any:
     return cast_four_bit_kernel.OutputSpec(
         tuple(grid.element for grid in grids),
         tuple(grid.max for grid in grids),
-        format.search == "scales",
+        format.search,
         output.contracted == 1,
         not output.is_residual,
         output.spec.rotation is not None,
@@ -144,7 +142,9 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
     from scaledot.kernels.hopper import scalars
 
     specs, dtype = [output.spec for output in outputs], outputs[0].spec.input_dtype
-    amax = amax_of_rank(jnp.max(cast_support.partial_amaxes(x, finite=True), keepdims=True))
+    # Of columns, because steps that subtract the mean of x also sum g over its rows, and multiply the mean by w.
+    partial = cast_support.partial_amaxes(x, finite=True, of_columns=True)
+    amax = amax_of_rank(jnp.max(partial, keepdims=True))
     amax = cast_support.amax_over_devices(amax, x, specs[0].amax_axes)
 
     def compute(amaxes: list[Any]) -> tuple[Any, ...]:

@@ -1,9 +1,9 @@
 """Casts a matrix to 4-bit codes with E4M3 scales per 16 elements, which are searched or corrected, after rotations.
 
-It computes what `cast_microscaled_kernel` does not: scales of the least squared error (`numerics.scale_search`), blocks
-that choose between two elements, rotations of 128 elements whose signs are drawn, and scales that MS-EDEN corrects
-(`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16 values (code times block scale,
-which is exact).
+It computes what `cast_microscaled_kernel` does not: scales of the least squared error, by both searches of
+`numerics.scale_search`, blocks that choose between two elements, rotations of 128 elements whose signs are drawn, and
+scales that MS-EDEN corrects (`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16
+values (code times block scale, which is exact).
 
 Grid and CTA: one CTA of one warpgroup (128 threads) for a tile of 128×128 elements, a whole number of rotated groups in
 both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to float32 and
@@ -28,6 +28,7 @@ is (64, 112), a CTA uses 70 KB of SMEM, and three CTAs run on an SM.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +58,7 @@ from scaledot.numerics.bits import (
 from scaledot.numerics.eden import CODE_STEPS, STEPS
 from scaledot.numerics.encode import decode_float, float_code
 from scaledot.numerics.rounding import round_nonnegative, uniform_at
-from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, fraction_bits
+from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS, fraction_bits
 
 TILE = ROTATION  # rows and columns of a tile
 PITCH = TILE + 1  # words from one row of a tile to the next
@@ -77,14 +78,14 @@ class OutputSpec(NamedTuple):
     """One output of the kernel.
 
     elements: dtype names of the codes; of two, each block uses the one with the smaller error. targets: for each, the
-    magnitude that the block amax is mapped to. searched: whether scales are those of the least error. along: blocks run
-    along rows, otherwise down columns. dequantized: bfloat16 values instead of codes and scales. rotated, corrected:
-    see the module.
+    magnitude that the block amax is mapped to. search: `Format.search`, which says which scales are tried. along:
+    blocks run along rows, otherwise down columns. dequantized: bfloat16 values instead of codes and scales. rotated,
+    corrected: see the module.
     """
 
     elements: tuple[str, ...]
     targets: tuple[float, ...]
-    searched: bool
+    search: str | None
     along: bool
     dequantized: bool
     rotated: bool
@@ -320,7 +321,7 @@ class Output(NamedTuple):
     def _scale_of(self, x: jax.Array, amax: jax.Array) -> Scale:
         """The scale of a block (16, 128): that of its amax, or of the candidate with the least error."""
         spec = self.spec
-        if not spec.searched and len(spec.elements) == 1:
+        if spec.search is None and len(spec.elements) == 1:
             code = self._amax_code(amax, spec.targets[0])
             return Scale(code, self._multiplier(code), None)
         magnitude, best = jnp.abs(x), None
@@ -332,18 +333,17 @@ class Output(NamedTuple):
 
     def _search(self, magnitude, amax, element: str, target: float, index: int, best):
         """Returns (least error, code, index of the element) of this element's candidates and of `best`."""
-        offsets = OFFSETS[element] if self.spec.searched else (0,)
-        from_amax = self._amax_code(amax, target)
+        values, code_of = self._candidates(amax, element, target)
         limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)
 
         def compare(i, best):
             least, code, chosen = best
-            offset = functools.reduce(lambda found, n: jnp.where(i == n, offsets[n], found), range(len(offsets)), 0)
-            candidate = _neighbour(from_amax, offset, amax != 0)
+            candidate = code_of(_entry(values, i))
             multiplier, value = self._multiplier(candidate), decode_float(candidate, E4M3)
             errors = _error(magnitude * _spread(multiplier), element)
             error = _sum(errors * errors) * (value * value)
-            error = jnp.where(amax * multiplier <= limit, error, np.float32(np.inf))
+            largest = amax * multiplier
+            error = jnp.where((largest > 0) & (largest <= limit), error, np.float32(np.inf))
             is_less = error < least
             return (
                 jnp.where(is_less, error, least),
@@ -352,9 +352,16 @@ class Output(NamedTuple):
             )
 
         if best is None:
-            first = _neighbour(from_amax, offsets[0], amax != 0)
-            best = _per_thread(np.inf, jnp.float32), first, _per_thread(0, jnp.uint32)
-        return lax.fori_loop(0, len(offsets), compare, best)
+            best = _per_thread(np.inf, jnp.float32), code_of(values[0]), _per_thread(0, jnp.uint32)
+        return lax.fori_loop(0, len(values), compare, best)
+
+    def _candidates(self, amax, element: str, target: float) -> tuple[tuple[float, ...], Callable[..., jax.Array]]:
+        """Returns what the search tries, and a function from one of these numbers to the E4M3 code of its scale."""
+        if self.spec.search == "four_over_six":
+            return RATIOS, lambda ratio: self._amax_code(amax * ratio, target)
+        from_amax = self._amax_code(amax, target)
+        offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
+        return offsets, lambda offset: _neighbour(from_amax, offset, amax != 0)
 
     def _amax_code(self, amax: jax.Array, target: float) -> jax.Array:
         """The E4M3 code of the scale that maps the block amax to `target`."""
@@ -410,6 +417,11 @@ def _max(x: jax.Array) -> jax.Array:
 
 def _sum(x: jax.Array) -> jax.Array:
     return functools.reduce(jnp.add, _rows(x))
+
+
+def _entry(values: tuple[float, ...], i) -> Any:
+    """The number at index i, which is known at run time."""
+    return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
 def _signed(scale: Scale) -> jax.Array:

@@ -102,14 +102,17 @@ def is_amax_finite(format: Format, saturates: bool) -> bool:
     return saturates or format.is_float
 
 
-def partial_amaxes(x: jax.Array, finite: bool) -> jax.Array:
+def partial_amaxes(x: jax.Array, finite: bool, of_columns: bool = False) -> jax.Array:
     """Returns the ordered bits of amaxes of groups of rows of x (M, K), uint32 (128,); see `ordered_bits_conversions`.
 
     They are computed by XLA, which fuses the row-wise reduction with the operations that produce x where it can.
+    of_columns: amaxes of groups of columns instead: XLA reads x once for this reduction and for sums over rows. Without
+    the barrier it would turn both reductions into one over all of x, which it computes row by row.
     """
     to_ordered_bits, _ = ordered_bits_conversions(finite)
-    row_amaxes = jnp.max(to_ordered_bits(stored_float32(x)) | zero_at_run_time(jnp.uint32), axis=1)
-    padded = jnp.pad(row_amaxes, (0, -len(row_amaxes) % PARTIAL_AMAXES))
+    amaxes = jnp.max(to_ordered_bits(stored_float32(x)) | zero_at_run_time(jnp.uint32), axis=0 if of_columns else 1)
+    amaxes = lax.optimization_barrier(amaxes) if of_columns else amaxes
+    padded = jnp.pad(amaxes, (0, -len(amaxes) % PARTIAL_AMAXES))
     return jnp.max(padded.reshape(PARTIAL_AMAXES, -1), axis=1)
 
 
