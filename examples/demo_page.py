@@ -54,8 +54,8 @@ save for the backward pass: activations, or codes of activations and weights.</p
 <h2>How exact is each matmul?</h2>
 <p>Signal-to-noise ratio of the three matmuls of every linear layer, on the trained model's own tensors; 6 dB more
 halve the error. <code>nvfp4</code> uses stochastic rounding for gradients: noisier, but nearly unbiased.
-<code>nvfp4_plus</code> searches the block scales of least error, and corrects those of gradients so that rounding to
-nearest is unbiased.</p>
+<code>nvfp4_plus</code> subtracts the mean of x over tokens, searches the block scales of least error, and corrects
+those of gradients so that rounding to nearest is unbiased.</p>
 {ratios}
 <h2>How fast is it?</h2>
 {times}

@@ -13,8 +13,9 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks.convergence import __main__ as convergence
-from benchmarks.convergence.code_gpt import command, corpus, model, results, rows, schedule, statistics, training
+from benchmarks.convergence.code_gpt import command, corpus, model, page, results, rows, schedule, statistics, training
 from benchmarks.convergence.code_gpt.config import FRACTIONS, TINY, Config
+from benchmarks.record import RESULTS
 from scaledot.formats import FORMATS
 from scaledot.recipes import MXFP8, NVFP4, UNQUANTISED, Cast, Gemm, Recipe
 
@@ -178,6 +179,26 @@ def test_statistics_are_those_computed_by_hand():
     assert (one.ratio.value, one.ratio.error) == (pytest.approx(0.5), None)
     assert (one.t, one.more_seeds) == (None, None)
     assert (unpaired.seeds, unpaired.gap, unpaired.ratio, unpaired.t) == (1, None, None, None)
+
+
+def test_rows_are_compared_over_the_seeds_that_both_have():
+    found = statistics.difference(LOSSES, "nvfp4", "better")
+    assert (found.seeds, found.first, found.second) == (3, pytest.approx(0.04), pytest.approx(0.02))
+    assert (found.difference.value, found.difference.error) == pytest.approx((-0.02, math.sqrt(0.0003) / math.sqrt(3)))
+    found = statistics.difference(LOSSES, "nvfp4", "one seed")
+    assert (found.seeds, found.first, found.second) == (1, pytest.approx(0.04), pytest.approx(0.02))
+    assert (found.difference.value, found.difference.error) == (pytest.approx(-0.02), None)
+    assert statistics.difference(LOSSES, "nvfp4", "unpaired") is statistics.difference(LOSSES, "nvfp4", "none") is None
+
+
+def test_the_page_is_generated_from_the_results():
+    assert page.PAGE.read_text() == page.text(results.Results(RESULTS / page.FILE))
+    assert page.FIGURE.stat().st_size > 10_000
+
+
+def test_rows_that_the_page_compares_exist():
+    names = {row.name for row in rows.ROWS}
+    assert {name for comparison in page.COMPARISONS for name in comparison[:2]} | set(page.COLOURS) <= names
 
 
 def test_no_more_seeds_are_needed_once_the_standard_error_is_small():

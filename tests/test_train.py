@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import assert_one_rounding, equations
 from tables import EACH_RECIPE, EXHAUSTIVE_ONLY_RECIPES, params_of
-from training import KEY, assert_same, dense, dot_general, einsum, nearest, residuals_of, vjp_of
+from training import KEY, assert_same, dense, dot_general, einsum, nearest, residuals_of, vjp_of, without_means
 
 import scaledot as sd
 from scaledot import recipes, train
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.jax_versions
 HADAMARD = (16, 0xD7E8)
 
 # For each matmul its tensors and their contracting axes; x is (m, k), w is (k, n), g is (m, n). The functions below
-# return the arguments of the reference cast for a contracting axis, and EXPECTED has those of every recipe.
+# return the arguments of the reference cast for a contracting axis, and EXPECTED has those of every recipe, without
+# the mean that some subtract first (test_train_means).
 ROLES = {"fwd": (("x", 1), ("w", 0)), "dgrad": (("g", 1), ("w", 1)), "wgrad": (("x", 0), ("g", 0))}
 
 
@@ -91,6 +92,11 @@ EXPECTED = {
     },
     "nvfp4_plus": searched("nvfp4", EDEN),
     "if4": searched("if4", default_block("if4", scale_max=256, eden=True, rotation="drawn", stochastic=True)),
+    "averis": {
+        "fwd": (NV, square("nvfp4", 16)),
+        "dgrad": (stochastic(NV), square("nvfp4", 16)),
+        "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
+    },
     "ufp4": {
         "fwd": (UNIFORM_ROTATED, UNIFORM_ROTATED),
         "dgrad": (stochastic(UNIFORM_ROTATED), UNIFORM_ROTATED),
@@ -113,7 +119,6 @@ EXPECTED = {
     "w4a16_qat": {"fwd": (None, INT4_1X128)},
     "w4a8_qat": {"fwd": (INT8, INT4_1X128)},
 }
-SUBTRACTS_MEANS = {"averis"}  # compared with an independent implementation in test_train_means
 # How often x, w and g are cast in a step.
 CASTS_PER_STEP = {
     "fp8_current": (1, 1, 1),
@@ -138,7 +143,7 @@ CASTS_PER_STEP = {
 
 
 def test_the_tables_of_these_tests_are_complete():
-    assert set(EXPECTED) | SUBTRACTS_MEANS == set(CASTS_PER_STEP) == set(RECIPES)
+    assert set(EXPECTED) == set(CASTS_PER_STEP) == set(RECIPES)
 
 
 def exact(x):
@@ -217,7 +222,7 @@ def test_a_step_is_the_matmul_of_independently_quantised_operands(recipe, dtype)
     """35 tokens, 150 and 44 features: no size is a multiple of a block or rotation."""
     x, w, b = normal(0, (5, 7, 150), dtype), normal(1, (150, 44), dtype, 0.1), normal(2, (44,), dtype)
     g = normal(3, (5, 7, 44), dtype, 1e-3)
-    y, dx, dw, db, _ = jax.jit(functools.partial(step, recipe))(x, w, b, g)
+    y, dx, dw, db, _ = jax.jit(functools.partial(step, without_means(RECIPES[recipe])))(x, w, b, g)
     assert (y.dtype, dx.dtype, dw.dtype, db.dtype) == (dtype,) * 4
     multipliers = dict.fromkeys("xwg", np.float32(1)) if recipe == "fp8_delayed" else None
     flat = [a.reshape(35, -1) for a in (y, dx)]
@@ -277,6 +282,9 @@ def test_residuals_of_two_layers_are_their_codes_and_scales_only(recipe):
     for rows, w in (((128, 256), w1), ((128, 512), w2)):
         expected += reference_bytes(recipe, "x", "fwd" if through else "wgrad", rows)
         expected += reference_bytes(recipe, "w", "fwd" if through else "dgrad", w.shape)
+        # wgrad needs the mean of x, and dgrad multiplies that of g by the unquantised w.
+        expected += 4 * rows[1] * (("wgrad", "x") in RECIPES[recipe].mean_subtracted)
+        expected += w.nbytes * (("dgrad", "g") in RECIPES[recipe].mean_subtracted)
     if state:  # both layers save the same history arrays, and two amaxes each
         expected += sum(leaf.nbytes for leaf in jax.tree.leaves(state)) + 4 * 4
     unique = {id(r): r for r in residuals}.values()

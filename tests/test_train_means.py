@@ -18,7 +18,18 @@ from jax.sharding import PartitionSpec as P
 from meshes import LAYOUTS, Arrays, summation_order_bound
 from reference import assert_one_rounding
 from tables import params_of
-from training import KEY, assert_same, assert_same_bits, dense, einsum, nearest, ragged_dot, residuals_of, vjp_of
+from training import (
+    KEY,
+    assert_same,
+    assert_same_bits,
+    dense,
+    einsum,
+    nearest,
+    ragged_dot,
+    residuals_of,
+    vjp_of,
+    without_means,
+)
 
 import scaledot as sd
 from scaledot import train
@@ -79,6 +90,7 @@ def exact(x) -> np.ndarray:
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
 
 
+SUBTRACTING = [name for name, recipe in RECIPES.items() if recipe.mean_subtracted]
 ROLES = {"fwd": (("x", 1), ("w", 0)), "dgrad": (("g", 1), ("w", 1)), "wgrad": (("x", 0), ("g", 0))}
 TEXTS = {"fwd": "mk,kn->mn", "dgrad": "mn,kn->mk", "wgrad": "mk,mn->kn"}
 
@@ -140,6 +152,23 @@ def test_a_step_is_the_matmul_of_quantised_differences_plus_that_of_means(base, 
         added = {"fwd": 2 * k, "dgrad": 2 * n, "wgrad": lhs.shape[0]}[matmul] + 2  # products, the term and a bias
         assert_one_rounding(result, expected, magnitude, added)
     assert_one_rounding(db, values["g"].sum(0), np.abs(values["g"]).sum(0), count)
+
+
+@pytest.mark.parametrize("name", params_of(SUBTRACTING, set(SUBTRACTING) - {"nvfp4_plus"}))
+def test_a_recipe_that_subtracts_means_is_one_without_of_differences(name):
+    """32 tokens are padded to 128 by the rotation of wgrad. Keys are the same, so random numbers are."""
+    recipe = RECIPES[name]
+    subtracts = {tensor for _, tensor in recipe.mean_subtracted}
+    x, g, w = tokens(0, 32, 160), tokens(1, 32, 96, spread=2.0**-10), normal(2, (160, 96), spread=0.1)
+    found = vjp_of(lambda x, w: dense(x, w, recipe=recipe, key=KEY), g, x, w)
+    values = {tensor: exact(a) for tensor, a in (("x", x), ("w", w), ("g", g))}
+    differences = {t: jnp.asarray(a - a.mean(0) if t in subtracts else a, jnp.float32) for t, a in values.items()}
+    without = vjp_of(
+        lambda x, w: dense(x, w, recipe=without_means(recipe), key=KEY), *(differences[tensor] for tensor in "gxw")
+    )
+    terms = mean_terms("".join(sorted(subtracts, reverse=True)), **values)
+    for a, product, term in zip(found, without, terms.values(), strict=True):
+        assert_same(a, exact(product) + term)
 
 
 def test_differences_to_a_large_mean_are_quantised_more_accurately():

@@ -40,6 +40,11 @@ def nearest(recipe):
     return with_casts(recipe, rounding="nearest")
 
 
+def without_means(recipe):
+    """The recipe with no mean subtracted."""
+    return with_casts(recipe, subtract_mean=False) if recipe.mean_subtracted else recipe
+
+
 def delayed(**fields):
     """FP8_DELAYED with these fields of Delayed."""
     return with_casts(FP8_DELAYED, delayed=Delayed(**fields))

@@ -22,9 +22,13 @@ Run = dict[str, Any]
 TABLES = ("configs", "corpora", "recipes")
 
 
+def last_losses(run: Run) -> list[float]:
+    """Returns the held-out losses of the last tenth of a run."""
+    return [loss for fraction, loss in run["held_out"].items() if float(fraction) >= AVERAGED]
+
+
 def final_loss(run: Run) -> float:
-    """Returns the mean of the held-out losses of the last tenth of a run."""
-    return statistics.fmean(loss for fraction, loss in run["held_out"].items() if float(fraction) >= AVERAGED)
+    return statistics.fmean(last_losses(run))
 
 
 @dataclasses.dataclass(frozen=True)

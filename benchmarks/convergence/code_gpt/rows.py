@@ -4,7 +4,8 @@ To add a row, add a line to ROWS.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.convergence.code_gpt.config import Config, digest
@@ -15,7 +16,6 @@ from scaledot.recipes import (
     IF4,
     NVFP4,
     NVFP4_PLUS,
-    QUARTET_II,
     UNQUANTISED,
     Cast,
     Gemm,
@@ -98,59 +98,69 @@ def _cast_of(recipe: Recipe, operand: str) -> Cast:
     return next(cast for matmul, tensor, cast in recipe.casts() if f"{tensor} of {matmul}" == operand)
 
 
-def _with_means(recipe: Recipe) -> Recipe:
-    """The recipe with the means of x and g subtracted."""
-
-    def gemm(matmul: str) -> Gemm:
-        operands = getattr(recipe, matmul)
-        casts = zip(GEMM_OPERANDS[matmul], (operands.lhs, operands.rhs), strict=True)
-        return Gemm(*(c if tensor == "w" else dataclasses.replace(c, subtract_mean=True) for tensor, c in casts))
-
-    return _variant(recipe, f"{recipe.name}_means", **{matmul: gemm(matmul) for matmul in GEMM_OPERANDS})
+def _changed(recipe: Recipe, name: str, change: Callable[[str, str, Cast], Cast | None]) -> Recipe:
+    """The recipe with change(matmul, tensor, cast) for each cast; None leaves that operand unquantised."""
+    casts = {(matmul, tensor): change(matmul, tensor, cast) for matmul, tensor, cast in recipe.casts()}
+    gemms = {m: Gemm(*(casts.get((m, tensor)) for tensor in tensors)) for m, tensors in GEMM_OPERANDS.items()}
+    return _variant(recipe, f"{recipe.name}_{name}", **gemms)
 
 
-def _forward_only(recipe: Recipe) -> Recipe:
-    return Recipe(f"{recipe.name}_forward", recipe.fwd, Gemm(), Gemm())
+def _with_means(recipe: Recipe, tensors: str) -> Recipe:
+    """The recipe with the means of these tensors subtracted, and of no other."""
+    name = f"means_{tensors}" if tensors else "no_mean"
+    return _changed(recipe, name, lambda matmul, tensor, cast: replace(cast, subtract_mean=tensor in tensors))
 
 
-def _only(recipe: Recipe, operand: str) -> Recipe:
-    """The recipe with only x or w of fwd quantised."""
-    casts = zip("xw", (recipe.fwd.lhs, recipe.fwd.rhs), strict=True)
-    forward = Gemm(*(cast if tensor == operand else None for tensor, cast in casts))
-    return Recipe(f"{recipe.name}_{operand}", forward, Gemm(), Gemm())
+def _only(recipe: Recipe, name: str, *operands: str) -> Recipe:
+    """The recipe with only these operands, such as "x of fwd", quantised."""
+    return _changed(recipe, name, lambda matmul, tensor, cast: cast if f"{tensor} of {matmul}" in operands else None)
 
 
 def _requantised(recipe: Recipe) -> Recipe:
     """The recipe with w of dgrad and x of wgrad cast from those of fwd."""
-    cast = _cast_of(recipe, "w of dgrad")
-    again = dataclasses.replace(cast, requantized=True)
-    return _variant(recipe, f"{recipe.name}_requantised", dgrad=Gemm(cast, again), wgrad=Gemm(again, cast))
+    again = "w of dgrad", "x of wgrad"
+    return _changed(
+        recipe,
+        "requantised",
+        lambda matmul, tensor, cast: replace(cast, requantized=f"{tensor} of {matmul}" in again),
+    )
 
 
 def _in_format(recipe: Recipe, format: str, **fields: Any) -> Recipe:
-    """The recipe in another format. fields: of its forward casts."""
-    row, forward, backward = FORMATS[format], _cast_of(recipe, "x of fwd"), _cast_of(recipe, "g of dgrad")
-    forward, backward = (_with_format(cast, name=format, element=row.element) for cast in (forward, backward))
-    both = Gemm(backward, backward)
-    return Recipe(f"{format}_plus", Gemm(*[dataclasses.replace(forward, **fields)] * 2), both, both)
+    """The recipe in another format, with the largest code as the target of block amaxes. fields: of its fwd casts."""
+
+    def change(matmul: str, tensor: str, cast: Cast) -> Cast:
+        changed = replace(cast.format, name=format, element=FORMATS[format].element, target=None)
+        return replace(cast, format=changed, **(fields if matmul == "fwd" else {}))
+
+    return _changed(recipe, format, change)
 
 
-def _with_format(cast: Cast, **fields: Any) -> Cast:
-    """The cast with changed fields of its format, and the largest code as the target of block amaxes."""
-    return dataclasses.replace(cast, format=dataclasses.replace(cast.format, target=None, **fields))
+def _unsearched(cast: Cast) -> Cast:
+    return replace(cast, format=FORMATS["nvfp4"])
+
+
+def _searched(cast: Cast) -> Cast:
+    return replace(cast, format=replace(cast.format, name="nvfp4_search", search="scales", target=None))
 
 
 _NEAREST = Cast(FORMATS["nvfp4"])  # in blocks of 1x16
 _STOCHASTIC = Cast(FORMATS["nvfp4"], rounding="stochastic")
-_EDEN = _cast_of(QUARTET_II, "g of dgrad")
+_SEARCHED = _cast_of(NVFP4_PLUS, "w of fwd")
+_EDEN = _cast_of(NVFP4_PLUS, "g of dgrad")
 _EDENS = {"dgrad": Gemm(_EDEN, _EDEN), "wgrad": Gemm(_EDEN, _EDEN)}
 NVFP4_1X16 = _variant(NVFP4, "nvfp4_1x16", fwd=Gemm(_NEAREST, _NEAREST), dgrad=Gemm(_STOCHASTIC, _NEAREST))
-NVFP4_SEARCH = _variant(NVFP4_1X16, "nvfp4_search", fwd=NVFP4_PLUS.fwd)
+NVFP4_SEARCH = _variant(NVFP4_1X16, "nvfp4_search", fwd=Gemm(_SEARCHED, _SEARCHED))
 NVFP4_EDEN = _variant(NVFP4, "nvfp4_eden", **_EDENS)
-_SEARCHED_EDEN = _with_format(_EDEN, name="nvfp4_search", search="scales")
-_SEARCHED_EDENS = Gemm(_SEARCHED_EDEN, _SEARCHED_EDEN)
-PLUS_SEARCHED_BACKWARD = _variant(NVFP4_PLUS, "nvfp4_plus_search", dgrad=_SEARCHED_EDENS, wgrad=_SEARCHED_EDENS)
-PLUS_UNSEARCHED_FORWARD = _variant(NVFP4_PLUS, "nvfp4_plus_unsearched_forward", fwd=Gemm(_NEAREST, _NEAREST))
+PLUS_NO_MEAN = _with_means(NVFP4_PLUS, "")
+PLUS_UNSEARCHED_FORWARD = _changed(
+    NVFP4_PLUS, "unsearched_forward", lambda matmul, _, cast: _unsearched(cast) if matmul == "fwd" else cast
+)
+PLUS_SEARCHED_BACKWARD = _changed(
+    NVFP4_PLUS, "search", lambda matmul, _, cast: cast if matmul == "fwd" else _searched(cast)
+)
+_ROTATION = Hadamard(128, mask=None)  # the one that the cast kernel supports
+_FORWARD, _BACKWARD = ("x of fwd", "w of fwd"), ("g of dgrad", "w of dgrad", "x of wgrad", "g of wgrad")
 
 ROWS = (
     Row("bf16"),
@@ -161,26 +171,30 @@ ROWS = (
     Row("nvfp4, 1x16 weights", NVFP4_1X16),
     Row("nvfp4, 1x16 weights, searched forward", NVFP4_SEARCH),
     Row("nvfp4, MS-EDEN backward", NVFP4_EDEN),
-    Row("nvfp4, forward only", _forward_only(NVFP4)),
-    Row("nvfp4, backward only", _variant(NVFP4, "nvfp4_backward", fwd=Gemm())),
+    Row("nvfp4, forward only", _only(NVFP4, "forward", *_FORWARD)),
+    Row("nvfp4, backward only", _only(NVFP4, "backward", *_BACKWARD)),
     # Parts taken out of nvfp4_plus, or added to it.
+    Row("nvfp4_plus, no mean", PLUS_NO_MEAN),
+    Row("nvfp4_plus, means of x and g", _with_means(NVFP4_PLUS, "xg")),
     Row("nvfp4_plus, no search forward", PLUS_UNSEARCHED_FORWARD),
     Row("nvfp4_plus, searched backward", PLUS_SEARCHED_BACKWARD),
-    Row("nvfp4_plus, requantised", _requantised(NVFP4_PLUS)),
-    Row("nvfp4_plus, means subtracted", _with_means(NVFP4_PLUS)),
-    Row("nvfp4_plus, forward only", _forward_only(NVFP4_PLUS)),
-    Row("nvfp4_plus, backward only", _variant(NVFP4_PLUS, "nvfp4_plus_backward", fwd=Gemm())),
-    Row("nvfp4_plus, only x of fwd", _only(NVFP4_PLUS, "x")),
-    Row("nvfp4_plus, only w of fwd", _only(NVFP4_PLUS, "w")),
+    Row("nvfp4_plus, no mean, requantised", _requantised(PLUS_NO_MEAN)),
+    Row("nvfp4_plus, forward only", _only(NVFP4_PLUS, "forward", *_FORWARD)),
+    Row("nvfp4_plus, no mean, forward only", _only(PLUS_NO_MEAN, "forward", *_FORWARD)),
+    Row("nvfp4_plus, no mean, backward only", _only(PLUS_NO_MEAN, "backward", *_BACKWARD)),
+    Row("nvfp4_plus, only x of fwd", _only(NVFP4_PLUS, "x", "x of fwd")),
+    Row("nvfp4_plus, only w of fwd", _only(NVFP4_PLUS, "w", "w of fwd")),
     # Other grids.
-    Row("if4, means subtracted", _with_means(IF4)),
+    Row("if4, no mean", _with_means(IF4, "")),
     Row("nvint4_plus", _in_format(NVFP4_PLUS, "nvint4")),
-    Row("nvint4_plus, rotated forward", _in_format(NVFP4_PLUS, "nvint4", rotation=Hadamard())),
+    Row("nvint4_plus, rotated forward", _in_format(NVFP4_PLUS, "nvint4", rotation=_ROTATION)),
     # A part of the model, or of the run, in higher precision.
     Row("nvfp4, last block mxfp8", "nvfp4", last="mxfp8"),
     Row("nvfp4, bf16 from 90 %", "nvfp4", switch=(0.9, "bf16")),
     Row("nvfp4_plus, last block mxfp8", "nvfp4_plus", last="mxfp8"),
+    Row("nvfp4_plus, no mean, last block mxfp8", PLUS_NO_MEAN, last="mxfp8"),
     Row("nvfp4_plus, bf16 from 90 %", "nvfp4_plus", switch=(0.9, "bf16")),
+    Row("if4, last block mxfp8", "if4", last="mxfp8"),
 )
 
 

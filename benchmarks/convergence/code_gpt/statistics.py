@@ -50,6 +50,25 @@ class Summary:
     more_seeds: int | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The gaps to bf16 of two rows over the seeds that both have, and the second minus the first."""
+
+    seeds: int
+    first: float
+    second: float
+    difference: Estimate
+
+
+def difference(losses: Losses, first: str, second: str) -> Difference | None:
+    """Returns the difference of two rows, or None if they and bf16 have no seed in common."""
+    paired = _paired(*(losses.get(row, {}) for row in (first, second, BASELINE)))
+    if not paired:
+        return None
+    gap, other = (row - paired[2] for row in paired[:2])
+    return Difference(gap.size, float(gap.mean()), float(other.mean()), Estimate.of(other - gap))
+
+
 def summaries(losses: Losses) -> list[Summary]:
     """Returns the summary of each row, in their order."""
     return [_summary(row, losses) for row in losses]

@@ -25,7 +25,7 @@ from benchmarks.convergence.code_gpt.schedule import Deadline
 
 INIT, BATCHES, ROUNDING = range(3)  # uses of a seed's key
 # No CUDA graphs: their capture fails if the compilation of the next row, in another thread, loads a module meanwhile.
-_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
+_OPTIONS: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 # Autotuning may choose other kernels in each process, whose sums are rounded differently; cuBLAS has a default, Triton
 # needs autotuning.
 _REPRODUCIBLE = {
