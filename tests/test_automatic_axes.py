@@ -19,12 +19,15 @@ from tables import STATELESS_RECIPES
 
 import scaledot as sd
 from scaledot import train
+from scaledot.contraction import Contraction
 from scaledot.kernels import table
 from scaledot.kernels.layouts import Transposed
+from scaledot.kernels.operands import OuterProduct
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.kernels.table import Kernel
 from scaledot.numerics.hadamard import random_signs
 from scaledot.ops.casts import run_casts
+from scaledot.ops.operands import contract
 from scaledot.parallel.custom_partition import Leaf, propagation_rule
 from scaledot.parallel.types import partition_reason
 from scaledot.recipes import RECIPES
@@ -161,6 +164,24 @@ def test_shards_subtract_their_part_of_a_mean(traced, spec):
     assert {np.prod(shape) for shape in traced.casts} >= {x.size // 8}
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_an_outer_product_is_added_to_a_partitioned_matmul(traced):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(3)
+    lhs, rhs = (jnp.asarray(rng.integers(-4, 5, (64, 64)), jnp.float32) for _ in range(2))
+    bias = OuterProduct(*(jnp.asarray(rng.integers(-4, 5, 64), jnp.float32) for _ in range(2)))
+
+    @jax.jit
+    def run(lhs, rhs, bias):
+        q = [sd.quantize(x, "mxfp8", axis=axis) for x, axis in ((lhs, 1), (rhs, 0))]
+        return contract(Contraction("mk", "kn", "mn"), *q, bias=bias, preferred_element_type=jnp.bfloat16)
+
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((lhs, P("a", "b")), (rhs, P("b", None)))]
+    found = run(*placed, bias)
+    assert traced.matmuls
+    exact = np.asarray(lhs) @ np.asarray(rhs) + np.outer(*bias)  # integers that float32 represents
+    np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.optimized  # see `marks`

@@ -199,11 +199,15 @@ def test_an_fp8_training_step_is_six_kernels_and_reductions(ptxas_folder, monkey
     assert not re.search(r" (transpose|copy|convert)\(", entry)
 
 
-def test_amaxes_and_sums_of_a_tensor_are_computed_in_one_pass(ptxas_folder, monkeypatch):
-    """x is read for its mean, and for the amax of differences to it; w for its amax and its product with that mean."""
+def test_means_cost_one_pass_over_x(ptxas_folder, monkeypatch):
+    """x is read for its mean, and for the amax of differences to it; w for its amax and its product with that mean.
+
+    Amax and sums of g are computed in one pass, and the matmul adds the term of dw.
+    """
     entry = compiled_step(monkeypatch, "nvfp4_plus")
     reads = {name: len(re.findall(rf" fusion\([^)]*%{name}\b", entry)) for name in ("x", "w", "dy")}
     assert reads == {"x": 2, "w": 1, "dy": 1}
+    assert not re.search(r"f32\[1024,2048\]\S* fusion\(", entry)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

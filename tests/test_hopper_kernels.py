@@ -88,15 +88,18 @@ def test_matmuls_agree_with_float64(hopper, sizes, dtypes, fields, promote, k_fi
 
 @needs_mosaic
 @pytest.mark.parametrize("out", ["bfloat16", "float16", "float32"])
-def test_scales_per_row_and_column_and_a_bias_are_applied(hopper, out):
+@pytest.mark.parametrize("is_outer_product", [False, True])
+def test_scales_per_row_and_column_and_a_bias_are_applied(hopper, is_outer_product, out):
     from scaledot.kernels.hopper.matmul import matmul
     from scaledot.kernels.hopper.tiles import Config
 
-    a, b = normal(0, (128, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
-    rows, columns, bias = (jnp.exp(normal(i, (size,))) for i, size in ((2, 128), (3, 256), (4, 256)))
-    found = matmul(a, b, rows, columns, bias, out_dtype=out, config=Config(), promote=False, ctas=2)
+    a, b = normal(0, (256, 128)).astype(E4M3), normal(1, (256, 128)).astype(E4M3)
+    rows, columns, bias, bias_rows = (jnp.exp(normal(i, (256,))) for i in range(2, 6))
+    term = np.outer(bias_rows if is_outer_product else np.ones(256), bias)
+    bias_rows = bias_rows if is_outer_product else None
+    found = matmul(a, b, rows, columns, bias, bias_rows, out_dtype=out, config=Config(), promote=False, ctas=2)
     expected = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T
-    expected = expected * np.asarray(rows)[:, None] * np.asarray(columns)[None] + np.asarray(bias)[None]
+    expected = expected * np.asarray(rows)[:, None] * np.asarray(columns)[None] + term
     assert relative(found, expected) < {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6}[out]
 
 

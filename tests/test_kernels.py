@@ -17,6 +17,7 @@ from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import formulations, table
 from scaledot.kernels.formulations import codes_formulation
 from scaledot.kernels.hopper import dot as hopper_dot
+from scaledot.kernels.operands import OuterProduct
 from scaledot.kernels.spec import Problem, operand_of
 from scaledot.ops.operands import contract, make_problem, run_problem
 
@@ -183,6 +184,16 @@ def test_a_bias_is_added_before_the_one_rounding():
     y = contract(Contraction("mk", "kn", "mn"), x, w, bias=jnp.ones(2), preferred_element_type=jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
     assert y.tolist() == [[258, 258]]
+
+
+@pytest.mark.parametrize("out", ["mn", "nm"])
+def test_an_outer_product_is_added_before_the_one_rounding(out):
+    x = jnp.zeros((3, 32), jnp.bfloat16).at[:, :2].set(jnp.array([256, 1], jnp.bfloat16))
+    w = sd.quantize(jnp.ones((32, 2)), "mxfp8", axis=0)
+    bias = OuterProduct(jnp.array([1.0, 3, 0]), jnp.array([1.0, -1]))
+    y = contract(Contraction("mk", "kn", out), x, w, bias=bias, preferred_element_type=jnp.bfloat16)
+    expected = jnp.array([[258, 256], [260, 254], [256, 256]], jnp.bfloat16)  # 257 is rounded to 256
+    np.testing.assert_array_equal(y, expected if out == "mn" else expected.T)
 
 
 PRECISIONS = [None, "default", "fastest", "bfloat16", "high", "highest", lax.Precision.DEFAULT, lax.Precision.HIGHEST]

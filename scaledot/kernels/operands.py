@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scaledot.array import ScaledArray
+from scaledot.contraction import Contraction
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import flush
 from scaledot.numerics.cast import QuantizedLeaves, decode_blocks, dequantize_values
@@ -31,6 +32,16 @@ class LabeledScale(NamedTuple):
 
     def varies_along(self, labels) -> bool:
         return any(size > 1 for c, size in zip(self.labels, self.values.shape, strict=True) if c in labels)
+
+
+class OuterProduct(NamedTuple):
+    """The term rows[i] * columns[j] of a result: `rows` along the free dims of lhs, `columns` along those of rhs."""
+
+    rows: jax.Array
+    columns: jax.Array
+
+
+Bias = jax.Array | OuterProduct  # added to a result; an array is along the free dims of rhs, equal for all rows
 
 
 def widen_int4(q: ScaledArray) -> ScaledArray:
@@ -117,6 +128,15 @@ def align_to(scale: LabeledScale, out: str) -> jax.Array:
     values = jnp.squeeze(scale.values, tuple(a for a, c in enumerate(scale.labels) if c not in out))
     values = values.transpose(sorted(range(len(shared)), key=lambda a: out.index(shared[a])))
     return jnp.expand_dims(values, tuple(a for a, c in enumerate(out) if c not in shared))
+
+
+def aligned_bias(bias: Bias, contraction: Contraction, dtype) -> jax.Array:
+    """Returns a bias in `dtype` that broadcasts against the result of the contraction."""
+    rows, columns = bias if isinstance(bias, OuterProduct) else (None, bias)
+    columns = align_to(LabeledScale(columns.astype(dtype), contraction.rhs_free), contraction.out)
+    if rows is None:
+        return columns
+    return align_to(LabeledScale(rows.astype(dtype), contraction.lhs_free), contraction.out) * columns
 
 
 def split_tiles(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:

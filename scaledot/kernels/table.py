@@ -26,7 +26,7 @@ from scaledot.kernels.hopper import cast_8bit, cast_four_bit, cast_microscaled, 
 from scaledot.kernels.hopper import dot as hopper_dot
 from scaledot.kernels.hopper import grouped as hopper_grouped
 from scaledot.kernels.hopper import weight_only as hopper_weight_only
-from scaledot.kernels.operands import LabeledScale, align_to, apply_scales
+from scaledot.kernels.operands import Bias, OuterProduct, aligned_bias, apply_scales
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Problem, accumulation_dtype
 from scaledot.numerics.calibrate import block_amax
 from scaledot.numerics.rounding import flushed_float32
@@ -44,7 +44,8 @@ class Kernel:
     shard_map if the argument is None; None if it can. A kernel without this function runs everywhere.
     is_opaque: whether XLA cannot partition the kernel.
 
-    For matmuls: fuses_bias: whether `run` takes a `bias` along the columns of rhs, added before the rounding.
+    For matmuls: fuses_bias: whether `run` takes a `bias` along the columns of rhs, added before the rounding;
+    fuses_outer_product: whether it may also be an OuterProduct.
     fuses_result_scales: whether `run` takes `result_scales` per group, applied before the rounding.
     saves_codes: whether its derivative saves codes as residuals, not dequantised values.
     For casts: group_multiple: groups start at multiples of this many rows in the outputs if rows are contracted.
@@ -57,6 +58,7 @@ class Kernel:
     environment_reason: Callable[[Partitioning | None], str | None] | None = None
     is_opaque: bool = False
     fuses_bias: bool = False
+    fuses_outer_product: bool = False
     fuses_result_scales: bool = False
     saves_codes: bool = False
     group_multiple: int = 1
@@ -316,6 +318,7 @@ def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
         support.environment_reason,
         is_opaque=True,
         fuses_bias=True,
+        fuses_outer_product=isinstance(matmul, hopper_dot.DotKernel),
     )
 
 
@@ -343,16 +346,15 @@ def _differentiated(kernel: Kernel) -> Kernel:
     return dataclasses.replace(kernel, run=run, saves_codes=True)
 
 
-def run_with_bias(kernel: Kernel, problem: Problem, lhs, rhs, bias) -> jax.Array:
-    """Returns a dot plus a bias along the free dims of rhs, rounded once, by any kernel."""
+def run_with_bias(kernel: Kernel, problem: Problem, lhs, rhs, bias: Bias | None) -> jax.Array:
+    """Returns a dot plus a bias, rounded once, by any kernel."""
     if bias is None:
         return kernel.run(problem, lhs, rhs)
-    if kernel.fuses_bias:
+    if kernel.fuses_outer_product if isinstance(bias, OuterProduct) else kernel.fuses_bias:
         return kernel.run(problem, lhs, rhs, bias=bias)
     wide = accumulation_dtype(problem.out_dtype)
     total = kernel.run(dataclasses.replace(problem, preferred=wide), lhs, rhs)
-    bias = align_to(LabeledScale(bias.astype(wide), problem.contraction.rhs_free), problem.contraction.out)
-    return (total + bias).astype(problem.out_dtype)
+    return (total + aligned_bias(bias, problem.contraction, wide)).astype(problem.out_dtype)
 
 
 def run_with_result_scales(kernel: Kernel, problem: Problem, lhs, rhs, group_sizes, result_scales) -> jax.Array:

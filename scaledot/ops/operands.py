@@ -15,7 +15,8 @@ import numpy as np
 
 from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction
-from scaledot.kernels.spec import Operand, Problem, operand_of
+from scaledot.kernels.operands import Bias, OuterProduct, aligned_bias
+from scaledot.kernels.spec import Operand, Problem, accumulation_dtype, operand_of
 from scaledot.kernels.table import Kernel, choose, run_with_bias, run_with_result_scales
 from scaledot.ops.cast_spec import check_byte_order, check_consistent, check_hashable
 from scaledot.parallel import partitioned_ops
@@ -145,11 +146,11 @@ def contract(
     preferred_element_type=None,
     out_sharding=None,
     kernel: KernelChoice = None,
-    bias: jax.Array | None = None,
+    bias: Bias | None = None,
     partitioning: Partitioning = ONE_DEVICE,
     flattened_sizes: dict[str, tuple[int, ...]] | None = None,
 ) -> jax.Array:
-    """The contraction of two checked operands, plus a bias along the free labels of rhs, rounded once.
+    """The contraction of two checked operands, plus a bias, rounded once.
 
     partitioning: of the program by XLA, merged with that of the operands' types. flattened_sizes: for each label, the
     sizes of the axes that were flattened to it.
@@ -160,6 +161,10 @@ def contract(
         name = kernel(problem) if callable(kernel) else kernel
         if choose(problem, name).is_opaque:
             lhs, rhs = constant(lhs), constant(rhs)
+            if isinstance(bias, OuterProduct):  # a sum of sharded arrays, which XLA partitions
+                wide = dataclasses.replace(problem, preferred=accumulation_dtype(problem.out_dtype))
+                total = partitioned_ops.contract(wide, name, lhs, rhs, None, flattened_sizes or {})
+                return (total + aligned_bias(bias, contraction, total.dtype)).astype(problem.out_dtype)
             return partitioned_ops.contract(problem, name, lhs, rhs, bias, flattened_sizes or {})
     return run_problem(problem, kernel, lhs, rhs, bias=bias)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels import table
 from scaledot.kernels.layouts import logical, stored_operand
-from scaledot.kernels.operands import LabeledScale, align_to
+from scaledot.kernels.operands import Bias
 from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
@@ -21,7 +21,7 @@ from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded
 from scaledot.train.flatten import FlattenedContraction, flatten
-from scaledot.train.means import contract_means, token_means
+from scaledot.train.means import bias_of_means, contract_means, token_means
 from scaledot.train.options import Keywords, Options, result_dtype
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 from scaledot.train.scope import ContractionScope
@@ -261,21 +261,20 @@ class DotOp(NonRaggedOp):
         mean_term: MeanTerm | None = None,
     ) -> jax.Array:
         logical_dims = self.contraction.for_gemm(matmul.name)
+        added: Bias | None = bias
         if mean_term is not None:
-            term = contract_means(logical_dims, mean_term, matmul.dtype)
-            if matmul.name == "wgrad" or self.has_batch:
+            if self.has_batch:
                 y = self.multiply(matmul.unrounded, lhs, rhs, groups, bias)
-                return (y + term).astype(matmul.dtype)
-            # A row that is equal for all tokens is a bias, which kernels add to their accumulators.
-            row = align_to(LabeledScale(term, logical_dims.out), logical_dims.rhs_free)
-            bias = row if bias is None else row + bias.astype(row.dtype)
+                return (y + contract_means(logical_dims, mean_term, matmul.dtype)).astype(matmul.dtype)
+            # Without batch dims the term is a bias, which kernels add to their accumulators.
+            added = bias_of_means(matmul.name, logical_dims, mean_term, matmul.dtype, bias)
         lhs, lhs_labels = stored_operand(lhs, logical_dims.lhs)
         rhs, rhs_labels = stored_operand(rhs, logical_dims.rhs)
         return contract(
             Contraction(lhs_labels, rhs_labels, logical_dims.out),
             lhs,
             rhs,
-            bias=bias,
+            bias=added,
             partitioning=self.partitioning,
             flattened_sizes=dict(self.flattened_sizes),
             **matmul.keywords,

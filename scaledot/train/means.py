@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.contraction import Contraction
+from scaledot.kernels.operands import Bias, LabeledScale, OuterProduct, align_to
 from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics.bits import computed_once, divide
 from scaledot.ops.operands import contract
@@ -58,3 +59,16 @@ def contract_means(contraction: Contraction, term: MeanTerm, dtype) -> jax.Array
     wide = accumulation_dtype(dtype)
     lhs, rhs = (array.astype(wide) for array in term)
     return contract(contraction, lhs, rhs, precision="highest", preferred_element_type=wide)
+
+
+def bias_of_means(matmul: str, contraction: Contraction, term: MeanTerm, dtype, bias: jax.Array | None = None) -> Bias:
+    """The term that means add to a matmul without batch dims, plus the bias of fwd, as a bias of that matmul.
+
+    In fwd and dgrad it is a row that is equal for all tokens, in wgrad the outer product of the mean of x and the sums
+    of g.
+    """
+    if matmul == "wgrad":
+        rows = align_to(LabeledScale(term.lhs, contraction.lhs), contraction.lhs_free)
+        return OuterProduct(rows, align_to(LabeledScale(term.rhs, contraction.rhs), contraction.rhs_free))
+    row = align_to(LabeledScale(contract_means(contraction, term, dtype), contraction.out), contraction.rhs_free)
+    return row if bias is None else row + bias.astype(row.dtype)

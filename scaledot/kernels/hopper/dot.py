@@ -22,7 +22,7 @@ from scaledot.kernels.formulations import folds_exactly
 from scaledot.kernels.hopper import matmul_operands, support, tile_configs
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.swizzle_atom import K_STEP_BYTES
-from scaledot.kernels.operands import pad_to_multiples
+from scaledot.kernels.operands import Bias, OuterProduct, pad_to_multiples
 from scaledot.kernels.spec import Operand, Problem, is_default_precision
 from scaledot.parallel.types import vary_as
 
@@ -55,7 +55,7 @@ class DotKernel:
         """Whether the requested precision promotes float8 accumulators to float32; blockwise scales always do."""
         return self.element == "float8" and not is_default_precision(problem.precision)
 
-    def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: jax.Array | None = None) -> jax.Array:
+    def run(self, problem: Problem, lhs: ScaledArray, rhs: ScaledArray, bias: Bias | None = None) -> jax.Array:
         from scaledot.kernels.hopper.matmul import matmul
 
         contraction = problem.contraction
@@ -78,12 +78,14 @@ class DotKernel:
         gemm = tile_configs.GemmKey(a.mn, b.mn, a.k, self.element, problem.out_dtype.itemsize, accumulation)
         config = tile_configs.config_for(gemm)
         n_multiple = config.cluster_tile_n // (SCALE_BLOCK if square_blocks else 1)
+        bias_rows, bias_columns = bias if isinstance(bias, OuterProduct) else (None, bias)
         result = matmul(
             a.matrix,
             b.matrix,
             matmul_operands.padded_scales(a_scales, has_k_block_scales, config.cluster_tile_m),
             matmul_operands.padded_scales(b_scales, has_k_block_scales, n_multiple),
-            None if bias is None else _padded_bias(bias, config.cluster_tile_n),
+            None if bias_columns is None else _padded_bias(bias_columns, config.cluster_tile_n),
+            None if bias_rows is None else _padded_bias(bias_rows, config.cluster_tile_m),
             out_dtype=problem.out_dtype,
             config=config,
             promote=promote,

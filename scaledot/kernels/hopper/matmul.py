@@ -44,6 +44,7 @@ def matmul(
     a_scales: jax.Array,
     b_scales: jax.Array,
     bias: jax.Array | None,
+    bias_rows: jax.Array | None = None,
     *,
     out_dtype,
     config: Config,
@@ -56,6 +57,7 @@ def matmul(
     """Returns a_scales * b_scales * (a @ b.T) + bias, (M, N), of a (M, K), b (N, K) and bias (N,).
 
     a_scales: float32 (1,) or (M,). b_scales: (1,) or (N,).
+    bias_rows: (M,), which the bias is multiplied by: the term is their outer product.
     ctas: of the persistent grid.
     has_k_block_scales: scales of 8-bit operands change along K, and are (K / 128, M) and (K / 128, N), or
     (K / 128, N / 128) for 128×128 blocks of b. Accumulators are then always promoted.
@@ -69,9 +71,9 @@ def matmul(
     * M to a multiple of 8, the rows of an atom; of 64 if a is MN-major, an atom of 16-bit elements;
     * N to a multiple of 16, so that the result can be stored with a swizzle of at least 32 bytes; of 64 if b is
       MN-major, or with groups of rows, as tiles at a group boundary are stored as 128-byte row segments;
-    * scales (if not (1,)) and bias to multiples of `config.cluster_tile_m` and `config.cluster_tile_n` (for 128×128
-      blocks of b, of `config.cluster_tile_n` / 128). They are loaded without bounds checks: scales of 1×128 blocks
-      by TMA, possibly as `cp.async.bulk` copies, and all others and the bias from GMEM to registers. With groups of
+    * scales (if not (1,)), bias and bias_rows to multiples of `config.cluster_tile_m` and `config.cluster_tile_n` (for
+      128×128 blocks of b, of `config.cluster_tile_n` / 128). They are loaded without bounds checks: scales of 1×128
+      blocks by TMA, possibly as `cp.async.bulk` copies, and all others from GMEM to registers. With groups of
       rows, a tile may start at any multiple of 8, so `a_scales` are padded by another `cta_m`.
     """
     m, k = a.shape[::-1] if mn_major[0] else a.shape
@@ -85,9 +87,9 @@ def matmul(
         has_k_block_scales=has_k_block_scales,
         square_blocks=has_k_block_scales and b_scales.shape[-1] < n,
         mn_major=mn_major,
-        has_bias=bias is not None,
+        has_bias=(bias is not None, bias_rows is not None),
     )
-    optional = [None if groups is None else groups.table, bias]
+    optional = [None if groups is None else groups.table, bias, bias_rows]
     return kernel.call(a, b, a_scales, b_scales, *(x for x in optional if x is not None))
 
 
@@ -113,7 +115,7 @@ class Kernel:
 
     promote: whether the partial accumulators of each K step are promoted to float32 registers. has_k_block_scales:
     whether scales change every 128 elements along K. square_blocks: whether b has one scale for each 128×128 block.
-    mn_major: see `matmul`.
+    mn_major: see `matmul`. has_bias: whether there are `bias` and `bias_rows`.
     """
 
     schedule: TileSchedule
@@ -124,7 +126,7 @@ class Kernel:
     has_k_block_scales: bool
     square_blocks: bool
     mn_major: tuple[bool, bool]
-    has_bias: bool
+    has_bias: tuple[bool, bool]
 
     @property
     def config(self) -> Config:
@@ -183,8 +185,8 @@ class Kernel:
         """The kernel of every warpgroup of a CTA; the last one is the producer."""
         rest = list(refs)
         table = None if self.schedule.groups is None else rest.pop(0)
-        bias = rest.pop(0) if self.has_bias else None
-        inputs = Inputs(a, b, a_scales, b_scales, table, bias)
+        bias, bias_rows = (rest.pop(0) if has else None for has in self.has_bias)
+        inputs = Inputs(a, b, a_scales, b_scales, table, bias, bias_rows)
         out, scratch = rest[0], Scratch(*rest[1:])
         stages = scratch.a, scratch.b, scratch.a_scales, scratch.b_scales, scratch.full, scratch.empty
         pipeline = Pipeline(self.config, *stages, self.mn_major)
@@ -226,7 +228,8 @@ class Kernel:
             group_inputs = self._inputs_of_group(inputs, tile)
             scales = EpilogueScales(group_inputs.a_scales, group_inputs.b_scales)
         result = out.at[tile.group] if self.group_axis == "k" else out
-        return Epilogue(tile, warpgroup, row, column, scales, inputs.bias, result, scratch.out, scratch.out_edge)
+        bias = inputs.bias, inputs.bias_rows
+        return Epilogue(tile, warpgroup, row, column, scales, *bias, result, scratch.out, scratch.out_edge)
 
     def _inputs_of_group(self, inputs: Inputs, tile: Tile) -> Inputs:
         """The inputs of a tile, with the group dim of b and of scales indexed by the tile's group."""

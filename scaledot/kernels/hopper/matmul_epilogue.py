@@ -47,7 +47,7 @@ class Epilogue:
 
     row, column: the first row and column of the part in the result.
     scales: scales of a and b, or None if the main loop has applied them.
-    bias: GMEM ref (N,) or None.
+    bias, bias_rows: GMEM refs (N,) and (M,) or None; their outer product is added, or without bias_rows the bias.
     out: GMEM ref (M, N), the group's result if K is in groups.
     staging: SMEM (consumers, 2, rows, columns), a double buffer for each consumer.
     edge_staging: SMEM (consumers, rows, 128 bytes of columns), unswizzled, one buffer for each consumer, for tiles that
@@ -60,6 +60,7 @@ class Epilogue:
     column: Any
     scales: EpilogueScales | None
     bias: Any
+    bias_rows: Any
     out: Any
     staging: Any
     edge_staging: Any
@@ -119,7 +120,8 @@ class Epilogue:
         """Scales accumulators, adds the bias and rounds once, to the output dtype."""
         result = self._scaled(accumulators, first_column)
         if self.bias is not None:
-            result += along_columns(self.bias, first_column, result.shape)
+            bias = along_columns(self.bias, first_column, result.shape)
+            result += bias if self.bias_rows is None else along_rows(self.bias_rows, self.row, result.shape) * bias
         return result.astype(self.out.dtype)
 
     def _scaled(self, accumulators: jax.Array, first_column) -> jax.Array:

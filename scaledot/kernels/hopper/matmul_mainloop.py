@@ -28,7 +28,7 @@ from scaledot.kernels.hopper.tiles import Config, Tile, Warpgroup
 
 
 class Inputs(NamedTuple):
-    """GMEM refs of a kernel's inputs; see `matmul.matmul`. `table` is None without groups, `bias` if there is none."""
+    """GMEM refs of a kernel's inputs; see `matmul.matmul`. `table` is None without groups, a bias if there is none."""
 
     a: Any
     b: Any
@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
     b_scales: Any
     table: Any
     bias: Any
+    bias_rows: Any
 
 
 @dataclasses.dataclass(frozen=True)
