@@ -16,6 +16,7 @@ initialise it anew where a phase has another one.
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -38,10 +39,18 @@ def with_last_blocks(
         raise ValueError(f"`path` {path!r} must contain {{}}, which stands for the index of a block")
     if not 0 <= last <= blocks:
         raise ValueError(f"`last` {last} must be between 0 and the number of `blocks`, {blocks}")
-    if recipe is not None:
-        find_recipe(recipe)
+    _check_recipes(rules)
+    _check_recipes(recipe)
     others = rules if isinstance(rules, Mapping) else {"*": rules}
-    return {**{path.format(index): recipe for index in range(blocks - last, blocks)}, **others}
+    chosen = {path.format(index): recipe for index in range(blocks - last, blocks)}
+    return {**chosen, **{pattern: other for pattern, other in others.items() if pattern not in chosen}}
+
+
+def _check_recipes(rules: Rules) -> None:
+    """Raises for the name of a recipe that does not exist."""
+    for recipe in rules.values() if isinstance(rules, Mapping) else (rules,):
+        if recipe is not None:
+            find_recipe(recipe)
 
 
 class Phase(NamedTuple):
@@ -59,6 +68,10 @@ class Schedule:
     rules_from: Mapping[int, Rules]
 
     def __post_init__(self):
+        for step, rules in self.rules_from.items():
+            if not isinstance(step, int):
+                raise TypeError(f"the steps of a Schedule are whole numbers, not {step!r}")
+            _check_recipes(rules)
         if not self.rules_from or min(self.rules_from) != 0:
             first = min(self.rules_from, default=None)
             raise ValueError(f"a Schedule must say which rules apply from step 0 on; its first step is {first}")
@@ -78,5 +91,5 @@ class Schedule:
         [(0, 900), (900, 1000)]
         """
         starts = [start for start in self.rules_from if start < steps]
-        for start, stop in zip(starts, [*starts[1:], steps], strict=True):
+        for start, stop in itertools.pairwise([*starts, steps]):
             yield Phase(start, stop, self.rules_from[start])

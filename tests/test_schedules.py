@@ -18,6 +18,11 @@ def test_the_last_blocks_get_the_other_recipe():
     }
 
 
+def test_the_last_blocks_override_rules_of_their_own():
+    rules = with_last_blocks({"b2": "fp8_current", "*": "nvfp4"}, "b{}", blocks=3, last=2, recipe="mxfp8")
+    assert rules == {"b1": "mxfp8", "b2": "mxfp8", "*": "nvfp4"}
+
+
 def test_no_last_block_changes_nothing():
     assert with_last_blocks("nvfp4", "block_{}", blocks=3, last=0, recipe=None) == {"*": "nvfp4"}
 
@@ -29,7 +34,12 @@ def test_a_schedule_changes_at_its_steps(step, rules):
 
 @pytest.mark.parametrize(
     ("steps", "phases"),
-    [(30, [Phase(0, 10, "nvfp4"), Phase(10, 30, "mxfp8")]), (10, [Phase(0, 10, "nvfp4")]), (5, [Phase(0, 5, "nvfp4")])],
+    [
+        (30, [Phase(0, 10, "nvfp4"), Phase(10, 30, "mxfp8")]),
+        (10, [Phase(0, 10, "nvfp4")]),
+        (5, [Phase(0, 5, "nvfp4")]),
+        (0, []),
+    ],
 )
 def test_phases_cover_the_run(steps, phases):
     assert list(Schedule({0: "nvfp4", 10: "mxfp8"}).phases(steps)) == phases
@@ -44,8 +54,11 @@ def test_phases_cover_the_run(steps, phases):
         (lambda: with_last_blocks("nvfp4", "block", blocks=3, recipe=None), "`path` 'block' must contain {}"),
         (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, last=4, recipe=None), "`last` 4 .* `blocks`, 3"),
         (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, recipe="mxfp9"), "did you mean 'mxfp8'"),
+        (lambda: with_last_blocks("nvfp5", "b{}", blocks=3, recipe=None), "did you mean 'nvfp4'"),
+        (lambda: Schedule({0: "nvfp4", 9: {"*": "mxfp9"}}), "did you mean 'mxfp8'"),
+        (lambda: Schedule({0: "nvfp4", 0.9: "mxfp8"}), "whole numbers, not 0.9"),
     ],
 )
 def test_bad_schedules_are_explained(call, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         call()

@@ -93,9 +93,11 @@ def describe(problem: CastProblem) -> str:
 def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastResult:
     from scaledot.kernels.hopper import cast_four_bit_kernel
 
-    outputs = problem.outputs
+    outputs, mean = problem.outputs, arguments.mean
     rows, columns = problem.shape
-    padded, mean = pad_to_multiples(x, ROTATION, ROTATION), arguments.mean
+    if mean is not None and mean.shape[0] != 1:  # one for each row: tokens are columns, as in "km,kn->mn"
+        x, mean = subtract_mean(x, mean), None
+    padded = pad_to_multiples(x, ROTATION, ROTATION)
     signs = _signs(outputs, arguments)
     tensor_multipliers, tensor_scales = _tensor_scales(x if mean is None else subtract_mean(x, mean), outputs)
     specs = tuple(_output_spec(output) for output in outputs)
