@@ -12,7 +12,8 @@ fp8_block
 
 Blocks are written (free × contracting): the last entry is along the contracting dim of that matmul. A recipe without
 dgrad and wgrad uses the straight-through estimator (quantisation-aware training): the backward pass multiplies
-full-precision gradients by the dequantised forward operands, and the gradient is zero where the forward cast clipped.
+full-precision gradients by the dequantised forward operands, and the gradient is zero where the calibration of the
+forward cast clipped.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from scaledot.hashing import hash_once
 from scaledot.numerics import calibrate, eden
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import check_rounding
+from scaledot.numerics.scale_search import check_stochastic
 
 GEMM_OPERANDS = {"fwd": ("x", "w"), "dgrad": ("g", "w"), "wgrad": ("x", "g")}  # matmul: (lhs, rhs)
 
@@ -89,6 +91,8 @@ class Cast:
         block = (None if one_scale else row.block) if self.block is None else self.block
         object.__setattr__(self, "block", None if block is None else _sizes(block))
         check_rounding(self.rounding)
+        if self.rounding == "stochastic":
+            check_stochastic(row)
         if self.rounding == "ms_eden":
             self._check_eden()
         if self.delayed is not None and not isinstance(self.delayed, Delayed):
@@ -201,7 +205,8 @@ class Recipe:
     """The casts of fwd, dgrad and wgrad; None for dgrad or wgrad is the straight-through estimator.
 
     amax_scope: for a scale that covers a whole axis or tensor which is sharded along explicit mesh axes, by `specs` or
-        in a shard_map: "global" all-reduces the amax, so that codes are bit-identical to single-device quantisation;
+        in a shard_map: "global" all-reduces the amax, so that codes are bit-identical to single-device quantisation,
+        except of differences to a mean, which depends on the order of its sum;
         "local" uses the amax of each shard, without a collective, unless codes of several shards are gathered.
 
     >>> mine = dataclasses.replace(FP8_CURRENT, name="exact_wgrad", wgrad=Gemm())

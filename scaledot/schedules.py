@@ -46,7 +46,7 @@ def with_last_blocks(
     return {**chosen, **{pattern: other for pattern, other in others.items() if pattern not in chosen}}
 
 
-def _check_recipes(rules: Rules) -> None:
+def _check_recipes(rules: Rules | None) -> None:
     """Raises for the name of a recipe that does not exist."""
     for recipe in rules.values() if isinstance(rules, Mapping) else (rules,):
         if recipe is not None:

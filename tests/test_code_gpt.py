@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
+import shlex
 import time
 
 import jax
@@ -125,11 +127,14 @@ def test_phases_have_a_recipe_for_each_block():
     config = Config(blocks=3, shared_steps=300)
     assert rows.Row("a").phases(config) == [(1500, (None, None, None))]
     assert rows.Row("a", "nvfp4", last="mxfp8").phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
-    switched = rows.Row("a", "nvfp4", last="mxfp8", switch=(0.9, None))
-    assert switched.phases(config) == [(1350, (NVFP4, NVFP4, MXFP8)), (1500, (None,) * 3)]
-    early, late = (dataclasses.replace(switched, switch=(f, "bf16")) for f in (0.2, 0.999))
+    switched = rows.Row("a", "nvfp4", last="mxfp8", switch=(0.8, None))
+    assert switched.phases(config) == [(1200, (NVFP4, NVFP4, MXFP8)), (1500, (None,) * 3)]
+    early, late = (dataclasses.replace(switched, switch=(f, "bf16")) for f in (0.2, 0.89))
     assert early.phases(config) == [(1500, (None,) * 3)]
-    assert late.phases(config) == [(1500, (NVFP4, NVFP4, MXFP8))]
+    short = Config(blocks=3, steps=100, shared_steps=0, warmup=1)
+    assert late.phases(short) == [(100, (NVFP4, NVFP4, MXFP8))]  # its end is that of the last chunk
+    with pytest.raises(ValueError, match="between 0 and 0.9, .* not 0.95"):
+        rows.Row("a", "nvfp4", switch=(0.95, "bf16"))
 
 
 def test_a_hash_of_casts_changes_with_a_cast_and_not_with_a_name():
@@ -196,6 +201,16 @@ def test_the_page_is_generated_from_the_results():
     assert page.FIGURE.stat().st_size > 10_000
 
 
+def test_the_command_of_the_page_trains_the_rows_of_its_table():
+    file = results.Results(RESULTS / page.FILE)
+    runs = command.current_runs(file, page.main_group(file))
+    (text,) = re.findall("python -m benchmarks.convergence .*", page.PAGE.read_text())
+    words = shlex.split(text)
+    named = rows.selected(words[words.index("--rows") + 1])
+    assert [row.name for row in named] == list(dict.fromkeys(run["row"] for run in runs))
+    assert int(words[words.index("--seeds") + 1]) == 1 + max(run["seed"] for run in runs)
+
+
 def test_rows_that_the_page_compares_exist():
     names = {row.name for row in rows.ROWS}
     assert {name for comparison in page.COMPARISONS for name in comparison[:2]} | set(page.COLOURS) <= names
@@ -219,7 +234,7 @@ def test_the_table_says_where_a_second_seed_is_needed():
 def run_of(row: str, seed: int, recipe: str = "r", **changes):
     group = dataclasses.asdict(GROUP)
     times = {"run_s": 10.0, "compile_s": 5.0, "held_out": {"1": 1.0}}
-    return {"row": row, "seed": seed, "recipe": recipe, "superseded": False, **group, **times, **changes}
+    return {"row": row, "seed": seed, "recipe": recipe, **group, **times, **changes}
 
 
 def test_runs_accumulate_and_those_of_other_groups_are_kept_apart(tmp_path):
@@ -232,19 +247,6 @@ def test_runs_accumulate_and_those_of_other_groups_are_kept_apart(tmp_path):
     assert reread.read()["configs"] == {"config": {"steps": 4}, "other": {"steps": 8}}
     assert reread.seeds(GROUP, "a", "r") == {0}
     assert len(reread.groups()) == 2
-
-
-def test_runs_of_a_changed_recipe_are_kept_and_marked_superseded(tmp_path):
-    file = results.Results(tmp_path / "runs.json")
-    others = run_of("b", 0), run_of("a", 0, corpus="other")
-    for run in (run_of("a", 0), *others):
-        file.add(run)
-    file.mark_superseded(GROUP, "a", "changed")
-    assert file.runs() == [run_of("a", 0, superseded=True), *others]
-    assert file.seeds(GROUP, "a", "changed") == set()
-    file.mark_superseded(GROUP, "a", "r")  # changed back
-    assert file.runs() == [run_of("a", 0), *others]
-    assert file.seeds(GROUP, "a", "r") == {0}
 
 
 def test_a_kill_while_writing_leaves_the_earlier_runs(tmp_path, monkeypatch):
@@ -287,14 +289,15 @@ class FakePrograms:
     trained: list[tuple[str, int]] = []  # noqa: RUF012
     compile_s = 1.0
 
-    def __init__(self, row, config, text, shared):
+    def __init__(self, row, config, shared):
         self.row = row
 
     def run(self, seed, progress, deadline):
         if seed == self.stop_at:
             raise KeyboardInterrupt
         self.trained.append((self.row.name, seed))
-        return training.Outcome({f"{f:g}": float(seed) for f in (*FRACTIONS, 1)}, [1.0], "start", 60.0)
+        losses = {f"{f:g}": float(seed) for f in (*FRACTIONS, 1)}
+        return training.Outcome(losses, {"1": seed + 0.5}, [1.0], "start", 60.0)
 
 
 def use_rows(monkeypatch, *table: rows.Row) -> None:
@@ -339,6 +342,7 @@ def test_no_run_starts_that_would_end_after_the_time_limit(suite, monkeypatch, c
 
 
 def test_a_changed_recipe_is_trained_again_and_its_old_runs_leave_the_report(suite, monkeypatch, capsys, tmp_path):
+    """They count again if the change is undone."""
     monkeypatch.setattr(command, "Programs", FakePrograms)
     suite("--rows", "nvfp4")
     changed = tuple(dataclasses.replace(row, recipe="mxfp8") if row.name == "nvfp4" else row for row in rows.ROWS)
@@ -346,14 +350,18 @@ def test_a_changed_recipe_is_trained_again_and_its_old_runs_leave_the_report(sui
     suite("--report")
     assert "1 runs of earlier versions of these recipes are left out" in capsys.readouterr().out
     assert suite("--rows", "nvfp4") == [("nvfp4", 0)]
-    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert [run["superseded"] for run in runs] == [True, False]
+    file = results.Results(tmp_path / "runs.json")
+    (group,) = file.groups()
+    assert command.current_runs(file, group) == file.runs()[1:]
+    use_rows(monkeypatch, *rows.ROWS)
+    assert suite("--rows", "nvfp4") == []
+    assert command.current_runs(file, group) == file.runs()[:1]
 
 
 def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, capfd):
     class Failing(FakePrograms):
-        def __init__(self, row, config, text, shared):
-            super().__init__(row, config, text, shared)
+        def __init__(self, row, config, shared):
+            super().__init__(row, config, shared)
             if row.name == "mxfp8":
                 raise ValueError("a reason")
 
@@ -368,6 +376,7 @@ def test_a_run_that_turns_out_too_slow_is_given_up():
     programs = object.__new__(training.Programs)
     programs.config, programs.train, programs.held_out = dataclasses.replace(TINY, blocks=1), None, None
     programs.shared = object.__new__(training.SharedStart)
+    programs.shared.evaluate = lambda params, held_out: 0.5
     programs.shared._starts = {0: training.Start(({}, {}), "start", [2.0] * TINY.shared_steps)}
     steps = []
 
@@ -382,6 +391,7 @@ def test_a_run_that_turns_out_too_slow_is_given_up():
     assert outcome is not None
     assert outcome.curve == [2.0] * TINY.shared_steps + [1.0] * (TINY.steps - TINY.shared_steps)
     assert outcome.start == "start"
+    assert set(outcome.held_out_bf16.values()) == {0.5}
 
 
 def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
@@ -393,6 +403,8 @@ def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
     assert len(runs) == 4
     for (_, seed), run in runs.items():
         assert list(run["held_out"]) == ["0.5", "0.75", "1"]
+        assert list(run["held_out_bf16"]) == ["1"]
+        assert run["held_out_bf16"]["1"] == pytest.approx(run["held_out"]["1"], rel=1e-3)  # fwd is not quantised
         assert run["held_out"]["1"] < run["held_out"]["0.5"] < run["curve"][0]
         # Parameters and batches are the same until the recipes update parameters differently.
         shared = TINY.shared_steps

@@ -427,7 +427,7 @@ def test_recipes_print_and_encode_mean_subtraction():
 
 
 @pytest.mark.parametrize("kernel", [cast_8bit, cast_microscaled], ids=["8 bit", "microscaled"])
-def test_mosaic_kernels_refuse_a_mean(kernel):
+def test_casts_to_8_bits_and_microscaled_ones_refuse_a_mean(kernel):
     format = "fp8_e4m3" if kernel is cast_8bit else "nvfp4"
     spec = ResolvedCast.on(with_mean(format), OperandDims("mk", "m", "k")).spec((256, 256), jnp.bfloat16)
     output, mean = CastOutput(spec, contracted=1), jnp.ones((1, 256))

@@ -1,4 +1,4 @@
-"""Decodes operands of a contraction, and splits, broadcasts and applies their scales.
+"""Decodes operands of a contraction, splits, broadcasts and applies their scales, and aligns biases with its result.
 
 Arrays have labelled dims: "mk" is an array whose dims are m and k. Scales may be applied to the codes before the
 contraction, to the result, or to the partial result of each K tile. For example, a (2, 16) scale of a (256, 16) operand
@@ -24,8 +24,8 @@ from scaledot.numerics.scale import scale_values, with_trailing_axes
 Tiles = dict[str, int]  # label -> elements of a tile along it
 
 
-class LabeledScale(NamedTuple):
-    """A scale or zero point with labelled dims, each of the operand's size, of size 1, or with one entry per tile."""
+class LabeledArray(NamedTuple):
+    """An array with labelled dims, such as a scale: each of the operand's size, of size 1, or with one entry per tile."""
 
     values: jax.Array
     labels: str
@@ -81,21 +81,21 @@ def dequantized_values(q: ScaledArray, dtype, unrotate: bool) -> jax.Array:
     return dequantize_values(parts, q.format, q.block, q.rotation if unrotate else None).astype(dtype)
 
 
-def block_scales(q: ScaledArray, labels: str, tiles: Tiles) -> list[LabeledScale]:
+def block_scales(q: ScaledArray, labels: str, tiles: Tiles) -> list[LabeledArray]:
     """Returns the block scale broadcast over its blocks; along tiled labels it has one entry per tile."""
-    return [LabeledScale(_broadcast_blocks(f, q, labels, tiles), labels) for f in scale_values(q.scale, None, q.format)]
+    return [LabeledArray(_broadcast_blocks(f, q, labels, tiles), labels) for f in scale_values(q.scale, None, q.format)]
 
 
-def tensor_scales(q: ScaledArray, labels: str) -> list[LabeledScale]:
+def tensor_scales(q: ScaledArray, labels: str) -> list[LabeledArray]:
     """Returns the tensor scale, in a list that is empty if there is none."""
-    return [] if q.tensor_scale is None else [LabeledScale(with_trailing_axes(q.tensor_scale, q.ndim), labels)]
+    return [] if q.tensor_scale is None else [LabeledArray(with_trailing_axes(q.tensor_scale, q.ndim), labels)]
 
 
-def zero_points(q: ScaledArray, labels: str, tiles: Tiles) -> LabeledScale | None:
+def zero_points(q: ScaledArray, labels: str, tiles: Tiles) -> LabeledArray | None:
     """Returns the zero point as int32, with the dims of the block scale, or None if there is none."""
     if q.zero is None:
         return None
-    return LabeledScale(_broadcast_blocks(q.zero.astype(jnp.int32), q, labels, tiles), labels)
+    return LabeledArray(_broadcast_blocks(q.zero.astype(jnp.int32), q, labels, tiles), labels)
 
 
 def _broadcast_blocks(grid: jax.Array, q: ScaledArray, labels: str, tiles: Tiles) -> jax.Array:
@@ -122,7 +122,7 @@ def apply_scales(total: jax.Array, lhs: list[jax.Array], rhs: list[jax.Array]) -
     return total
 
 
-def align_to(scale: LabeledScale, out: str) -> jax.Array:
+def align_to(scale: LabeledArray, out: str) -> jax.Array:
     """Returns a scale that broadcasts against a result with labels `out`; dims with other labels must have size 1."""
     shared = [c for c in scale.labels if c in out]
     values = jnp.squeeze(scale.values, tuple(a for a, c in enumerate(scale.labels) if c not in out))
@@ -133,10 +133,10 @@ def align_to(scale: LabeledScale, out: str) -> jax.Array:
 def aligned_bias(bias: Bias, contraction: Contraction, dtype) -> jax.Array:
     """Returns a bias in `dtype` that broadcasts against the result of the contraction."""
     rows, columns = bias if isinstance(bias, OuterProduct) else (None, bias)
-    columns = align_to(LabeledScale(columns.astype(dtype), contraction.rhs_free), contraction.out)
+    columns = align_to(LabeledArray(columns.astype(dtype), contraction.rhs_free), contraction.out)
     if rows is None:
         return columns
-    return align_to(LabeledScale(rows.astype(dtype), contraction.lhs_free), contraction.out) * columns
+    return align_to(LabeledArray(rows.astype(dtype), contraction.lhs_free), contraction.out) * columns
 
 
 def split_tiles(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:
@@ -152,7 +152,7 @@ def split_tiles(values: jax.Array, labels: str, tiles: Tiles) -> jax.Array:
     return _merge_to_front(values.reshape(shape), count_axes)
 
 
-def split_scale(scale: LabeledScale, tiles: Tiles, counts: dict[str, int]) -> jax.Array:
+def split_scale(scale: LabeledArray, tiles: Tiles, counts: dict[str, int]) -> jax.Array:
     """Splits a scale into one entry per tile along a new leading dim; dims with tiled labels remain, with size 1.
 
     counts: the number of tiles along each tiled label.

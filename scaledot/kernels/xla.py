@@ -19,7 +19,7 @@ from jax import lax
 from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.formulations import Formulation, codes_formulation, is_float_on_cuda
-from scaledot.kernels.operands import LabeledScale
+from scaledot.kernels.operands import LabeledArray
 from scaledot.kernels.spec import Operand, Problem, promoted
 from scaledot.kernels.xla_contractions import ContractionOps, ops_for
 from scaledot.parallel.types import vary_as
@@ -31,8 +31,8 @@ class DecodedOperand(NamedTuple):
     """The array of an operand that is contracted, and the scales and zero point that are applied to the result."""
 
     values: jax.Array
-    scales: list[LabeledScale]
-    zero: LabeledScale | None = None
+    scales: list[LabeledArray]
+    zero: LabeledArray | None = None
 
 
 def run_formulation(problem: Problem, formulation: Formulation, lhs: Array, rhs: Array, group_sizes=None) -> jax.Array:
@@ -50,13 +50,13 @@ def run_formulation(problem: Problem, formulation: Formulation, lhs: Array, rhs:
     return ops.mask_ungrouped(total).astype(problem.out_dtype)
 
 
-def _split_scales(operand: DecodedOperand, tiles: operands.Tiles) -> tuple[DecodedOperand, list[LabeledScale]]:
+def _split_scales(operand: DecodedOperand, tiles: operands.Tiles) -> tuple[DecodedOperand, list[LabeledArray]]:
     """Returns the operand with the scales that vary along tiled dims, and its other scales, for the whole result."""
     for_result = [scale for scale in operand.scales if not scale.varies_along(tiles)]
     return operand._replace(scales=[scale for scale in operand.scales if scale.varies_along(tiles)]), for_result
 
 
-def _apply_scales(ops: ContractionOps, total: jax.Array, lhs: list[LabeledScale], rhs: list[LabeledScale]) -> jax.Array:
+def _apply_scales(ops: ContractionOps, total: jax.Array, lhs: list[LabeledArray], rhs: list[LabeledArray]) -> jax.Array:
     return operands.apply_scales(total, [ops.align(scale) for scale in lhs], [ops.align(scale) for scale in rhs])
 
 
@@ -156,7 +156,7 @@ def _accumulate_tiles(
     counts = {c: -(-problem.lhs.size(c) // size) for c, size in formulation.tiles}
     labels = problem.lhs.labels, problem.rhs.labels
 
-    def split(scale: LabeledScale | None) -> jax.Array | None:
+    def split(scale: LabeledArray | None) -> jax.Array | None:
         return None if scale is None else operands.split_scale(scale, tiles, counts)
 
     all_tiles = [
@@ -167,7 +167,7 @@ def _accumulate_tiles(
     def contract_tile(tile) -> jax.Array:
         a, b = (
             DecodedOperand(
-                values, [LabeledScale(scale, of) for scale in scales], None if zero is None else LabeledScale(zero, of)
+                values, [LabeledArray(scale, of) for scale in scales], None if zero is None else LabeledArray(zero, of)
             )
             for (values, scales, zero), of in zip(tile, labels, strict=True)
         )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scaledot.contraction import Contraction
-from scaledot.kernels.operands import LabeledScale, align_to
+from scaledot.kernels.operands import LabeledArray, align_to
 from scaledot.kernels.spec import Problem
 
 
@@ -25,13 +25,13 @@ class ContractionOps(NamedTuple):
     """The operations of a kind of contraction. All arrays that they return broadcast against its result.
 
     contract(a, b, accumulator): the contraction of two arrays, with this result dtype.
-    align(scale): a LabeledScale of an operand.
+    align(scale): a LabeledArray of an operand.
     operand_sums(index, codes): sums of the codes of lhs (0) or rhs (1) over contracting dims.
     mask_ungrouped(result): the result with zeros in rows that belong to no group, where scales may be NaN.
     """
 
     contract: Callable[..., jax.Array]
-    align: Callable[[LabeledScale], jax.Array]
+    align: Callable[[LabeledArray], jax.Array]
     operand_sums: Callable[[int, jax.Array], jax.Array]
     mask_ungrouped: Callable[[jax.Array], jax.Array] = lambda x: x
 
@@ -122,10 +122,10 @@ def _in_float32(dot: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> ja
     return dot(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-def _sum_codes(problem: Problem, operand: int, codes: jax.Array) -> LabeledScale:
+def _sum_codes(problem: Problem, operand: int, codes: jax.Array) -> LabeledArray:
     labels = problem.operands[operand].labels
     contracting = tuple(a for a, c in enumerate(labels) if c in problem.contraction.contracting)
-    return LabeledScale(jnp.sum(codes.astype(jnp.int32), axis=contracting, keepdims=True), labels)
+    return LabeledArray(jnp.sum(codes.astype(jnp.int32), axis=contracting, keepdims=True), labels)
 
 
 def reordered(sharding: Any, labels: str, order: str) -> Any:
@@ -157,7 +157,7 @@ def _ragged_ops(problem: Problem, group_sizes) -> ContractionOps:
         )
         return _int8_contraction(contraction, contraction.out, dot, a, b) if a.dtype == jnp.int8 else dot(a, b)
 
-    def align_by_row(scale: LabeledScale) -> jax.Array:
+    def align_by_row(scale: LabeledArray) -> jax.Array:
         return align_to(_gathered_to_rows(problem, scale, group_sizes), contraction.out)
 
     def operand_sums(operand: int, codes: jax.Array) -> jax.Array:
@@ -173,17 +173,17 @@ def _ragged_ops(problem: Problem, group_sizes) -> ContractionOps:
     return ContractionOps(contract, align_by_row, operand_sums, mask_ungrouped)
 
 
-def _gathered_to_rows(problem: Problem, scale: LabeledScale, group_sizes) -> LabeledScale:
+def _gathered_to_rows(problem: Problem, scale: LabeledArray, group_sizes) -> LabeledArray:
     """Gathers a scale per group to one per row of the ragged dim; rows in no group get that of the last group."""
     if not (problem.group_label and problem.group_label in scale.labels):
         return scale
     labels = scale.labels.replace(problem.group_label, problem.ragged_label)
     if not scale.varies_along(problem.group_label):
-        return LabeledScale(scale.values, labels)
+        return LabeledArray(scale.values, labels)
     rows = jnp.arange(problem.lhs.size(problem.ragged_label))
     group = jnp.sum(rows[:, None] >= jnp.cumsum(group_sizes.astype(jnp.int32))[None], axis=1)
     group = jnp.minimum(group, group_sizes.shape[0] - 1)
-    return LabeledScale(jnp.take(scale.values, group, axis=scale.labels.index(problem.group_label)), labels)
+    return LabeledArray(jnp.take(scale.values, group, axis=scale.labels.index(problem.group_label)), labels)
 
 
 def _conv_ops(problem: Problem) -> ContractionOps:

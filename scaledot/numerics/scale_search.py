@@ -4,8 +4,8 @@ A search tries the scale that maps the block amax to `Format.max` first, and kee
 
 * "scales" tries neighbours of that scale, given as differences of E4M3 codes (8 codes are a factor of 2). A smaller
   scale saturates the largest elements and rounds the others finer; a scale 4 to 6 codes larger maps the amax of E2M1 to
-  the range between 3 and 4, where steps are half as large. A scale twice as large is never better: its values are a
-  subset.
+  between 3.4 and 4.5, so that no element is rounded in the step of 2 from 4 to 6. A scale twice as large is never
+  better: its values are a subset.
 * "four_over_six" (arXiv 2512.02010) tries the scale of 1.5 times the amax, which maps the amax of E2M1 to 4 instead of
   6. Neither scale saturates elements, up to the rounding of scales to E4M3.
 * Without a search, a format with two grids tries one scale in each.
@@ -46,6 +46,15 @@ def candidates_of(format: Format) -> list[Candidate]:
     grids = enumerate(grid.element for grid in format.grid_formats)
     offsets = OFFSETS if format.search == "scales" else dict.fromkeys(OFFSETS, (0,))
     return [Candidate(offset, index) for index, element in grids for offset in offsets[element]]
+
+
+def check_stochastic(format: Format) -> None:
+    """Raises ValueError for a format whose searched scales saturate elements, which stochastic rounding does not."""
+    if format.search == "scales":
+        raise ValueError(
+            f"`rounding` 'stochastic' of {format.name} would be biased: its searched scales saturate the largest "
+            "elements; use 'nearest', or a format without `search`"
+        )
 
 
 def fraction_bits(elements: int) -> int:

@@ -8,6 +8,7 @@ import jax
 from scaledot.kernels import table
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.kernels.table import Kernel
+from scaledot.numerics.scale_search import check_stochastic
 from scaledot.ops.operands import KernelChoice
 from scaledot.parallel import partitioned_ops
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
@@ -43,14 +44,10 @@ def run_casts(
 
 
 def _check_rounding(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> None:
-    """Raises for stochastic rounding of a format whose searched scales saturate elements."""
-    rounds_codes = (output.spec for output in outputs if output.is_stochastic and not output.spec.eden)
-    searched = [spec.format.name for spec in rounds_codes if spec.format.search == "scales"]
-    if searched and arguments.scale is None:
-        raise ValueError(
-            f"`rounding` 'stochastic' of {searched[0]} would be biased: its searched scales saturate the largest "
-            "elements; use 'nearest', or a format without `search`"
-        )
+    """Raises for stochastic rounding of a format whose searched scales saturate elements, unless scales are passed."""
+    for output in outputs:
+        if output.is_stochastic and not output.spec.eden and arguments.scale is None:
+            check_stochastic(output.spec.format)
 
 
 @functools.lru_cache(maxsize=4096)

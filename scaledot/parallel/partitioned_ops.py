@@ -22,7 +22,7 @@ from scaledot.array import ScaledArray
 from scaledot.contraction import Contraction, labels
 from scaledot.kernels import table
 from scaledot.kernels.layouts import RowPairs, Transposed
-from scaledot.kernels.operands import LabeledScale, align_to
+from scaledot.kernels.operands import LabeledArray, align_to
 from scaledot.kernels.spec import CastArguments, CastProblem, CastResult, Operand, Problem, accumulation_dtype
 from scaledot.kernels.table import Kernel
 from scaledot.numerics import blocks
@@ -400,7 +400,7 @@ class Matmul:
         if late_bias is not None:
             dims = [self.dims[c].shard(dict(plan.out), mesh) for c in self.problem.contraction.rhs_free]
             names, sizes = "".join(dim.labels for dim in dims), [size for dim in dims for size in dim.sizes]
-            y += align_to(LabeledScale(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
+            y += align_to(LabeledArray(late_bias.astype(y.dtype).reshape(sizes), names), self.expanded.out)
         return (y.astype(dtype),)
 
     def _shard(self, mesh, work: AxesByLabel) -> Problem:

@@ -15,6 +15,10 @@ rounded. R is computed in float32 and quantised without being rounded to the dty
 neither contracting in fwd (for g: in dgrad) nor batch dims; there is a mean for each batch index, and for each group of
 a ragged matmul, whose rows of no group stay 0.
 
+The mean is over all tokens of a call, later positions and padding included: the quantisation error of one token depends
+on the others, gradient accumulation subtracts other means than one large batch, and a call with one token, which equals
+its mean, has no error of x.
+
 Over mesh axes that shard tokens, by `specs` or explicitly, sums are all-reduced, so that the mean is that of all
 tokens. Inside a shard_map without `specs` it is that of the tokens of a device: x and g are split alike there, and dw
 is summed over devices. A mean depends on the order in which its sum is accumulated: unlike other casts, codes on
@@ -26,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.contraction import Contraction
-from scaledot.kernels.operands import Bias, LabeledScale, OuterProduct, align_to
+from scaledot.kernels.operands import Bias, LabeledArray, OuterProduct, align_to
 from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics.bits import computed_once, divide
 from scaledot.ops.operands import contract
@@ -68,7 +72,8 @@ def bias_of_means(matmul: str, contraction: Contraction, term: MeanTerm, dtype, 
     of g.
     """
     if matmul == "wgrad":
-        rows = align_to(LabeledScale(term.lhs, contraction.lhs), contraction.lhs_free)
-        return OuterProduct(rows, align_to(LabeledScale(term.rhs, contraction.rhs), contraction.rhs_free))
-    row = align_to(LabeledScale(contract_means(contraction, term, dtype), contraction.out), contraction.rhs_free)
+        assert bias is None
+        rows = align_to(LabeledArray(term.lhs, contraction.lhs), contraction.lhs_free)
+        return OuterProduct(rows, align_to(LabeledArray(term.rhs, contraction.rhs), contraction.rhs_free))
+    row = align_to(LabeledArray(contract_means(contraction, term, dtype), contraction.out), contraction.rhs_free)
     return row if bias is None else row + bias.astype(row.dtype)

@@ -8,7 +8,8 @@
 
 Residuals of the differentiated forward pass are the operands x of wgrad and w of dgrad (codes, or the array if the
 recipe does not cast it), masks of unclipped elements for straight-through gradients, the state and amaxes of delayed
-scaling, the group sizes and the key. Under mean subtraction (see `means`) they include the mean of x, and w itself.
+scaling, the group sizes and the key; under mean subtraction (see `means`) also the mean of x if wgrad has a term of
+means, and w itself if dgrad has one.
 
 Both casts of a tensor start from the full-precision tensor; equal casts are computed once. The gradient of the `state`
 of delayed scaling is the next state (see `scaledot.state`). A `TrainOp` casts and multiplies the operands.

@@ -10,7 +10,7 @@ import datetime
 import shlex
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> li
         for i, row in enumerate(rows):
             for each in rows[i : i + 2]:  # the programs of the next row compile while this one trains
                 if each.name not in compiled and (each is row or _allows(deadline, (row, each), session)):
-                    compiled[each.name] = compiler.submit(Programs, each, config, text, shared)
+                    compiled[each.name] = compiler.submit(Programs, each, config, shared)
             try:
                 is_done = run_row(row, options.seeds, session, deadline, compiled[row.name])
             except Exception as error:  # other rows may still run: an accelerator is lent for a limited time
@@ -131,10 +131,9 @@ def _allows(deadline: Deadline, rows: Sequence[Row], session: Session) -> bool:
 
 
 def missing_seeds(row: Row, seeds: int, session: Session) -> list[int]:
-    """Returns the seeds of a row that are not in the results, and marks its runs with other recipes as superseded."""
-    results, group, recipe = session.results, session.group, row.digest(session.config)
-    results.mark_superseded(group, row.name, recipe)
-    return [seed for seed in range(seeds) if seed not in results.seeds(group, row.name, recipe)]
+    """Returns the seeds of a row, with its present recipes, that are not in the results."""
+    trained = session.results.seeds(session.group, row.name, row.digest(session.config))
+    return [seed for seed in range(seeds) if seed not in trained]
 
 
 def run_row(
@@ -174,10 +173,11 @@ def report(results: Results) -> str:
 
 
 def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> str:
-    config, (losses, outdated) = Config(**configs[group.config]), current_losses(results, group)
+    config, runs = Config(**configs[group.config]), current_runs(results, group)
+    losses, outdated = losses_of(runs), len(results.runs(group)) - len(runs)
     about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
     note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
-    if seeds := unequal_starts(results.runs(group)):
+    if seeds := unequal_starts(runs):
         note += f"\nnot all runs of seed {', '.join(map(str, seeds))} start from the same parameters: gaps vary more"
     return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note
 
@@ -193,18 +193,18 @@ def unequal_starts(runs: Sequence[Run]) -> list[int]:
     return sorted(seed for seed, hashes in starts.items() if len(hashes) > 1)
 
 
-def current_losses(results: Results, group: Group) -> tuple[dict[str, dict[int, float]], int]:
-    """Returns the final held-out losses by row, in the order of ROWS, and seed; and how many runs are outdated.
-
-    Outdated runs trained under an earlier version of their row's recipes.
-    """
+def current_runs(results: Results, group: Group) -> list[Run]:
+    """Returns the runs of a group whose row exists and has not changed since, in the order of ROWS."""
     config = Config(**results.read()["configs"][group.config])
-    current = {row.name: row.digest(config) for row in ROWS}
-    losses: dict[str, dict[int, float]] = {name: {} for name in current}
-    outdated = 0
-    for run in results.runs(group):
-        if run["recipe"] != current.get(run["row"], run["recipe"]) or (run["superseded"] and run["row"] not in current):
-            outdated += 1
-            continue
-        losses.setdefault(run["row"], {})[run["seed"]] = final_loss(run)
-    return {row: by_seed for row, by_seed in losses.items() if by_seed}, outdated
+    current = [(row.name, row.digest(config)) for row in ROWS]
+    runs = [run for run in results.runs(group) if (run["row"], run["recipe"]) in current]
+    return sorted(runs, key=lambda run: current.index((run["row"], run["recipe"])))
+
+
+def losses_of(runs: Sequence[Run], loss: Callable[[Run], float | None] = final_loss) -> dict[str, dict[int, float]]:
+    """Returns a loss of each run that has it, by row and seed."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if (value := loss(run)) is not None:
+            losses.setdefault(run["row"], {})[run["seed"]] = value
+    return losses

@@ -15,6 +15,7 @@ class Config:
 
     shared_steps: steps in bf16 that all rows have in common, see `training.SharedStart`.
     chunk: steps per call of the compiled program, whose mean training loss is a point of the curve.
+    final_learning_rate: as a fraction of `learning_rate`.
     held_out_windows: sequences of the held-out loss, fewer if the held-out split is shorter.
     version: to be raised when the model, the order of batches, the optimiser or the final loss change: earlier runs
         are kept apart.
@@ -39,9 +40,11 @@ class Config:
     def __post_init__(self):
         if self.steps < 1 or any((fraction * self.steps) % self.chunk for fraction in FRACTIONS):
             raise ValueError(f"`steps` must be a multiple of {4 * self.chunk}, not {self.steps}")
-        if self.shared_steps % self.chunk or not 0 <= self.shared_steps < self.steps:
+        first_evaluated = min(FRACTIONS) * self.steps
+        if self.shared_steps % self.chunk or not 0 <= self.shared_steps < first_evaluated:
             raise ValueError(
-                f"`shared_steps` must be a multiple of {self.chunk} and below {self.steps}, not {self.shared_steps}"
+                f"`shared_steps` must be a multiple of {self.chunk} and below {first_evaluated:g}, the first step "
+                f"with a held-out loss, not {self.shared_steps}"
             )
         if self.warmup >= self.steps:
             raise ValueError(f"`warmup` of {self.warmup} steps must be shorter than the run of {self.steps}")

@@ -3,14 +3,16 @@
 All numbers come from the results file; the text around them is below.
 """
 
+import shlex
+import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from benchmarks.convergence.code_gpt import statistics
-from benchmarks.convergence.code_gpt.command import current_losses
+from benchmarks.convergence.code_gpt.command import current_runs, losses_of
 from benchmarks.convergence.code_gpt.config import Config
-from benchmarks.convergence.code_gpt.results import Group, Results, last_losses
+from benchmarks.convergence.code_gpt.results import Group, Results, Run, final_loss, final_loss_in_bf16, last_losses
 from benchmarks.convergence.code_gpt.rows import BASELINE
 from benchmarks.convergence.code_gpt.statistics import Estimate, Losses, Summary
 from benchmarks.record import RESULTS
@@ -36,9 +38,9 @@ million tokens a run, on one {device} with jax {jax}, {dates}. Under a recipe, a
 matmuls of the four linear layers of each block are quantised; embedding and head are bfloat16.
 
 Runs of one seed share their first {shared} of {steps} steps, in bf16, and their batches: the gap to bf16 is a mean of
-paired differences of held-out losses. The loss of a run is the mean over {last} evaluations in its last tenth. ± is
-the standard error over seeds. Rows with one seed have none: differences below about {noise:.3f} nats, twice the largest
-standard deviation of a gap over seeds, mean nothing there.{from_scratch}
+paired differences of held-out losses. The loss of a run is the mean over {last} evaluations in its last tenth, with the
+quantised forward pass: a gap is that of the weights, which the last column shows in bf16, plus the quantisation error
+of the evaluation. ± is the standard error over seeds.{noise}{from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
 
@@ -46,13 +48,15 @@ Results: [{file}](../../benchmarks/results/{file}), made by
 {command}
 ```
 
-with other `--rows` and `--seeds`; finished runs are kept, so that the command resumes and extends the file, and its
-table says how many more seeds a row needs. Corpus: {files} files, {train} bytes for training and {held_out} held out,
+and fewer seeds for some rows. Finished runs are kept, so that the command resumes and extends the file, and its table
+says how many more seeds a row needs. Corpus: {files} files, {train} bytes for training and {held_out} held out,
 SHA-256 `{sha256}`.
 
 ![Gap over steps, and final gaps](../images/four-bit-training.png)
 
 {table}
+
+t is that of the paired difference to nvfp4, with one degree of freedom less than seeds.
 
 ## What each part does
 
@@ -62,12 +66,13 @@ The gap of a row, and of a row with one change, over the seeds that both have:
 
 ## The recipes
 
-`nvfp4_plus` changes NVIDIA's `nvfp4` in three ways:
+`nvfp4_plus` changes NVIDIA's `nvfp4` in four ways:
 
 * x is quantised after its mean over tokens is subtracted; the mean is multiplied by w in float32 and added to y, and
   its term is added to dw;
 * in fwd, block scales have the least squared error (`search="scales"`), in 1×16 blocks of x and of w;
-* both operands of dgrad and of wgrad are cast by MS-EDEN, after a rotation of 128 elements with new signs in each step.
+* both operands of dgrad and of wgrad are cast by MS-EDEN, after a rotation of 128 elements with new signs in each step;
+* block scales are at most 256 of E4M3's 448 before a search or a correction increases them, as in Quartet II.
 
 All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
 format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer; no tensor core multiplies it. `nvint4_plus`
@@ -76,6 +81,9 @@ is the same recipe with 4-bit integers.
 `quartet_ii` computes the tensor scale of rotated operands from a bound of their amax, the amax before the rotation
 times √128; its publication does from the amax itself.
 """
+NOISE = """ Rows with one
+seed have none: differences below about {twice:.3f} nats, twice the largest standard deviation of a gap over seeds, mean
+nothing there."""
 FROM_SCRATCH = """
 Without shared steps, the standard deviation of a gap over seeds was up to {scratch:.3f} nats (earlier runs in the same
 file): differences that arise while the loss falls steeply remain to the end of a run."""
@@ -86,11 +94,19 @@ COMPARISONS = (
     ("nvfp4", "nvfp4, backward only", "only dgrad and wgrad quantised"),
     ("nvfp4", "nvfp4, 1x16 weights", "weights in 1×16 blocks instead of 16×16"),
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward", "a scale search in fwd"),
-    ("nvfp4", "nvfp4, MS-EDEN backward", "MS-EDEN instead of stochastic rounding"),
+    (
+        "nvfp4",
+        "nvfp4, MS-EDEN backward",
+        "MS-EDEN in 1×16 blocks rotated by 128, instead of stochastic rounding",
+    ),
     ("nvfp4", "averis", "the means of x and g subtracted"),
     ("nvfp4", "nvfp4, last block mxfp8", "the last block in mxfp8"),
-    ("nvfp4", "nvfp4, bf16 from 90 %", "the last tenth of the run in bf16"),
-    ("nvfp4, 1x16 weights, searched forward", "nvfp4_plus, no mean", "MS-EDEN instead of stochastic rounding"),
+    ("nvfp4", "nvfp4, bf16 from 80 %", "the last fifth of the run in bf16"),
+    (
+        "nvfp4, 1x16 weights, searched forward",
+        "nvfp4_plus, no mean",
+        "MS-EDEN in blocks rotated by 128, instead of stochastic rounding",
+    ),
     ("nvfp4_plus, no mean", "nvfp4_plus", "the mean of x subtracted"),
     ("nvfp4_plus, no mean", "nvfp4_plus, means of x and g", "the means of x and g subtracted"),
     ("nvfp4_plus, no mean", "nvfp4_plus, no mean, requantised", "x of wgrad and w of dgrad cast from codes of fwd"),
@@ -103,7 +119,7 @@ COMPARISONS = (
     ("nvfp4_plus", "nvfp4_plus, only x of fwd", "only x of fwd quantised"),
     ("nvfp4_plus", "nvfp4_plus, only w of fwd", "only w of fwd quantised"),
     ("nvfp4_plus", "nvfp4_plus, last block mxfp8", "the last block in mxfp8"),
-    ("nvfp4_plus", "nvfp4_plus, bf16 from 90 %", "the last tenth of the run in bf16"),
+    ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %", "the last fifth of the run in bf16"),
     ("nvfp4_plus", "nvint4_plus", "4-bit integers instead of E2M1"),
     ("nvint4_plus", "nvint4_plus, rotated forward", "a rotation in fwd"),
     ("nvfp4_plus", "if4", "E2M1 or 4-bit integers for each block"),
@@ -116,10 +132,10 @@ COMPARISONS = (
 def text(results: Results) -> str:
     """Returns the page as Markdown, of the group with most runs."""
     contents, group = results.read(), main_group(results)
-    config, runs = Config(**contents["configs"][group.config]), results.runs(group)
-    corpus, rows = contents["corpora"][group.corpus], summaries(results, group)
+    config, runs = Config(**contents["configs"][group.config]), current_runs(results, group)
+    corpus, rows = contents["corpora"][group.corpus], statistics.summaries(losses_of(runs))
     dates = sorted({run["environment"]["date"][:10] for run in runs})
-    return TEXT.format(
+    text = TEXT.format(
         parameters=config.block_parameters / 1e6,
         blocks=config.blocks,
         tokens=config.tokens_per_run / 1e6,
@@ -129,17 +145,23 @@ def text(results: Results) -> str:
         device=group.device,
         jax=runs[-1]["environment"]["jax"],
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        noise=2 * (_largest_deviation(rows) or float("nan")),
+        noise=_noise(rows),
         from_scratch=_from_scratch(results, contents["configs"]),
         file=results.path.name,
-        command=runs[-1]["command"],
+        command=command_of(runs),
         files=corpus["files"],
         train=corpus["train_bytes"],
         held_out=corpus["held_out_bytes"],
         sha256=corpus["sha256"],
-        table=_table(rows),
-        parts=_parts(current_losses(results, group)[0]),
+        table=_table(rows, statistics.summaries(losses_of(runs, _loss_in_bf16))),
+        parts=_parts(losses_of(runs)),
     )
+    return "\n\n".join(map(_wrapped, text.split("\n\n")))
+
+
+def _wrapped(paragraph: str) -> str:
+    """The paragraph in lines of up to 120 characters; headings, tables, lists, links and code as they are."""
+    return textwrap.fill(paragraph, 120, break_long_words=False) if paragraph[:1].isalpha() else paragraph
 
 
 def main_group(results: Results) -> Group:
@@ -148,10 +170,17 @@ def main_group(results: Results) -> Group:
     return max(results.groups(), key=lambda group: (configs[group.config]["version"], len(results.runs(group))))
 
 
+def _noise(rows: list[Summary]) -> str:
+    """A sentence on rows with one seed, if other rows have two."""
+    deviation = _largest_deviation(rows)
+    return "" if deviation is None else NOISE.format(twice=2 * deviation)
+
+
 def _from_scratch(results: Results, configs: dict[str, dict[str, Any]]) -> str:
     """A sentence on the noise of runs without shared steps, if the file has any."""
     groups = [group for group in results.groups() if configs[group.config]["shared_steps"] == 0]
-    deviations = [d for group in groups if (d := _largest_deviation(summaries(results, group))) is not None]
+    rows = (statistics.summaries(losses_of(current_runs(results, group))) for group in groups)
+    deviations = [deviation for each in rows if (deviation := _largest_deviation(each)) is not None]
     return FROM_SCRATCH.format(scratch=max(deviations)) if deviations else ""
 
 
@@ -160,14 +189,21 @@ def _largest_deviation(rows: list[Summary]) -> float | None:
     return max((row.deviation for row in rows if row.deviation is not None), default=None)
 
 
-def summaries(results: Results, group: Group) -> list[Summary]:
-    losses, _ = current_losses(results, group)
-    return statistics.summaries(losses)
+def command_of(runs: list[Run]) -> str:
+    """The command that trains these rows; `seeds` of the table say of how many seeds each."""
+    names, seeds = ",".join(dict.fromkeys(run["row"] for run in runs)), 1 + max(run["seed"] for run in runs)
+    return f"python -m benchmarks.convergence --suite code-gpt --rows {shlex.quote(names)} --seeds {seeds}"
 
 
-def _table(rows: list[Summary]) -> str:
-    head = ("", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t of the difference to nvfp4")
-    return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *map(_cells, rows)])
+def _loss_in_bf16(run: Run) -> float | None:
+    return final_loss(run) if run["row"] == BASELINE else final_loss_in_bf16(run)
+
+
+def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
+    head = "", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t to nvfp4", "gap of the weights"
+    gaps = {row.row: _gap(row.gap) for row in in_bf16}
+    lines = ((*_cells(row), gaps.get(row.row, "")) for row in rows)
+    return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *lines])
 
 
 def _cells(row: Summary) -> tuple[str, ...]:
@@ -201,17 +237,18 @@ def _markdown(lines: list[tuple[str, ...]]) -> str:
 def figure_of(results: Results) -> Figure:
     """Charts of the gap of the training loss over steps, and of the final gaps."""
     group = main_group(results)
+    runs = current_runs(results, group)
     chunk = Config(**results.read()["configs"][group.config]).chunk
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     curves, gaps = figure.subplots(1, 2, width_ratios=(1.1, 1))
     for name, colour in COLOURS.items():
-        if points := _curve_gap(results.runs(group), name):
+        if points := _curve_gap(runs, name):
             steps = [chunk * (i + SMOOTHED / 2) for i in range(len(points))]
             curves.plot(steps, points, color=colour, label=name, linewidth=1.5)
     curves.set(xlabel="step", ylabel="nats above bf16, training loss", title="Gap during training")
     curves.set_ylim(bottom=0)
     curves.legend(frameon=False, fontsize=9)
-    shown = [row for row in summaries(results, group) if row.gap is not None][::-1]
+    shown = [row for row in statistics.summaries(losses_of(runs)) if row.gap is not None][::-1]
     errors = [(row.gap.error or 0) if row.gap else 0 for row in shown]
     gaps.barh(range(len(shown)), [row.gap.value if row.gap else 0 for row in shown], xerr=errors, height=0.7)
     gaps.set_yticks(range(len(shown)), [f"{row.row} ({row.seeds})" for row in shown], fontsize=8)
@@ -223,11 +260,10 @@ def figure_of(results: Results) -> Figure:
 
 def _curve_gap(runs: list[dict[str, Any]], row: str) -> list[float]:
     """Returns the mean over seeds of the difference to bf16's training curve, averaged over SMOOTHED chunks."""
-    current = [run for run in runs if not run["superseded"]]
-    baseline = {run["seed"]: run["curve"] for run in current if run["row"] == BASELINE}
+    baseline = {run["seed"]: run["curve"] for run in runs if run["row"] == BASELINE}
     paired = [
         [a - b for a, b in zip(run["curve"], baseline[run["seed"]], strict=True)]
-        for run in current
+        for run in runs
         if run["row"] == row and run["seed"] in baseline
     ]
     if not paired:

@@ -31,6 +31,11 @@ def final_loss(run: Run) -> float:
     return statistics.fmean(last_losses(run))
 
 
+def final_loss_in_bf16(run: Run) -> float | None:
+    """Returns the final loss of the parameters in bf16; None for runs of versions that did not compute it."""
+    return statistics.fmean(run["held_out_bf16"].values()) if "held_out_bf16" in run else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """What runs must share to be compared: hashes of the config and of the corpus, and the kind of device."""
@@ -65,15 +70,6 @@ class Results:
     def seeds(self, group: Group, row: str, recipe: str) -> set[int]:
         """Returns the seeds of finished runs of a row, with casts of the hash `recipe`."""
         return {run["seed"] for run in self.runs(group) if (run["row"], run["recipe"]) == (row, recipe)}
-
-    def mark_superseded(self, group: Group, row: str, recipe: str) -> None:
-        """Marks the row's runs with other casts than `recipe` as superseded, and no longer those with these casts."""
-        contents = self.read()
-        for run in contents["runs"]:
-            if Group.of(run) == group and run["row"] == row:
-                run["superseded"] = run["recipe"] != recipe
-        if contents["runs"]:
-            self._write(contents)
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
         """Appends a run and the entries of `tables` that it refers to."""
@@ -115,11 +111,11 @@ class Session:
         run = {
             "row": row.name,
             "seed": seed,
-            "superseded": False,
             **dataclasses.asdict(self.group),
             "recipe": recipe,
             "start": outcome.start,
             "held_out": outcome.held_out,
+            "held_out_bf16": outcome.held_out_bf16,
             "compile_s": round(compile_s, 2),
             "run_s": round(outcome.seconds, 2),
             "tokens_per_s": round(self.config.own_tokens / outcome.seconds),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.convergence.code_gpt.config import Config, digest
+from benchmarks.convergence.code_gpt.config import AVERAGED, Config, digest
 from scaledot.formats import FORMATS, row_of
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.recipes import (
@@ -34,7 +34,7 @@ class Row:
 
     recipe: of all blocks: a Recipe, its name, or "bf16" or None for none.
     last: of the last block; None: the same.
-    switch: (fraction of the run, recipe of all blocks from then on).
+    switch: (fraction of the run, before the final loss is averaged; recipe of all blocks from then on).
     """
 
     name: str
@@ -43,8 +43,11 @@ class Row:
     switch: tuple[float, Recipe | str | None] | None = None
 
     def __post_init__(self):
-        if self.switch is not None and not 0 < self.switch[0] < 1:
-            raise ValueError(f"`switch` of {self.name!r} must be at a fraction between 0 and 1, not {self.switch[0]}")
+        if self.switch is not None and not 0 < self.switch[0] < AVERAGED:
+            raise ValueError(
+                f"`switch` of {self.name!r} must be at a fraction between 0 and {AVERAGED}, from which on losses are "
+                f"averaged, not {self.switch[0]}"
+            )
 
     def phases(self, config: Config) -> list[tuple[int, Recipes]]:
         """Returns (end, recipes of the blocks) of each phase after the shared steps.
@@ -190,16 +193,16 @@ ROWS = (
     Row("nvint4_plus, rotated forward", _in_format(NVFP4_PLUS, "nvint4", rotation=_ROTATION)),
     # A part of the model, or of the run, in higher precision.
     Row("nvfp4, last block mxfp8", "nvfp4", last="mxfp8"),
-    Row("nvfp4, bf16 from 90 %", "nvfp4", switch=(0.9, "bf16")),
+    Row("nvfp4, bf16 from 80 %", "nvfp4", switch=(0.8, "bf16")),
     Row("nvfp4_plus, last block mxfp8", "nvfp4_plus", last="mxfp8"),
     Row("nvfp4_plus, no mean, last block mxfp8", PLUS_NO_MEAN, last="mxfp8"),
-    Row("nvfp4_plus, bf16 from 90 %", "nvfp4_plus", switch=(0.9, "bf16")),
+    Row("nvfp4_plus, bf16 from 80 %", "nvfp4_plus", switch=(0.8, "bf16")),
     Row("if4, last block mxfp8", "if4", last="mxfp8"),
 )
 
 
-def selected(text: str | None, rows: Sequence[Row] = ROWS) -> list[Row]:
-    """Returns the rows named in `text`, separated by commas, in that order; None for all.
+def selected(text: str, rows: Sequence[Row] = ROWS) -> list[Row]:
+    """Returns the rows named in `text`, separated by commas, in that order.
 
     A name may contain commas: of several names that fit, the longest is taken.
 
@@ -208,7 +211,7 @@ def selected(text: str | None, rows: Sequence[Row] = ROWS) -> list[Row]:
     """
     by_name = {row.name: row for row in rows}
     chosen: list[Row] = []
-    rest = ",".join(by_name) if text is None else text
+    rest = text
     while rest := rest.strip():
         fitting = [name for name in by_name if f"{rest},".startswith(f"{name},")]
         name = max(fitting, key=len) if fitting else rest.partition(",")[0]

@@ -1,7 +1,7 @@
 """Gaps to bf16 over paired seeds, their standard errors, and a comparison with the gap of nvfp4.
 
-Losses of one seed are correlated between rows, which share their initial parameters and batches: differences are taken
-per seed, and their spread over seeds is much smaller than that of the losses.
+Losses of one seed are correlated between rows, which share their first steps and batches: differences are taken per
+seed, and their spread over seeds is much smaller than that of the losses.
 """
 
 import dataclasses

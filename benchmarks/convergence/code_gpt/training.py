@@ -41,10 +41,12 @@ WARM = 0.1  # of a row's own steps, after which its speed is known: the first ch
 class Outcome:
     """held_out: the loss in nats by fraction of the run; curve: the mean training loss of each chunk.
 
+    held_out_bf16: the losses of the same parameters in bf16, where they count for the final loss.
     start: hash of the parameters after the shared steps. seconds: of the steps after these.
     """
 
     held_out: dict[str, float]
+    held_out_bf16: dict[str, float]
     curve: list[float]
     start: str
     seconds: float
@@ -61,13 +63,14 @@ class Start(NamedTuple):
 class SharedStart:
     """Trains the first steps of each seed in bf16, once for all rows, with the same bits in each process.
 
-    Rows that differ from the first step on end with gaps to bf16 that vary by ± .003 nats between seeds, as much as the
-    recipes differ: the loss falls steeply while attention heads form, each row does so some steps earlier or later, and
-    it keeps that difference until the end. Rows that start after that phase have paired gaps that vary much less.
+    Rows that differ from the first step on end with gaps to bf16 that vary between seeds as much as recipes differ: the
+    loss falls steeply while attention heads form, each row does so some steps earlier or later, and it keeps that
+    difference until the end. Rows that start after that phase have paired gaps that vary much less.
     """
 
     def __init__(self, config: Config, corpus: Corpus):
         self.config, self.train = config, jnp.asarray(corpus.train)
+        self.held_out = jnp.asarray(held_out_batches(corpus.held_out, config))
         self._starts: dict[int, Start] = {}
 
     def of(self, seed: int) -> Start:
@@ -82,6 +85,11 @@ class SharedStart:
             state, loss = self._advance(state, self.train, np.uint32(seed), np.int32(first))
             curve.append(round(float(loss), 5))
         return Start(state, _digest(state[0]), curve)
+
+    @functools.cached_property
+    def evaluate(self) -> Callable[..., Any]:
+        """The compiled `held_out_loss` of a model in bf16."""
+        return compiled_evaluate(self.config, (None,) * self.config.blocks, self.held_out)
 
     @functools.cached_property
     def _advance(self) -> Callable[..., Any]:
@@ -100,27 +108,23 @@ class Programs:
     compile_s: seconds that tracing and compilation took, possibly while another row trained.
     """
 
-    def __init__(self, row: Row, config: Config, corpus: Corpus, shared: SharedStart):
-        self.config, self.shared = config, shared
-        self.train, self.held_out = jnp.asarray(corpus.train), jnp.asarray(held_out_batches(corpus.held_out, config))
+    def __init__(self, row: Row, config: Config, shared: SharedStart):
+        self.config, self.shared, self.train, self.held_out = config, shared, shared.train, shared.held_out
         start = time.perf_counter()
         self._phases = [(end, *self._compile(recipes)) for end, recipes in row.phases(config)]
         self.compile_s = time.perf_counter() - start
 
     def _compile(self, recipes: Recipes) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        evaluate = functools.partial(held_out_loss, self.config, recipes)
-        params, _ = abstract_state(self.config)
-        return (
-            compiled_advance(self.config, recipes, self.train, _OPTIONS),
-            jax.jit(evaluate).lower(params, self.held_out).compile(_OPTIONS),
-        )
+        advance = compiled_advance(self.config, recipes, self.train, _OPTIONS)
+        return advance, compiled_evaluate(self.config, recipes, self.held_out)
 
     def run(self, seed: int, progress, deadline: Deadline) -> Outcome | None:
         """Trains one model; returns None as soon as it would end after the deadline, at the speed so far.
 
         progress: a bar, updated by the steps of each chunk.
         """
-        config, held_out, shared = self.config, {}, self.shared.of(seed)
+        config, shared = self.config, self.shared.of(seed)
+        held_out, held_out_bf16 = {}, {}
         state, curve, done = jax.tree.map(jnp.copy, shared.state), list(shared.curve), config.shared_steps
         progress.update(done)
         start = time.perf_counter()
@@ -134,16 +138,24 @@ class Programs:
                 fraction, own = done / config.steps, (done - config.shared_steps) / (config.steps - config.shared_steps)
                 if fraction in FRACTIONS or fraction >= AVERAGED:
                     held_out[f"{fraction:.4g}"] = float(evaluate(state[0], self.held_out))
+                if fraction >= AVERAGED:
+                    held_out_bf16[f"{fraction:.4g}"] = float(self.shared.evaluate(state[0], self.held_out))
                 remaining_s = (time.perf_counter() - start) * (1 - own) / own
                 if own >= WARM and not deadline.allows(remaining_s):
                     return None
-        return Outcome(held_out, curve, shared.digest, time.perf_counter() - start)
+        return Outcome(held_out, held_out_bf16, curve, shared.digest, time.perf_counter() - start)
 
 
 def compiled_advance(config: Config, recipes: Recipes, train: jax.Array, options: Any) -> Callable[..., Any]:
     """Returns the compiled `advance_chunk` of a model, which donates its state."""
     advance = jax.jit(functools.partial(advance_chunk, config, recipes), donate_argnums=0)
     return advance.lower(abstract_state(config), train, np.uint32(0), np.int32(0)).compile(options)
+
+
+def compiled_evaluate(config: Config, recipes: Recipes, held_out: jax.Array) -> Callable[..., Any]:
+    """Returns the compiled `held_out_loss` of a model."""
+    params, _ = abstract_state(config)
+    return jax.jit(functools.partial(held_out_loss, config, recipes)).lower(params, held_out).compile(_OPTIONS)
 
 
 def abstract_state(config: Config) -> Any:

@@ -51,11 +51,10 @@ from scaledot.numerics.bits import (
     SIGN,
     amax_of_bits,
     bits_of,
-    divide,
     float_of,
     magnitude_bits,
 )
-from scaledot.numerics.eden import CODE_STEPS, STEPS
+from scaledot.numerics.eden import CODE_STEPS, STEPS, correction
 from scaledot.numerics.encode import decode_float, float_code
 from scaledot.numerics.rounding import round_nonnegative, uniform_at
 from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS, fraction_bits
@@ -66,7 +65,7 @@ BLOCKS = TILE // BLOCK  # of a thread
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
 E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
-LARGEST_CODE = {"float4_e2m1fn": 6, "int4": 7}
+LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
 ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 _ROUNDER = np.float32(1.5 * 2.0**23)
@@ -267,7 +266,7 @@ class Output(NamedTuple):
         zeros = _per_thread(0, jnp.uint32), _per_thread(0, jnp.int32)
         squares, projections = lax.fori_loop(0, BLOCKS, self._cast_block, zeros)
         if self.spec.corrected:
-            pl.loop(0, BLOCKS)(functools.partial(self._correct, _correction(squares, projections), uniform))
+            pl.loop(0, BLOCKS)(functools.partial(self._correct, correction(squares, projections), uniform))
         if self.tile.along or not self.spec.dequantized:
             plgpu.commit_smem()
             self._write()
@@ -489,12 +488,6 @@ def _int4(scaled: jax.Array) -> jax.Array:
 def _integer(x: jax.Array) -> jax.Array:
     """Rounds |x| < 2^22 to int32, to nearest even."""
     return lax.bitcast_convert_type(x + _ROUNDER, jnp.int32) - _ROUNDER.view(np.int32)
-
-
-def _correction(squares: jax.Array, projections: jax.Array) -> jax.Array:
-    """The correction of the scales of a group, as in `numerics.eden`."""
-    quotient = divide(squares.astype(jnp.float32), projections.astype(jnp.float32) * (STEPS / CODE_STEPS))
-    return jnp.where(projections == 0, np.float32(1), quotient)
 
 
 def _uniform(tile: Tile, seeds_gmem, row_length: int, block) -> jax.Array:

@@ -17,7 +17,7 @@ from scaledot.kernels import operands
 from scaledot.kernels.hopper import matmul_operands, support, tile_configs
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.hopper.swizzle_atom import K_STEP
-from scaledot.kernels.operands import LabeledScale, pad_to_multiples
+from scaledot.kernels.operands import LabeledArray, pad_to_multiples
 from scaledot.kernels.spec import Problem, is_default_precision
 from scaledot.numerics.grouped import align_groups
 from scaledot.parallel.types import vary_as
@@ -205,5 +205,5 @@ def _column_scales(q: ScaledArray, labels: str, group_and_column: str) -> jax.Ar
     """Scales of rhs that do not change along K: (groups, columns), or (groups, 1) if each group has a single one."""
     (scale,) = operands.block_scales(q, labels, {})
     groups, columns = (q.shape[labels.index(c)] for c in group_and_column)
-    values = operands.align_to(LabeledScale(scale.values, labels), group_and_column)
+    values = operands.align_to(LabeledArray(scale.values, labels), group_and_column)
     return jnp.broadcast_to(values, (groups, columns if values.shape[1] > 1 else 1))

@@ -16,7 +16,7 @@ from scaledot.array import ScaledArray
 from scaledot.kernels import operands
 from scaledot.kernels.hopper.scale_blocks import FLOAT8_ELEMENTS, SCALE_BLOCK
 from scaledot.kernels.hopper.swizzle_atom import ATOM_ROWS, K_STEP
-from scaledot.kernels.operands import LabeledScale
+from scaledot.kernels.operands import LabeledArray
 from scaledot.kernels.spec import Problem
 from scaledot.numerics import blocks
 
@@ -77,10 +77,10 @@ def codes_of(q: ScaledArray) -> jax.Array:
     return operands.widen_int4(q).data
 
 
-def row_scales(scales: list[LabeledScale], q: ScaledArray, labels: str, free: str) -> jax.Array:
+def row_scales(scales: list[LabeledArray], q: ScaledArray, labels: str, free: str) -> jax.Array:
     """Returns one scale per row of an operand's K-major matrix, (mn,), or (1,) for a per-tensor scale.
 
-    scales: a list with the LabeledScale of q, or an empty list, for which the result is 1.
+    scales: a list with the LabeledArray of q, or an empty list, for which the result is 1.
     """
     if not scales:
         return jnp.ones(1, jnp.float32)
@@ -88,7 +88,7 @@ def row_scales(scales: list[LabeledScale], q: ScaledArray, labels: str, free: st
     if scale.values.size == 1:
         return scale.values.reshape(1)
     shape = tuple(q.shape[labels.index(c)] for c in free)
-    return jnp.broadcast_to(operands.align_to(LabeledScale(scale.values, labels), free), shape).reshape(-1)
+    return jnp.broadcast_to(operands.align_to(LabeledArray(scale.values, labels), free), shape).reshape(-1)
 
 
 def block_scale_matrix(
