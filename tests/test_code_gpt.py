@@ -133,7 +133,7 @@ def test_phases_have_a_recipe_for_each_block():
     assert early.phases(config) == [(1500, (None,) * 3)]
     short = Config(blocks=3, steps=100, shared_steps=0, warmup=1)
     assert late.phases(short) == [(100, (NVFP4, NVFP4, MXFP8))]  # its end is that of the last chunk
-    with pytest.raises(ValueError, match="between 0 and 0.9, .* not 0.95"):
+    with pytest.raises(ValueError, match=r"between 0 and 0.9, .* not 0.95"):
         rows.Row("a", "nvfp4", switch=(0.95, "bf16"))
 
 

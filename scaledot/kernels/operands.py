@@ -25,7 +25,7 @@ Tiles = dict[str, int]  # label -> elements of a tile along it
 
 
 class LabeledArray(NamedTuple):
-    """An array with labelled dims, such as a scale: each of the operand's size, of size 1, or with one entry per tile."""
+    """An array with labelled dims, such as a scale; a dim has the operand's size, size 1, or one entry per tile."""
 
     values: jax.Array
     labels: str
