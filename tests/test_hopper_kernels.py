@@ -205,10 +205,19 @@ def test_gradients_under_vmap_and_in_a_shard_map_agree_with_the_reference(hopper
 def cast_cases():
     from benchmarks.gpu import cast
 
-    slow = [case for case in cast.CASES if case.name.startswith("if4") and not case.name.startswith("if4 x")]
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.exhaustive] if case in slow else []) for case in cast.CASES
-    ]
+    # Each shares every code path with other cases, and is slow in the interpreter.
+    exhaustive = {
+        "if4 w: searched 16x1 blocks, dequantised; rotated and corrected 1x16 blocks, codes",
+        "if4 g: rotated and corrected 1x16 and 16x1 blocks, dequantised",
+        "e4m3, 1x128 and 128x1 blocks, float32",
+        "e4m3 row groups, 1x128 and 128x1 blocks, float32",
+        "int8 row groups, 1x128 and 128x1 blocks, stochastic rounding",
+        "quantize mxfp8, 32x32 blocks, stochastic rounding",
+        "quantize nvfp4, 16x1 blocks, stochastic rounding",
+        "quantize nvfp4, 1x16 and 16x1 blocks",
+    }
+    assert exhaustive <= {case.name for case in cast.CASES}
+    return params_of(cast.CASES, exhaustive, name=lambda case: case.name)
 
 
 @needs_mosaic
