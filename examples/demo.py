@@ -1,4 +1,4 @@
-"""Trains a small GPT in seven precisions, in about four minutes on two CPU cores.
+"""Trains a small GPT in seven precisions, in about five minutes on two CPU cores.
 
     python -m examples.demo
 
@@ -131,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     print(
         f"A GPT of two blocks, {args.steps} steps each, on a source of {SOURCE.entropy:.4f} nats per symbol.\n"
-        f"{STEPS} steps take two to three minutes on two idle cores, half of it compiling.\n\n{HEAD}"
+        f"{STEPS} steps take about five minutes on two idle cores, half of it compiling.\n\n{HEAD}"
     )
     with tqdm(total=work(args.steps), bar_format=BAR, smoothing=0, leave=False) as bar:
         runs, layers = train_all(args.steps, bar)

@@ -24,6 +24,7 @@ from flax import linen as nn
 from flax import nnx
 from hopper import lowered_for_hopper, needs_mosaic
 from jax import lax
+from tables import params_of
 from training import assert_same, assert_same_bits
 
 import scaledot as sd
@@ -219,7 +220,8 @@ def test_every_matmul_of_a_model_is_reported(name):
     assert len(report.rows) == model.layers + model.activations
 
 
-@pytest.mark.parametrize("recipe", sorted(sd.RECIPES))
+# Those that compile for long draw random numbers as nvfp4 does, or subtract means as averis does.
+@pytest.mark.parametrize("recipe", params_of(sorted(sd.RECIPES), ("if4", "nvfp4_plus", "quartet_ii", "ufp4")))
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_under_every_recipe(name, recipe):
     model = MODELS[name]()
