@@ -110,7 +110,7 @@ def output(tmp_path_factory):
 @pytest.mark.end_to_end
 def test_the_demo_prints_its_expected_time_and_a_table(output):
     printed, _ = output
-    assert "two to three minutes on two idle cores" in printed.splitlines()[1]
+    assert "about five minutes on two idle cores" in printed.splitlines()[1]
     assert [line.split()[0] for line in printed.splitlines()[4:6]] == ["float32", "mxfp8"]
 
 
