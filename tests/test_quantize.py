@@ -362,7 +362,8 @@ def test_four_over_six_keeps_the_smaller_error():
     found, expected = relative_error(sd.quantize(x, both)), np.minimum(error(6), error(4))
     # The errors of 16 elements are rounded to multiples of 2^-8 code, which is at most a fourth of the amax.
     np.testing.assert_allclose(found, expected, rtol=0, atol=2 * 4 * 2.0**-9 / 4)
-    assert np.mean(found <= expected * (1 + 1e-6)) > 0.9
+    for scale in (6, 4):  # neither is the better one for all blocks
+        assert np.max(error(scale) - expected) > 2 * 4 * 2.0**-9 / 4
 
 
 def test_four_over_six_maps_amax_to_6_at_a_tie():

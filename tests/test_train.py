@@ -71,6 +71,11 @@ def searched(name, backward):
     return {"fwd": (forward, forward), "dgrad": (backward, backward), "wgrad": (backward, backward)}
 
 
+NVIDIA = {
+    "fwd": (NV, square("nvfp4", 16)),
+    "dgrad": (stochastic(NV), square("nvfp4", 16)),
+    "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
+}
 EXPECTED = {
     "fp8_current": per_tensor(E4M3, E5M2),
     "fp8_delayed": per_tensor(E4M3, E5M2),
@@ -80,11 +85,7 @@ EXPECTED = {
         "wgrad": (E4M3_1X128, E4M3_1X128),
     },
     "mxfp8": per_tensor(MX, MX),
-    "nvfp4": {
-        "fwd": (NV, square("nvfp4", 16)),
-        "dgrad": (stochastic(NV), square("nvfp4", 16)),
-        "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
-    },
+    "nvfp4": NVIDIA,
     "nvfp4_four_over_six": {
         "fwd": (default_block("nvfp4", search="four_over_six"), square("nvfp4", 16, search="four_over_six")),
         "dgrad": (stochastic(NV), square("nvfp4", 16, search="four_over_six")),
@@ -92,11 +93,7 @@ EXPECTED = {
     },
     "nvfp4_plus": searched("nvfp4", EDEN),
     "if4": searched("if4", default_block("if4", scale_max=256, eden=True, rotation="drawn", stochastic=True)),
-    "averis": {
-        "fwd": (NV, square("nvfp4", 16)),
-        "dgrad": (stochastic(NV), square("nvfp4", 16)),
-        "wgrad": (NV_ROTATED, stochastic(NV_ROTATED)),
-    },
+    "averis": NVIDIA,
     "ufp4": {
         "fwd": (UNIFORM_ROTATED, UNIFORM_ROTATED),
         "dgrad": (stochastic(UNIFORM_ROTATED), UNIFORM_ROTATED),
@@ -282,7 +279,7 @@ def test_residuals_of_two_layers_are_their_codes_and_scales_only(recipe):
     for rows, w in (((128, 256), w1), ((128, 512), w2)):
         expected += reference_bytes(recipe, "x", "fwd" if through else "wgrad", rows)
         expected += reference_bytes(recipe, "w", "fwd" if through else "dgrad", w.shape)
-        # wgrad needs the mean of x, and dgrad multiplies that of g by the unquantised w.
+        # The backward pass adds the mean of x times the sums of g to dw, and the mean of g times w to dx.
         expected += 4 * rows[1] * (("wgrad", "x") in RECIPES[recipe].mean_subtracted)
         expected += w.nbytes * (("dgrad", "g") in RECIPES[recipe].mean_subtracted)
     if state:  # both layers save the same history arrays, and two amaxes each

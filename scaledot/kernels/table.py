@@ -297,7 +297,7 @@ _BLOCK_SCALED = Kernel(
 )
 
 
-def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
+def _mosaic_matmul(name: str, matmul: Any, fuses_outer_product: bool = True) -> Kernel:
     """Returns the entry of a CUDA kernel. matmul: a module or DotKernel with `problem_reason`, `describe` and `run`.
 
     On a machine with a GPU, the program also has XLA's kernel, for arrays that are placed on a CPU.
@@ -318,7 +318,7 @@ def _mosaic_matmul(name: str, matmul: Any) -> Kernel:
         support.environment_reason,
         is_opaque=True,
         fuses_bias=True,
-        fuses_outer_product=isinstance(matmul, hopper_dot.DotKernel),
+        fuses_outer_product=fuses_outer_product,
     )
 
 
@@ -414,7 +414,9 @@ _INTEGER = _xla_kernel("xla_integer", formulations.integer_formulation, xla.run_
 _CODES = _xla_kernel("xla_codes", formulations.codes_formulation, xla.run_codes)
 _UPCAST = _xla_kernel("xla_upcast", formulations.upcast_formulation, _run_upcast)
 _DEQUANTIZE = _xla_kernel("xla_dequantize", formulations.dequantize_formulation, xla.run_dequantized)
-_HOPPER_WEIGHT_ONLY = _differentiated(_mosaic_matmul("hopper_weight_only", hopper_weight_only))
+_HOPPER_WEIGHT_ONLY = _differentiated(
+    _mosaic_matmul("hopper_weight_only", hopper_weight_only, fuses_outer_product=False)
+)
 _HOPPER_FP8 = _mosaic_matmul("hopper_fp8", hopper_dot.FLOAT8)
 _HOPPER_INT8 = _mosaic_matmul("hopper_int8", hopper_dot.INT8)
 _HOPPER_GROUPED = Kernel(

@@ -34,7 +34,7 @@ from scaledot.numerics.scale import (
 )
 from scaledot.numerics.scale_search import LARGEST_ERROR, candidates_of, fraction_bits, squared_error
 
-# Candidates of calibration "mse" that multiply amax, in descending order, so that a tie clips least.
+# Factors of the amax that calibration "mse" tries. The largest comes first: of equal errors, it clips least.
 _MSE_CANDIDATES = np.linspace(1.0, 0.2, 41, dtype=np.float32)
 _CANDIDATE_DTYPES = (np.int32, np.int32, np.float32)  # of the fields of Candidate
 

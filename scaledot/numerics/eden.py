@@ -3,8 +3,8 @@
 After a rotation with random signs, rounding to nearest shrinks a group of elements towards 0 on average. MS-EDEN
 (Quartet II, arXiv 2601.22813) multiplies the block scales of each rotated group by <s, s> / <s, q>, where s are the
 elements in units of their block scale and q their codes. If the scales of a group were equal, the corrected codes would
-have the projection on the group that the group has on itself; as they differ, it is 0.9995 of that on normal data. The
-corrected scales are rounded to E4M3 stochastically. The error is close to that of rounding to nearest, where unbiased
+have the projection on the group that the group has on itself; as they differ, it is slightly smaller. The corrected
+scales are rounded to E4M3 stochastically. The error is close to that of rounding to nearest, where unbiased
 stochastic rounding of the codes has twice the variance.
 
 It is unbiased to the extent that the direction of a rotated group is uniform: for elements of similar magnitude, and
@@ -71,7 +71,11 @@ def corrected_scale(
 
 
 def correction(squares: jax.Array, projections: jax.Array) -> jax.Array:
-    """The factor of the scales of a group: <s, s> / <s, q> from the sums in steps, and 1 if all codes are 0."""
+    """The factor that corrects the block scales of each group; 1 if all codes of the group are 0.
+
+    squares: the sum over the group of the squared elements. projections: that of the products of elements and codes.
+    Both are integers in the steps above.
+    """
     quotient = divide(squares.astype(jnp.float32), projections.astype(jnp.float32) * (STEPS / CODE_STEPS))
     return jnp.where(projections == 0, np.float32(1), quotient)
 

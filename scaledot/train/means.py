@@ -16,8 +16,8 @@ neither contracting in fwd (for g: in dgrad) nor batch dims; there is a mean for
 a ragged matmul, whose rows of no group stay 0.
 
 The mean is over all tokens of a call, later positions and padding included: the quantisation error of one token depends
-on the others, gradient accumulation subtracts other means than one large batch, and a call with one token, which equals
-its mean, has no error of x.
+on the others, and gradient accumulation subtracts other means than one large batch. In a call with one token x equals
+its mean, and is not rounded at all.
 
 Over mesh axes that shard tokens, by `specs` or explicitly, sums are all-reduced, so that the mean is that of all
 tokens. Inside a shard_map without `specs` it is that of the tokens of a device: x and g are split alike there, and dw

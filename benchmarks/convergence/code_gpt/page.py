@@ -37,10 +37,11 @@ A byte-level GPT of {parameters:.1f} million parameters in {blocks} blocks, trai
 million tokens a run, on one {device} with jax {jax}, {dates}. Under a recipe, all three
 matmuls of the four linear layers of each block are quantised; embedding and head are bfloat16.
 
-Runs of one seed share their first {shared} of {steps} steps, in bf16, and their batches: the gap to bf16 is a mean of
-paired differences of held-out losses. The loss of a run is the mean over {last} evaluations in its last tenth, with the
-quantised forward pass: a gap is that of the weights, which the last column shows in bf16, plus the quantisation error
-of the evaluation. ± is the standard error over seeds.{noise}{from_scratch}
+All runs of a seed start from the same weights, those after {shared} of {steps} steps in bf16, and train on the same
+batches from there: the gap to bf16 is the mean over seeds of the difference of held-out losses. The loss of a run is
+the mean over {last} evaluations in its last tenth, with the quantised forward pass: a gap is due to both worse weights
+and the quantisation error of the evaluation. The last column is the gap with all weights evaluated in bf16. ± is the
+standard error over seeds.{noise}{from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
 
@@ -60,7 +61,8 @@ t is that of the paired difference to nvfp4, with one degree of freedom less tha
 
 ## What each part does
 
-The gap of a row, and of a row with one change, over the seeds that both have:
+Each line compares two rows that differ in one part, over the seeds that both were trained with. Gaps are in nats; a
+negative difference means that the change helps.
 
 {parts}
 
@@ -71,7 +73,8 @@ The gap of a row, and of a row with one change, over the seeds that both have:
 * x is quantised after its mean over tokens is subtracted; the mean is multiplied by w in float32 and added to y, and
   its term is added to dw;
 * in fwd, block scales have the least squared error (`search="scales"`), in 1×16 blocks of x and of w;
-* both operands of dgrad and of wgrad are cast by MS-EDEN, after a rotation of 128 elements with new signs in each step;
+* in dgrad and wgrad, both operands are multiplied by a random Hadamard matrix in groups of 128 along the contracting
+  dim, with signs drawn anew in each step, and then cast by MS-EDEN;
 * block scales are at most 256 of E4M3's 448 before a search or a correction increases them, as in Quartet II.
 
 All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
@@ -85,8 +88,8 @@ NOISE = """ Rows with one
 seed have none: differences below about {twice:.3f} nats, twice the largest standard deviation of a gap over seeds, mean
 nothing there."""
 FROM_SCRATCH = """
-Without shared steps, the standard deviation of a gap over seeds was up to {scratch:.3f} nats (earlier runs in the same
-file): differences that arise while the loss falls steeply remain to the end of a run."""
+For runs that were quantised from the first step, the standard deviation of a gap over seeds was up to {scratch:.3f}
+nats (earlier runs in the same file): differences that arise while the loss falls steeply remain to the end of a run."""
 
 # (row, row with one change, the change)
 COMPARISONS = (
@@ -94,19 +97,11 @@ COMPARISONS = (
     ("nvfp4", "nvfp4, backward only", "only dgrad and wgrad quantised"),
     ("nvfp4", "nvfp4, 1x16 weights", "weights in 1×16 blocks instead of 16×16"),
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward", "a scale search in fwd"),
-    (
-        "nvfp4",
-        "nvfp4, MS-EDEN backward",
-        "MS-EDEN in 1×16 blocks rotated by 128, instead of stochastic rounding",
-    ),
+    ("nvfp4", "nvfp4, MS-EDEN backward", "MS-EDEN in 1×16 blocks for stochastic rounding"),
     ("nvfp4", "averis", "the means of x and g subtracted"),
     ("nvfp4", "nvfp4, last block mxfp8", "the last block in mxfp8"),
     ("nvfp4", "nvfp4, bf16 from 80 %", "the last fifth of the run in bf16"),
-    (
-        "nvfp4, 1x16 weights, searched forward",
-        "nvfp4_plus, no mean",
-        "MS-EDEN in blocks rotated by 128, instead of stochastic rounding",
-    ),
+    ("nvfp4, 1x16 weights, searched forward", "nvfp4_plus, no mean", "MS-EDEN for stochastic rounding"),
     ("nvfp4_plus, no mean", "nvfp4_plus", "the mean of x subtracted"),
     ("nvfp4_plus, no mean", "nvfp4_plus, means of x and g", "the means of x and g subtracted"),
     ("nvfp4_plus, no mean", "nvfp4_plus, no mean, requantised", "x of wgrad and w of dgrad cast from codes of fwd"),
@@ -190,7 +185,7 @@ def _largest_deviation(rows: list[Summary]) -> float | None:
 
 
 def command_of(runs: list[Run]) -> str:
-    """The command that trains these rows; `seeds` of the table say of how many seeds each."""
+    """The command that trains these rows, each with the number of seeds of the row that has most."""
     names, seeds = ",".join(dict.fromkeys(run["row"] for run in runs)), 1 + max(run["seed"] for run in runs)
     return f"python -m benchmarks.convergence --suite code-gpt --rows {shlex.quote(names)} --seeds {seeds}"
 
@@ -200,7 +195,7 @@ def _loss_in_bf16(run: Run) -> float | None:
 
 
 def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
-    head = "", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t to nvfp4", "gap of the weights"
+    head = "", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t to nvfp4", "gap, in bf16"
     gaps = {row.row: _gap(row.gap) for row in in_bf16}
     lines = ((*_cells(row), gaps.get(row.row, "")) for row in rows)
     return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *lines])
