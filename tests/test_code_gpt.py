@@ -1,5 +1,6 @@
 """The code GPT of the convergence suite: its corpus, rows, results file, statistics and a tiny run."""
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -263,6 +264,20 @@ def test_a_kill_while_writing_leaves_the_earlier_runs(tmp_path, monkeypatch):
     assert file.runs() == [run_of("a", 0)]
     file.add(run_of("a", 2))
     assert [run["seed"] for run in file.runs()] == [0, 2]
+
+
+def test_runs_that_several_processes_add_at_once_are_all_kept(tmp_path, monkeypatch):
+    read = results.Results.read
+
+    def slow_read(self):
+        contents = read(self)
+        time.sleep(0.05)  # another writer would read the same contents now, were it not for the lock
+        return contents
+
+    monkeypatch.setattr(results.Results, "read", slow_read)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda seed: results.Results(tmp_path / "runs.json").add(run_of("a", seed)), range(4)))
+    assert sorted(run["seed"] for run in results.Results(tmp_path / "runs.json").runs()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,10 @@ from scaledot import train
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a layer, with minimum speedups of scaledot's implementations: `targets`, and higher ones, `stretch`."""
+    """Sizes of a layer, with minimum speedups of scaledot's implementations: `targets`, and higher ones, `stretch`.
+
+    recipes: of scaledot, by name. peers: whether Flax's layers and other libraries are timed too.
+    """
 
     name: str
     batch: int
@@ -28,6 +31,8 @@ class Case:
     outputs: int
     targets: dict[str, float] = dataclasses.field(default_factory=dict)
     stretch: dict[str, float] = dataclasses.field(default_factory=dict)
+    recipes: tuple[str, ...] = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+    peers: bool = True
 
     @property
     def flop(self) -> float:
@@ -35,6 +40,7 @@ class Case:
 
 
 LINEN = "scaledot fp8_current, nn.Dense"
+FOUR_BIT = ("nvfp4", "nvfp4_plus", "if4", "quartet_ii")
 CASES = (
     Case(
         "8192 -> 32768",
@@ -43,7 +49,7 @@ CASES = (
         8192,
         32768,
         {"scaledot fp8_current": 1.88, LINEN: 1.80, "scaledot fp8_delayed": 1.92}
-        | {"scaledot mxfp8": 0.95, "scaledot nvfp4": 0.93, "scaledot nvfp4_plus": 0.90},
+        | {"scaledot mxfp8": 0.95, "scaledot nvfp4": 0.93},
         {"scaledot fp8_current": 1.95, LINEN: 1.88, "scaledot fp8_delayed": 2.0}
         | {"scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
     ),
@@ -53,14 +59,20 @@ CASES = (
         2048,
         4096,
         14336,
-        {"scaledot fp8_current": 1.68, "scaledot mxfp8": 0.92, "scaledot nvfp4": 0.89, "scaledot nvfp4_plus": 0.82},
+        {"scaledot fp8_current": 1.68, "scaledot mxfp8": 0.92, "scaledot nvfp4": 0.89},
         {"scaledot fp8_current": 1.75, "scaledot mxfp8": 1.0, "scaledot nvfp4": 1.0},
     ),
     Case("2048 -> 2048", 4, 1024, 2048, 2048, {f"scaledot {recipe}": 0.9 for recipe in ("fp8_current", "fp8_delayed")}),
+    *(
+        Case(f"{inputs} -> {outputs}, four bits", batch, 2048, inputs, outputs, targets, recipes=FOUR_BIT, peers=False)
+        for batch, inputs, outputs, targets in (
+            (8, 8192, 32768, {"scaledot nvfp4": 0.93, "scaledot nvfp4_plus": 0.90, "scaledot if4": 0.90}),
+            (4, 4096, 14336, {"scaledot nvfp4": 0.89, "scaledot nvfp4_plus": 0.82, "scaledot if4": 0.82}),
+        )
+    ),
 )
 FIRST_STEP_S = 10  # target of scaledot's first step, with compilation
 BASE, FLAX_BASE = "JAX bfloat16", "flax nn.Dense bfloat16"
-RECIPES = ("fp8_current", "fp8_delayed", "mxfp8", "nvfp4", "nvfp4_plus", "if4")
 # The XLA kernel whose results a step's are compared with.
 REFERENCE = {
     "fp8_current": "xla_codes",
@@ -70,11 +82,12 @@ REFERENCE = {
     "nvfp4": "xla_upcast",
     "nvfp4_plus": "xla_upcast",
     "if4": "xla_upcast",
+    "quartet_ii": "xla_upcast",
 }
 # Relative errors. Accumulation in another order may flip the rounding to bfloat16, an ulp of at most 2^-7; FP8
 # matmuls add the error of the tensor cores' reduced-precision accumulator, a few thousandths.
 MAX_ERROR = {"fp8_current": 5e-3, "fp8_delayed": 5e-3, "fp8_block": 4e-3, "mxfp8": 4e-3, "nvfp4": 4e-3}
-MAX_ERROR |= {"nvfp4_plus": 4e-3, "if4": 4e-3}
+MAX_ERROR |= {"nvfp4_plus": 4e-3, "if4": 4e-3, "quartet_ii": 4e-3}
 
 
 class Data(NamedTuple):
@@ -127,10 +140,12 @@ def state_of(recipe: str) -> tuple:
 def implementations_of(case: Case) -> Iterator[Implementation]:
     data = data_of(case)
     yield jax_implementation(BASE, step_of(plain_layer), *data)
-    for recipe in RECIPES:
+    for recipe in case.recipes:
         yield jax_implementation(
             f"scaledot {recipe}", step_of(scaledot_layer(recipe)), *data, *state_of(recipe), ours=True
         )
+    if not case.peers:
+        return
     yield from dense_libraries.linen_implementations(FLAX_BASE, LINEN, case.outputs, *data)
     yield from dense_libraries.jax_implementations(step_of, case.outputs, *data)
     yield from dense_libraries.torch_implementations(case)
@@ -141,7 +156,8 @@ def check(recipe: str) -> dict[str, float]:
 
     Raises AssertionError if one exceeds MAX_ERROR.
     """
-    sizes = (3, 128, 640, 384) if recipe in ("nvfp4_plus", "if4") else (3, 200, 712, 528)  # their rotations need 128s
+    rotations_of_128 = "nvfp4_plus", "if4", "quartet_ii"
+    sizes = (3, 128, 640, 384) if recipe in rotations_of_128 else (3, 200, 712, 528)
     case = Case("check", *sizes)  # where possible, no size is a multiple of a tile
     data, errors = data_of(case, seed=7), {}
     actual = jax.jit(step_of(scaledot_layer(recipe)))(*data, *state_of(recipe))[1]
@@ -159,10 +175,11 @@ def relative_error(actual: jax.Array, expected: jax.Array) -> float:
 
 
 def run(cases: tuple[str, ...], rounds: int, skipped: frozenset[str]) -> None:
-    checks = {recipe: check(recipe) for recipe in RECIPES}
+    selected, rows = [case for case in CASES if not cases or case.name in cases], []
+    recipes = dict.fromkeys(recipe for case in selected for recipe in case.recipes)
+    checks = {recipe: check(recipe) for recipe in recipes if f"scaledot {recipe}" not in skipped}
     print(f"relative errors of gradients against XLA's: {checks}")
-    rows = []
-    for case in (case for case in CASES if case.name in (cases or [each.name for each in CASES])):
+    for case in selected:
         print(f"{case.name}: {case.batch} x {case.sequence} tokens")
         skipped_here = frozenset(name.removeprefix(f"{case.name}/") for name in skipped)
         rows.append(row_of("dense", case, *measure(implementations_of(case), rounds, skipped_here), case.targets))

@@ -46,13 +46,18 @@ def is_before_amax_change(case: dict[str, Any]) -> bool:
 def write(suite: str, cases: list[dict[str, Any]], **about: Any) -> str:
     """Writes the cases of a suite to the device's file, atomically; returns its path.
 
-    Each case records its date and versions; cases of the file that were not run again stay.
+    Each case records its date and versions; cases of the file that were not run again stay, as do other keys of a dict
+    in `about`.
     """
     path = device_file()
     path.parent.mkdir(exist_ok=True)
     suites = read(path) if path.exists() else {}
-    known = {case["case"]: case for case in suites.get(suite, {}).get("cases", [])}
+    before = suites.get(suite, {})
+    known = {case["case"]: case for case in before.get("cases", [])}
     known |= {case["case"]: {**case, "environment": environment()} for case in cases}
+    about = {
+        key: {**before.get(key, {}), **value} if isinstance(value, dict) else value for key, value in about.items()
+    }
     suites[suite] = {**about, "cases": list(known.values())}
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(suites, indent=1) + "\n")

@@ -7,6 +7,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
+import os
 import shlex
 import time
 import traceback
@@ -25,6 +26,7 @@ from benchmarks.convergence.code_gpt.schedule import Deadline, estimated_seconds
 from benchmarks.convergence.code_gpt.training import Programs, SharedStart
 
 PACKAGES = ("optax",)
+MEMORY_FRACTION = 0.9  # of the device's memory
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,6 +38,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.list:
         print("\n".join(f"{row.name:<40}{row}" for row in ROWS))
         return
+    # Before JAX initialises the device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{MEMORY_FRACTION / options.processes:.2f}")
     results = Results(options.results or default_path())
     failed = [] if options.report else run(options, results, Deadline.after(options.minutes, start))
     print(report(results))
@@ -60,6 +64,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="the results file (default: that of the device)")
     parser.add_argument("--list", action="store_true", help="print the rows and exit")
     parser.add_argument("--report", action="store_true", help="print the table of the results file and exit")
+    parser.add_argument(
+        "--processes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="N commands like this one, with other rows, share the device: each takes 1/N of its memory (default 1)",
+    )
     parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model; needs --results")
     return parser
 
@@ -94,9 +105,10 @@ def command_of(options: argparse.Namespace) -> str:
     return f"python -m benchmarks.convergence --suite code-gpt {shlex.join(words)}"
 
 
-def environment() -> dict:
+def environment(processes: int) -> dict:
+    """processes: that train on the device at the same time, which each run takes longer for."""
     versions = {package: record.version(package) for package in PACKAGES}
-    return {**record.environment(), **versions, "device": jax.devices()[0].device_kind}
+    return {**record.environment(), **versions, "device": jax.devices()[0].device_kind, "processes": processes}
 
 
 def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> list[str]:
@@ -104,7 +116,7 @@ def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> li
     config, start = config_of(options), time.perf_counter()
     text = corpus.read(int(options.corpus_mib * 2**20))
     print(f"corpus: {text.about()}, {time.perf_counter() - start:.1f} s")
-    session = Session(results, config, text, environment(), command_of(options))
+    session = Session(results, config, text, environment(options.processes), command_of(options))
     rows = [row for row in options.rows if missing_seeds(row, options.seeds, session)]
     shared, failed, compiled = SharedStart(config, text), [], {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiler:

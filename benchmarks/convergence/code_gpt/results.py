@@ -2,14 +2,16 @@
 
 {"suite", "configs", "corpora", "recipes", "runs"}: a run names its config, corpus and casts by hashes, which the three
 tables resolve. The file is replaced atomically after each run, so that an interrupted session loses only the run in
-progress. A run is in one line of the file.
+progress, and under a lock, so that several processes may add to it. A run is in one line of the file.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +75,20 @@ class Results:
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
         """Appends a run and the entries of `tables` that it refers to."""
-        contents = self.read()
-        for table, entries in tables.items():
-            contents[table] |= entries
-        contents["runs"].append(run)
-        self._write(contents)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            contents = self.read()
+            for table, entries in tables.items():
+                contents[table] |= entries
+            contents["runs"].append(run)
+            self._write(contents)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Waits until no other process changes the file; the system drops the lock of a process that is killed."""
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _write(self, contents: dict[str, Any]) -> None:
         lines = [f' "{key}": {json.dumps(value)}' for key, value in contents.items() if key not in (*TABLES, "runs")]
@@ -85,7 +96,6 @@ class Results:
             entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in contents[table].items())
             lines.append(f' "{table}": {{\n' + ",\n".join(entries) + "\n }")
         lines.append(' "runs": [\n' + ",\n".join(f"  {json.dumps(run)}" for run in contents["runs"]) + "\n ]")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         temporary.replace(self.path)
