@@ -5,16 +5,16 @@ It computes what `cast_microscaled_kernel` does not: scales of the least squared
 scales that MS-EDEN corrects (`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16
 values (code times block scale, which is exact).
 
-Grid and CTA: one CTA of one warpgroup (128 threads) for a tile of 128×128 elements, a whole number of rotated groups in
-both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to float32 and
-stores it to SMEM in rows of 129 words. A thread then owns a column of the tile, or a row if blocks run along rows; with
-that row length neither has bank conflicts, so one code path serves both. The thread works on blocks of its 16
-neighbouring elements in registers, and no step before the last needs other threads:
+Grid and CTA: one CTA of two warpgroups (of 128 threads) for a tile of 128×128 elements, a whole number of rotated groups
+in both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to float32
+and stores it to SMEM in rows of 129 words. A thread of each warpgroup then owns half a column of the tile, or half a row
+if blocks run along rows; with that row length neither has bank conflicts, so one code path serves both. The thread works
+on blocks of its 16 neighbouring elements in registers:
 
     rotation     adds elements 64, 32 and 16 apart in place in SMEM, and 8, 4, 2 and 1 apart in the registers of a block
     scale        of the block amax, or of the candidate with the least error
     codes        written back to SMEM: 4-bit codes in 32-bit words, or their decoded values
-    MS-EDEN      accumulates two integer sums over the 8 blocks of a group, and corrects their scales
+    MS-EDEN      accumulates two integer sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
     output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values; the
                  values of threads that own columns are written from registers instead
 
@@ -24,7 +24,8 @@ Codes and scales are bit-identical to the reference, except that intermediate va
 flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
 
 Example: a gradient (8192, 14336) in bfloat16 for dgrad and wgrad has two outputs, along rows and down columns. The grid
-is (64, 112), a CTA uses 70 KB of SMEM, and three CTAs run on an SM.
+is (64, 112), a CTA uses 72 KB of SMEM, and three CTAs run on an SM. With one warpgroup per CTA too few warps would hide
+the latencies.
 """
 
 import functools
@@ -61,7 +62,9 @@ from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS, fract
 
 TILE = ROTATION  # rows and columns of a tile
 PITCH = TILE + 1  # words from one row of a tile to the next
-BLOCKS = TILE // BLOCK  # of a thread
+WARPGROUPS = 2
+BLOCKS = TILE // BLOCK  # of a rotated group
+OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
 E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
@@ -120,17 +123,17 @@ def cast(
     rows = m if mean is None else rows
 
     def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
-        *refs, smem, scales_smem = refs
+        *refs, smem, scales_smem, sums_smem, signs_smem, barrier = refs
+        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, signs_smem, barrier)
         others = iter(refs)
         seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
         for index, spec in enumerate(outputs):
             data, scale = next(others), None if spec.dequantized else next(others)
-            tile = Tile(smem, spec.along, lax.axis_index("row"), lax.axis_index("column"))
+            tile = Tile(cta, smem, spec.along, lax.axis_index("row"), lax.axis_index("column"))
             multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
-            output = Output(spec, tile, multipliers, scales_smem, data, scale)
-            tile.copy_from(x_gmem, mean_gmem, rows)
+            output = Output(spec, tile, multipliers, data, scale)
+            tile.copy_from(x_gmem, mean_gmem, signs_gmem.at[pl.ds(index, 1)] if spec.rotated else None, rows)
             output.run(
-                None if signs_gmem is None else signs_gmem.at[index],
                 None if seeds_gmem is None else functools.partial(_uniform, tile, seeds_gmem.at[index], row_length),
             )
 
@@ -140,7 +143,15 @@ def cast(
         grid=(m // TILE, k // TILE),
         grid_names=("row", "column"),
         kernel_name=kernel_name("cast", "four_bit"),
-        scratch_types=[plgpu.SMEM((TILE, PITCH), jnp.float32), plgpu.SMEM((BLOCKS, TILE), jnp.float32)],
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((TILE, PITCH), jnp.float32),
+            plgpu.SMEM((BLOCKS, TILE), jnp.float32),
+            plgpu.SMEM((2 * WARPGROUPS, TILE), jnp.uint32),
+            plgpu.SMEM((1, TILE), jnp.float32),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
         compiler_params=_PARAMETERS,
     )
     optional = [each for each in (seeds, signs, mean) if each is not None]
@@ -156,12 +167,48 @@ def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct
     return [jax.ShapeDtypeStruct((m // 2, k), jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.uint8)]
 
 
+class Cta(NamedTuple):
+    """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
+
+    scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
+    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). signs: of the rotation, float32
+    (1, 128). barrier: an arrival of each warpgroup.
+    """
+
+    warpgroup: Any
+    scales: Any
+    sums: Any
+    signs: Any
+    barrier: Any
+
+    def sync(self) -> None:
+        """Waits until all threads of the CTA have finished their accesses to SMEM."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barrier)
+        plgpu.barrier_wait(self.barrier)
+
+    def own(self, count: int) -> tuple[Any, Any]:
+        """The bounds of this warpgroup's share of `count` items."""
+        share = count // WARPGROUPS
+        return self.warpgroup * share, (self.warpgroup + 1) * share
+
+    def total(self, own: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Returns the sum over warpgroups of each of these arrays, (1, 128)."""
+        for index, each in enumerate(own):
+            self.sums[pl.ds(index * WARPGROUPS + self.warpgroup, 1)] = lax.bitcast_convert_type(each, jnp.uint32)
+        self.sync()
+        rows = (self.sums.at[pl.ds(index * WARPGROUPS, WARPGROUPS)] for index in range(len(own)))
+        loaded = (load(each, COLUMN_PER_THREAD, optimized=False) for each in rows)
+        return [_sum(lax.bitcast_convert_type(bits, each.dtype)) for bits, each in zip(loaded, own, strict=True)]
+
+
 class Tile(NamedTuple):
     """A tile in SMEM, float32 (128, 129). along: whether threads own rows. row, column: of the tile in the matrix.
 
     Arrays in registers are (n, 128): n elements of each thread.
     """
 
+    cta: Cta
     smem: Any
     along: bool
     row: Any
@@ -191,14 +238,20 @@ class Tile(NamedTuple):
         """The columns of the tile in the matrix."""
         return pl.ds(self.column * TILE, TILE)
 
-    def copy_from(self, x_gmem, mean_gmem, row_count: int) -> None:
+    def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> None:
         """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
 
-        mean_gmem: subtracted from the first `row_count` rows of x, or None.
+        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: copied as well, or None.
         """
-        plgpu.commit_smem()
+        self.cta.sync()
+        if signs_gmem is not None:
 
-        @pl.loop(0, TILE // LOADED_ROWS)
+            @pl.when(self.cta.warpgroup == 0)
+            def _():
+                self.cta.signs[...] = load(signs_gmem, COLUMN_PER_THREAD, optimized=False)
+
+
+        @pl.loop(*self.cta.own(TILE // LOADED_ROWS))
         def _(i):
             rows = pl.ds(self.row * TILE + i * LOADED_ROWS, LOADED_ROWS)
             values = load(x_gmem.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
@@ -211,17 +264,19 @@ class Tile(NamedTuple):
                 values = jnp.where(row < row_count - (self.row * TILE + i * LOADED_ROWS), values, np.float32(0))
             self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = values
 
-        plgpu.commit_smem()
+        self.cta.sync()
 
-    def add_distant(self, signs_gmem) -> None:
+    def add_distant(self) -> None:
         """Multiplies elements by their signs, and rotates those that are a multiple of 16 apart, in place."""
 
-        @pl.loop(0, BLOCK)
+        @pl.loop(*self.cta.own(BLOCK))
         def _(first):
             indices = [first + i * BLOCK for i in range(BLOCKS)]
-            elements = [self.load(index, 1) * signs_gmem[index] for index in indices]
+            elements = [self.load(index, 1) * self.cta.signs[0, index] for index in indices]
             for index, value in zip(indices, butterflies(elements, neighbours_last=True), strict=True):
                 self.elements(index, 1)[...] = value
+
+        self.cta.sync()
 
     def add_neighbours(self, block) -> jax.Array:
         """The elements of a block after the remaining stages of the rotation."""
@@ -248,31 +303,35 @@ class Scale(NamedTuple):
 class Output(NamedTuple):
     """An output of a tile, with the refs of its results.
 
-    tensor_multipliers: the quantisation multiplier of the tensor and its reciprocal. scales_smem: the stored scales of
-    the tile before their correction, float32 (8, 128), negative for codes of the second element.
+    tensor_multipliers: the quantisation multiplier of the tensor and its reciprocal.
     """
 
     spec: OutputSpec
     tile: Tile
     tensor_multipliers: tuple[Any, Any]
-    scales_smem: Any
     data: Any
     scale: Any
 
-    def run(self, signs_gmem, uniform) -> None:
+    def run(self, uniform) -> None:
         """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
         if self.spec.rotated:
-            self.tile.add_distant(signs_gmem)
-        zeros = _per_thread(0, jnp.uint32), _per_thread(0, jnp.int32)
-        squares, projections = lax.fori_loop(0, BLOCKS, self._cast_block, zeros)
+            self.tile.add_distant()
+        cta, zeros = self.tile.cta, (_per_thread(0, jnp.uint32), _per_thread(0, jnp.float32))
+        first, _ = cta.own(BLOCKS)
+        sums = lax.fori_loop(0, OWN_BLOCKS, lambda i, sums: self._cast_block(first + i, sums), zeros)
         if self.spec.corrected:
-            pl.loop(0, BLOCKS)(functools.partial(self._correct, correction(squares, projections), uniform))
+            squares, projections = cta.total(sums)
+            factor = correction(squares, projections * CODE_STEPS)
+            pl.loop(*cta.own(BLOCKS))(functools.partial(self._correct, factor, uniform))
         if self.tile.along or not self.spec.dequantized:
-            plgpu.commit_smem()
+            cta.sync()
             self._write()
 
     def _cast_block(self, block, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Replaces a block in SMEM by its codes or values; returns the sums over blocks for the correction."""
+        """Replaces a block in SMEM by its codes or values; returns the sums over blocks for the correction.
+
+        These are the squares of the scaled elements, in steps, and their products with the codes.
+        """
         spec, tile = self.spec, self.tile
         x = tile.add_neighbours(block) if spec.rotated else tile.load_block(block)
         amax = amax_of_bits(_max(magnitude_bits(x)))
@@ -285,15 +344,17 @@ class Output(NamedTuple):
         if not spec.corrected:
             self._finish_block(block, stored, values)
             return sums
-        self.scales_smem[pl.ds(block, 1)] = _decoded(stored)
+        tile.cta.scales[pl.ds(block, 1)] = _decoded(stored)
         squares, projections = sums
-        steps, code_steps = _integer(scaled * STEPS), _integer(values * CODE_STEPS)
+        shifted = scaled * STEPS + _ROUNDER
+        steps = lax.bitcast_convert_type(shifted, jnp.int32) - _ROUNDER.view(np.int32)
         squares = squares + _sum(lax.bitcast_convert_type(steps * steps, jnp.uint32))
-        return squares, projections + _sum(steps * code_steps)
+        # Exact in float32: multiples of 1/2 below 2^23, and so are all partial sums.
+        return squares, projections + _sum((shifted - _ROUNDER) * values)
 
     def _correct(self, correction: jax.Array, uniform, block) -> None:
         """Rounds the corrected scale of a block stochastically, and applies it to dequantised values."""
-        scale = load(self.scales_smem.at[pl.ds(block, 1)], COLUMN_PER_THREAD, optimized=False)
+        scale = load(self.tile.cta.scales.at[pl.ds(block, 1)], COLUMN_PER_THREAD, optimized=False)
         is_nan = scale != scale
         stored = jnp.where(is_nan, NAN_SCALE, float_code(scale * correction, E4M3, uniform(block)))
         self._finish_block(block, stored, self.tile.load_block(block) if self.spec.dequantized else None)
@@ -384,7 +445,7 @@ class Output(NamedTuple):
         """Writes codes or values from SMEM to GMEM, in rows."""
         tile = self.tile
 
-        @pl.loop(0, BLOCKS)
+        @pl.loop(*tile.cta.own(BLOCKS))
         def _(i):
             rows = tile.load_rows(i * BLOCK, BLOCK)
             if self.spec.dequantized:
@@ -419,7 +480,10 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _entry(values: tuple[float, ...], i) -> Any:
-    """The number at index i, which is known at run time."""
+    """The number at index i, which is known at run time; up to 8 integers from -8 to 7 are packed into a word."""
+    if all(isinstance(value, int) for value in values):
+        packed = np.uint32(sum((int(value) + 8) << 4 * n for n, value in enumerate(values)))
+        return ((packed >> (4 * i).astype(jnp.uint32)) & np.uint32(15)).astype(jnp.int32) - 8
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
@@ -460,11 +524,11 @@ def _error(magnitude: jax.Array, element: str) -> jax.Array:
 def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (saturated magnitudes + shift, shift, binade): a sum whose last bit is a step of E2M1, so it is rounded.
 
-    Steps are half the power of two below the magnitude, and 1/2 below 1.
+    Steps are half the power of two below the magnitude, and 1/2 below 1. The shift is 2^23 + 2 steps.
     """
     clipped = jnp.minimum(magnitude, np.float32(LARGEST_CODE["float4_e2m1fn"]))
     binade = bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY
-    shift = float_of(binade) * np.float32(2.0**22)
+    shift = float_of(binade) * np.float32(2.0**22 + 1)
     return clipped + shift, shift, binade
 
 
@@ -475,8 +539,9 @@ def _encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
         return integers.astype(jnp.float32), lax.bitcast_convert_type(integers, jnp.uint32) & np.uint32(15)
     shifted, shift, binade = _shifted_e2m1(jnp.abs(scaled))
     sign = bits_of(scaled) & SIGN
-    # Codes of the first two binades, [0, 1) and [1, 2), are the number of steps; each further binade adds two.
-    code = bits_of(shifted) - bits_of(shift) + (binade >> 22) - np.uint32(2 * 127)
+    # The low bits of the sum are the number of steps plus 2. Codes of the first two binades, [0, 1) and [1, 2), are the
+    # number of steps; each further binade adds 2. Twice the exponent of the first, 2 · 127, is 6 modulo 8.
+    code = bits_of(shifted) + (binade >> 22)
     return float_of(bits_of(shifted - shift) | sign), (code & np.uint32(7)) | (sign >> 28)
 
 
