@@ -128,11 +128,14 @@ def _output_spec(output: CastOutput) -> Any:
 
 
 def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Array | None:
-    """Returns the signs of each output, float32 (outputs, 128); ones for those that are not rotated."""
+    """Returns the packed signs of each output, uint32 (outputs, 128); zeros for those that are not rotated."""
+    from scaledot.kernels.hopper.cast_four_bit_kernel import sign_words
+
     if all(output.spec.rotation is None for output in outputs):
         return None
-    drawn = (arguments.signs_of(output) for output in outputs)
-    return jnp.stack([jnp.ones(ROTATION, jnp.float32) if signs is None else signs for signs in drawn])
+    drawn = ((arguments.signs_of(output), output.contracted == 1) for output in outputs)
+    unrotated = jnp.zeros(ROTATION, jnp.uint32)
+    return jnp.stack([unrotated if signs is None else sign_words(signs, along) for signs, along in drawn])
 
 
 def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.Array, list[jax.Array]]:

@@ -5,16 +5,17 @@ It computes what `cast_microscaled_kernel` does not: scales of the least squared
 scales that MS-EDEN corrects (`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16
 values (code times block scale, which is exact).
 
-Grid and CTA: one CTA of two warpgroups (of 128 threads) for a tile of 128×128 elements, a whole number of rotated groups
-in both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to float32
-and stores it to SMEM in rows of 129 words. A thread of each warpgroup then owns half a column of the tile, or half a row
-if blocks run along rows; with that row length neither has bank conflicts, so one code path serves both. The thread works
-on blocks of its 16 neighbouring elements in registers:
+Grid and CTA: one CTA of two warpgroups (of 128 threads) for a tile of 128×128 elements, a whole number of rotated
+groups in both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to
+float32 and stores it to SMEM in rows of 129 words. A thread of each warpgroup then owns half a column of the tile, or
+half a row if blocks run along rows; with that row length neither has bank conflicts, so one code path serves both. The
+thread works on blocks of its 16 neighbouring elements in registers:
 
-    rotation     adds elements 64, 32 and 16 apart in place in SMEM, and 8, 4, 2 and 1 apart in the registers of a block
+    rotation     adds elements 64, 32 and 16 apart between GMEM and SMEM, or in place in SMEM if blocks run along rows,
+                 and 8, 4, 2 and 1 apart in the registers of a block
     scale        of the block amax, or of the candidate with the least error
     codes        written back to SMEM: 4-bit codes in 32-bit words, or their decoded values
-    MS-EDEN      accumulates two integer sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
+    MS-EDEN      accumulates two sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
     output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values; the
                  values of threads that own columns are written from registers instead
 
@@ -24,8 +25,7 @@ Codes and scales are bit-identical to the reference, except that intermediate va
 flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
 
 Example: a gradient (8192, 14336) in bfloat16 for dgrad and wgrad has two outputs, along rows and down columns. The grid
-is (64, 112), a CTA uses 72 KB of SMEM, and three CTAs run on an SM. With one warpgroup per CTA too few warps would hide
-the latencies.
+is (64, 112), a CTA uses 72 KB of SMEM, and three CTAs run on an SM.
 """
 
 import functools
@@ -66,6 +66,7 @@ WARPGROUPS = 2
 BLOCKS = TILE // BLOCK  # of a rotated group
 OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
+FIRST_ROWS = 2  # the same for rotated columns: 8 times as many rows, in registers that three CTAs per SM have
 E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
 LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
@@ -114,8 +115,8 @@ def cast(
     """Casts x (M, K), multiples of 128, to these outputs.
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
-    (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, float32 (outputs, 128).
-    mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
+    (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, uint32 (outputs, 128), see
+    `sign_words`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
     row_length: columns of the unpadded (global) array, for the flat index of an element.
     """
     m, k = x.shape
@@ -123,8 +124,8 @@ def cast(
     rows = m if mean is None else rows
 
     def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
-        *refs, smem, scales_smem, sums_smem, signs_smem, barrier = refs
-        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, signs_smem, barrier)
+        *refs, smem, scales_smem, sums_smem, barrier = refs
+        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, barrier)
         others = iter(refs)
         seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
         for index, spec in enumerate(outputs):
@@ -149,7 +150,6 @@ def cast(
             plgpu.SMEM((TILE, PITCH), jnp.float32),
             plgpu.SMEM((BLOCKS, TILE), jnp.float32),
             plgpu.SMEM((2 * WARPGROUPS, TILE), jnp.uint32),
-            plgpu.SMEM((1, TILE), jnp.float32),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=_PARAMETERS,
@@ -158,6 +158,19 @@ def cast(
     key = "four bit", outputs, has, rows, row_length
     arrays = iter(call_exported(key, run, x, tensor_multipliers, *optional))
     return tuple(CodesAndScales(next(arrays), None if spec.dequantized else next(arrays)) for spec in outputs)
+
+
+def sign_words(signs: jax.Array, along: bool) -> jax.Array:
+    """Packs the signs of a rotation for the kernel: uint32 (128,), from float32 (128,).
+
+    along: blocks run along rows; word i is then the sign bit of element i. Otherwise bit j of word i, for i below 16,
+    is set if element i + 16 j is multiplied by -1.
+    """
+    negative = (signs < 0).astype(jnp.uint32)
+    if along:
+        return negative << 31
+    masks = jnp.sum(negative.reshape(BLOCKS, BLOCK) << np.arange(BLOCKS, dtype=np.uint32)[:, None], axis=0)
+    return jnp.pad(masks.astype(jnp.uint32), (0, TILE - BLOCK))
 
 
 def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct]:
@@ -171,14 +184,13 @@ class Cta(NamedTuple):
     """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
 
     scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
-    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). signs: of the rotation, float32
-    (1, 128). barrier: an arrival of each warpgroup.
+    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). barrier: an arrival of each
+    warpgroup.
     """
 
     warpgroup: Any
     scales: Any
     sums: Any
-    signs: Any
     barrier: Any
 
     def sync(self) -> None:
@@ -200,6 +212,29 @@ class Cta(NamedTuple):
         rows = (self.sums.at[pl.ds(index * WARPGROUPS, WARPGROUPS)] for index in range(len(own)))
         loaded = (load(each, COLUMN_PER_THREAD, optimized=False) for each in rows)
         return [_sum(lax.bitcast_convert_type(bits, each.dtype)) for bits, each in zip(loaded, own, strict=True)]
+
+
+class Source(NamedTuple):
+    """Columns of x in GMEM, from a row on, of which a thread loads one. mean, row_count: see `Tile.copy_from`."""
+
+    x: Any
+    mean: Any
+    columns: Any
+    row: Any
+    row_count: int
+
+    def rows(self, first, count: int) -> jax.Array:
+        """Returns rows as float32 without subnormals, less the mean, (count, 128)."""
+        rows = pl.ds(self.row + first, count)
+        values = load(self.x.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
+        values = flush_subnormals(values)
+        if self.mean is not None:
+            mean = load(self.mean.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
+            values = flush_subnormals(values - jnp.concatenate([mean] * count))
+        if self.row_count % TILE:
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=COLUMN_PER_THREAD)
+            values = jnp.where(row < self.row_count - (self.row + first), values, np.float32(0))
+        return values
 
 
 class Tile(NamedTuple):
@@ -241,42 +276,47 @@ class Tile(NamedTuple):
     def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> None:
         """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
 
-        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: copied as well, or None.
+        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: uint32 (1, 128), see
+        `sign_words`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not.
         """
         self.cta.sync()
-        if signs_gmem is not None:
-
-            @pl.when(self.cta.warpgroup == 0)
-            def _():
-                self.cta.signs[...] = load(signs_gmem, COLUMN_PER_THREAD, optimized=False)
-
+        source = Source(x_gmem, mean_gmem, self.columns, self.row * TILE, row_count)
+        if signs_gmem is not None and not self.along:
+            pl.loop(*self.cta.own(BLOCK // FIRST_ROWS))(functools.partial(self._copy_rotated, source, signs_gmem))
+            self.cta.sync()
+            return
+        is_rotated = signs_gmem is not None
+        signs = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else None
 
         @pl.loop(*self.cta.own(TILE // LOADED_ROWS))
         def _(i):
-            rows = pl.ds(self.row * TILE + i * LOADED_ROWS, LOADED_ROWS)
-            values = load(x_gmem.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
-            values = flush_subnormals(values)
-            if mean_gmem is not None:
-                mean = load(mean_gmem.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
-                values = flush_subnormals(values - jnp.concatenate([mean] * LOADED_ROWS))
-            if row_count % TILE:
-                row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=COLUMN_PER_THREAD)
-                values = jnp.where(row < row_count - (self.row * TILE + i * LOADED_ROWS), values, np.float32(0))
+            values = source.rows(i * LOADED_ROWS, LOADED_ROWS)
+            if signs is not None:
+                values = float_of(bits_of(values) ^ jnp.concatenate([signs] * LOADED_ROWS))
             self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = values
 
         self.cta.sync()
+        if is_rotated:
+            pl.loop(*self.cta.own(BLOCK))(self._add_distant)
+            self.cta.sync()
 
-    def add_distant(self) -> None:
-        """Multiplies elements by their signs, and rotates those that are a multiple of 16 apart, in place."""
+    def _copy_rotated(self, source: "Source", signs_gmem, i) -> None:
+        """Copies rows that are a multiple of 16 apart, and rotates over these distances, for FIRST_ROWS neighbours."""
+        chunks = [_rows(source.rows(i * FIRST_ROWS + block * BLOCK, FIRST_ROWS)) for block in range(BLOCKS)]
+        for n, elements in enumerate(zip(*chunks, strict=True)):
+            first = i * FIRST_ROWS + n
+            mask = signs_gmem[0, first]
+            signs = ((mask << np.uint32(31 - block)) & SIGN for block in range(BLOCKS))
+            signed = [float_of(bits_of(x) ^ sign) for x, sign in zip(elements, signs, strict=True)]
+            for block, value in enumerate(butterflies(signed, neighbours_last=True)):
+                self.elements(first + block * BLOCK, 1)[...] = value
 
-        @pl.loop(*self.cta.own(BLOCK))
-        def _(first):
-            indices = [first + i * BLOCK for i in range(BLOCKS)]
-            elements = [self.load(index, 1) * self.cta.signs[0, index] for index in indices]
-            for index, value in zip(indices, butterflies(elements, neighbours_last=True), strict=True):
-                self.elements(index, 1)[...] = value
-
-        self.cta.sync()
+    def _add_distant(self, first) -> None:
+        """Rotates elements that are a multiple of 16 apart, from `first` on, in place."""
+        indices = [first + i * BLOCK for i in range(BLOCKS)]
+        values = butterflies([self.load(index, 1) for index in indices], neighbours_last=True)
+        for index, value in zip(indices, values, strict=True):
+            self.elements(index, 1)[...] = value
 
     def add_neighbours(self, block) -> jax.Array:
         """The elements of a block after the remaining stages of the rotation."""
@@ -314,8 +354,6 @@ class Output(NamedTuple):
 
     def run(self, uniform) -> None:
         """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
-        if self.spec.rotated:
-            self.tile.add_distant()
         cta, zeros = self.tile.cta, (_per_thread(0, jnp.uint32), _per_thread(0, jnp.float32))
         first, _ = cta.own(BLOCKS)
         sums = lax.fori_loop(0, OWN_BLOCKS, lambda i, sums: self._cast_block(first + i, sums), zeros)
