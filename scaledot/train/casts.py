@@ -7,6 +7,7 @@ them, unless their delayed scaling differs.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Hashable
 from typing import Any
@@ -27,7 +28,7 @@ from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
 from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
 from scaledot.state import State
-from scaledot.train.means import reads_mean
+from scaledot.train.means import reads_mean, token_means
 from scaledot.train.residuals import named
 from scaledot.train.resolved_cast import ResolvedCast
 from scaledot.train.train_op import CastOperands, CastRequest, StaticArgs, TokenMeans
@@ -132,6 +133,22 @@ class OperandCaster:
             return cast, self.weight_codes[tensor].bits(backward)
         saved = named(residual, self.options.residual_name)
         return cast._replace(operands={m: saved if q is residual else q for m, q in cast.operands.items()}), saved
+
+    def cast_gradient(self, g: jax.Array, has_bias: bool) -> tuple[CastOperands, TokenMeans | None]:
+        """The operands of dgrad and wgrad, and the means of g if their terms depend on them.
+
+        If only the sums of g over tokens are needed, the kernel that casts g computes them in the same pass.
+        """
+        matmuls = "dgrad", "wgrad"
+        subtracts = any(tensor == "g" for _, tensor in self.recipe.mean_subtracted)
+        if subtracts or not self.op.sums_tokens or not reads_mean(self.recipe, "wgrad", "g"):
+            means = self.token_means("g", g, matmuls)
+            return self.cast("g", g, matmuls, column_sums=has_bias, means=means), means
+        cast = self.cast("g", g, matmuls, column_sums=True)
+        if cast.column_sums is None:
+            return cast, self.token_means("g", g, matmuls)
+        tokens = math.prod(g.shape[: g.ndim - cast.column_sums.ndim])
+        return cast, token_means(jnp.expand_dims(cast.column_sums, range(g.ndim - cast.column_sums.ndim)), tokens)
 
     def amax(self, tensor: str, x: jax.Array, cast: CastOperands) -> jax.Array:
         """The amax of x, from the cast kernel if it computed it, otherwise by a separate reduction."""

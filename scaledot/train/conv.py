@@ -299,6 +299,7 @@ class ConvOp(NonRaggedOp):
     window: Window
     partitioning: Partitioning = ONE_DEVICE
     has_batch = False
+    sums_tokens = False
     features = "o"
 
     @property

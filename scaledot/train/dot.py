@@ -228,6 +228,10 @@ class DotOp(NonRaggedOp):
     def has_batch(self) -> bool:
         return bool(self.contraction.batch)
 
+    @property
+    def sums_tokens(self) -> bool:
+        return not self.has_batch and self.out.endswith(self.features)
+
     def operand_dims(self, matmul: str, tensor: str) -> OperandDims:
         contraction, index = self.contraction.for_gemm(matmul), GEMM_OPERANDS[matmul].index(tensor)
         labels = (contraction.lhs, contraction.rhs)[index]

@@ -103,6 +103,10 @@ class ShardedOp:
         return self.local.has_batch
 
     @property
+    def sums_tokens(self) -> bool:
+        return False  # column sums of a shard lack the tokens of other devices
+
+    @property
     def partitioning(self) -> None:
         return None
 

@@ -218,6 +218,7 @@ class RaggedDotOp:
     per_group: bool = False
     partitioning: Partitioning = ONE_DEVICE
     has_batch = False
+    sums_tokens = False
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ResolvedCast | ResolvedRowCast:
         if tensor == "w":

@@ -233,6 +233,7 @@ class ShardedRaggedDotOp:
     sizes: tuple[tuple[str, int], ...]
     amax_scope: str
     has_batch = False
+    sums_tokens = False
     partitioning = None
 
     def resolve_cast(self, cast: Cast, matmul: str, tensor: str) -> ShardCast:

@@ -217,6 +217,11 @@ class TrainOp(Protocol):
         ...
 
     @property
+    def sums_tokens(self) -> bool:
+        """Whether the `column_sums` of a CastRequest for g are its sums over tokens, the leading dims."""
+        ...
+
+    @property
     def partitioning(self) -> Partitioning | None:
         """How XLA partitions the computation; None inside a shard_map."""
         ...

@@ -120,8 +120,7 @@ def _backward(static: StaticArgs, residuals: Residuals, cotangents: tuple[jax.Ar
     groups, (x_type, w_type, bias_type) = residuals.groups, residuals.primal_types
     caster = OperandCaster(static, groups, residuals.state, residuals.key)
     x, w = from_bits(residuals.x), from_bits(residuals.w)
-    means = caster.token_means("g", g, ("dgrad", "wgrad"))
-    cast_g = caster.cast("g", g, ("dgrad", "wgrad"), column_sums=bias_type is not None, means=means)
+    cast_g, means = caster.cast_gradient(g, bias_type is not None)
     dgrad_term, wgrad_term = _gradient_terms(residuals, means)
     dx = _gradient(static, "dgrad", cast_g.operands["dgrad"], w, groups, x_type, residuals.unclipped_x, dgrad_term)
     dw = _gradient(static, "wgrad", x, cast_g.operands["wgrad"], groups, w_type, residuals.unclipped_w, wgrad_term)

@@ -99,17 +99,25 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
         x, mean = subtract_mean(x, mean), None
     padded = pad_to_multiples(x, ROTATION, ROTATION)
     signs = _signs(outputs, arguments)
-    tensor_multipliers, tensor_scales = _tensor_scales(x if mean is None else subtract_mean(x, mean), outputs)
+    sums_columns = problem.column_sums and arguments.mean is None  # those of x, not of differences
+    differences = x if mean is None else subtract_mean(x, mean)
+    # Steps that subtract the mean of x multiply it by w, in the same pass. XLA reads columns of float32 as fast as
+    # rows, but those of 16-bit elements at half the rate.
+    of_columns = x.dtype == jnp.float32
+    tensor_multipliers, tensor_scales = _tensor_scales(differences, outputs, of_columns)
     specs = tuple(_output_spec(output) for output in outputs)
     seeds = cast_support.seeds(outputs, arguments)
     mean = None if mean is None else pad_to_multiples(jnp.broadcast_to(mean, (1, columns)), 1, ROTATION)
     row_length = problem.row_length or columns
-    results = cast_four_bit_kernel.cast(padded, specs, tensor_multipliers, seeds, signs, mean, rows, row_length)
+    results, sums = cast_four_bit_kernel.cast(
+        padded, specs, tensor_multipliers, seeds, signs, mean, rows, row_length, sums_columns
+    )
     arrays = (
         stored_array(output, matrix_block(output, 2), result, tensor_scale, x)
         for output, result, tensor_scale in zip(outputs, results, tensor_scales, strict=True)
     )
-    return CastResult(tuple(arrays))
+    column_sums = None if sums is None else vary_as(jnp.sum(sums, axis=0)[:columns], x)
+    return CastResult(tuple(arrays), column_sums=column_sums)
 
 
 def _output_spec(output: CastOutput) -> Any:
@@ -138,7 +146,9 @@ def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Arr
     return jnp.stack([unrotated if signs is None else sign_words(signs, along) for signs, along in drawn])
 
 
-def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.Array, list[jax.Array]]:
+def _tensor_scales(
+    x: jax.Array, outputs: tuple[CastOutput, ...], of_columns: bool
+) -> tuple[jax.Array, list[jax.Array]]:
     """Returns the multipliers of `cast_four_bit_kernel.cast`, and the tensor scale of each output, float32 ().
 
     The multiplier of a tensor brings its amax, or the bound of its amax after a rotation, to the target times
@@ -147,8 +157,7 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
     from scaledot.kernels.hopper import scalars
 
     specs, dtype = [output.spec for output in outputs], outputs[0].spec.input_dtype
-    # Of columns, because steps that subtract the mean of x also sum g over its rows, and multiply the mean by w.
-    partial = cast_support.partial_amaxes(x, finite=True, of_columns=True)
+    partial = cast_support.partial_amaxes(x, finite=True, of_columns=of_columns)
     amax = amax_of_rank(jnp.max(partial, keepdims=True))
     amax = cast_support.amax_over_devices(amax, x, specs[0].amax_axes)
 

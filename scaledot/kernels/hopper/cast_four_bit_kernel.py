@@ -40,6 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from scaledot.formats import FORMATS
+from scaledot.kernels.hopper import support
 from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals, scale_reciprocal
 from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
@@ -65,6 +66,7 @@ PITCH = TILE + 1  # words from one row of a tile to the next
 WARPGROUPS = 2
 BLOCKS = TILE // BLOCK  # of a rotated group
 OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
+OWN_ROWS = TILE // WARPGROUPS  # that a warpgroup copies from GMEM to SMEM
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
 FIRST_ROWS = 2  # the same for rotated columns: 8 times as many rows, in registers that three CTAs per SM have
 E4M3 = FORMATS["fp8_e4m3"]
@@ -111,13 +113,15 @@ def cast(
     mean: jax.Array | None,
     rows: int,
     row_length: int,
-) -> tuple[CodesAndScales, ...]:
-    """Casts x (M, K), multiples of 128, to these outputs.
+    column_sums: bool = False,
+) -> tuple[tuple[CodesAndScales, ...], jax.Array | None]:
+    """Casts x (M, K), multiples of 128, to these outputs; returns them and the sums of 64 rows each, (M / 64, K).
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
     (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, uint32 (outputs, 128), see
     `sign_words`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
-    row_length: columns of the unpadded (global) array, for the flat index of an element.
+    row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums: whether to return
+    sums, float32, of x less the mean.
     """
     m, k = x.shape
     has = tuple(each is not None for each in (seeds, signs, mean))
@@ -128,19 +132,26 @@ def cast(
         cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, barrier)
         others = iter(refs)
         seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
+        sums_gmem = next(others) if column_sums else None
         for index, spec in enumerate(outputs):
             data, scale = next(others), None if spec.dequantized else next(others)
             tile = Tile(cta, smem, spec.along, lax.axis_index("row"), lax.axis_index("column"))
             multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
             output = Output(spec, tile, multipliers, data, scale)
-            tile.copy_from(x_gmem, mean_gmem, signs_gmem.at[pl.ds(index, 1)] if spec.rotated else None, rows)
+            signs = signs_gmem.at[pl.ds(index, 1)] if signs_gmem is not None and spec.rotated else None
+            sums = tile.copy_from(x_gmem, mean_gmem, signs, rows)
+            if sums_gmem is not None and index == 0:
+                sums_gmem[pl.ds(tile.row * WARPGROUPS + cta.warpgroup, 1), tile.columns] = sums
             output.run(
                 None if seeds_gmem is None else functools.partial(_uniform, tile, seeds_gmem.at[index], row_length),
             )
 
     run = plgpu.kernel(
         kernel,
-        out_type=tuple(each for spec in outputs for each in _output_types(m, k, spec)),
+        out_type=(
+            *([jax.ShapeDtypeStruct((m // OWN_ROWS, k), jnp.float32)] if column_sums else []),
+            *(each for spec in outputs for each in _output_types(m, k, spec)),
+        ),
         grid=(m // TILE, k // TILE),
         grid_names=("row", "column"),
         kernel_name=kernel_name("cast", "four_bit"),
@@ -155,9 +166,11 @@ def cast(
         compiler_params=_PARAMETERS,
     )
     optional = [each for each in (seeds, signs, mean) if each is not None]
-    key = "four bit", outputs, has, rows, row_length
+    key = "four bit", outputs, has, rows, row_length, column_sums
     arrays = iter(call_exported(key, run, x, tensor_multipliers, *optional))
-    return tuple(CodesAndScales(next(arrays), None if spec.dequantized else next(arrays)) for spec in outputs)
+    sums = next(arrays) if column_sums else None
+    casts = (CodesAndScales(next(arrays), None if spec.dequantized else next(arrays)) for spec in outputs)
+    return tuple(casts), sums
 
 
 def sign_words(signs: jax.Array, along: bool) -> jax.Array:
@@ -273,43 +286,49 @@ class Tile(NamedTuple):
         """The columns of the tile in the matrix."""
         return pl.ds(self.column * TILE, TILE)
 
-    def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> None:
+    def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> jax.Array:
         """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
 
         mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: uint32 (1, 128), see
-        `sign_words`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not.
+        `sign_words`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not. Returns the
+        sums over the rows that the warpgroup copied, (1, 128).
         """
         self.cta.sync()
         source = Source(x_gmem, mean_gmem, self.columns, self.row * TILE, row_count)
-        if signs_gmem is not None and not self.along:
-            pl.loop(*self.cta.own(BLOCK // FIRST_ROWS))(functools.partial(self._copy_rotated, source, signs_gmem))
-            self.cta.sync()
-            return
         is_rotated = signs_gmem is not None
-        signs = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else None
-
-        @pl.loop(*self.cta.own(TILE // LOADED_ROWS))
-        def _(i):
-            values = source.rows(i * LOADED_ROWS, LOADED_ROWS)
-            if signs is not None:
-                values = float_of(bits_of(values) ^ jnp.concatenate([signs] * LOADED_ROWS))
-            self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = values
-
+        if is_rotated and not self.along:
+            count, copy = BLOCK // FIRST_ROWS, functools.partial(self._copy_rotated, source, signs_gmem)
+        else:
+            signs = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else None
+            count, copy = TILE // LOADED_ROWS, functools.partial(self._copy_rows, source, signs)
+        sums = lax.fori_loop(*self.cta.own(count), copy, _per_thread(0, jnp.float32))
         self.cta.sync()
-        if is_rotated:
+        if is_rotated and self.along:
             pl.loop(*self.cta.own(BLOCK))(self._add_distant)
             self.cta.sync()
+        return sums
 
-    def _copy_rotated(self, source: "Source", signs_gmem, i) -> None:
-        """Copies rows that are a multiple of 16 apart, and rotates over these distances, for FIRST_ROWS neighbours."""
-        chunks = [_rows(source.rows(i * FIRST_ROWS + block * BLOCK, FIRST_ROWS)) for block in range(BLOCKS)]
-        for n, elements in enumerate(zip(*chunks, strict=True)):
+    def _copy_rows(self, source: "Source", signs: jax.Array | None, i, sums: jax.Array) -> jax.Array:
+        """Copies LOADED_ROWS rows, with these bits of signs of columns flipped; returns `sums` plus their sum."""
+        values = source.rows(i * LOADED_ROWS, LOADED_ROWS)
+        signed = values if signs is None else float_of(bits_of(values) ^ jnp.concatenate([signs] * LOADED_ROWS))
+        self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = signed
+        return sums + _sum(values)
+
+    def _copy_rotated(self, source: "Source", signs_gmem, i, sums: jax.Array) -> jax.Array:
+        """Copies rows that are a multiple of 16 apart, and rotates over these distances, for FIRST_ROWS neighbours.
+
+        Returns `sums` plus the sum of these rows.
+        """
+        chunks = [source.rows(i * FIRST_ROWS + block * BLOCK, FIRST_ROWS) for block in range(BLOCKS)]
+        for n, elements in enumerate(zip(*map(_rows, chunks), strict=True)):
             first = i * FIRST_ROWS + n
             mask = signs_gmem[0, first]
             signs = ((mask << np.uint32(31 - block)) & SIGN for block in range(BLOCKS))
             signed = [float_of(bits_of(x) ^ sign) for x, sign in zip(elements, signs, strict=True)]
             for block, value in enumerate(butterflies(signed, neighbours_last=True)):
                 self.elements(first + block * BLOCK, 1)[...] = value
+        return sums + _sum(jnp.concatenate(chunks))
 
     def _add_distant(self, first) -> None:
         """Rotates elements that are a multiple of 16 apart, from `first` on, in place."""
@@ -388,7 +407,7 @@ class Output(NamedTuple):
         steps = lax.bitcast_convert_type(shifted, jnp.int32) - _ROUNDER.view(np.int32)
         squares = squares + _sum(lax.bitcast_convert_type(steps * steps, jnp.uint32))
         # Exact in float32: multiples of 1/2 below 2^23, and so are all partial sums.
-        return squares, projections + _sum((shifted - _ROUNDER) * values)
+        return squares, projections + _sum(_without_rounder(shifted) * values)
 
     def _correct(self, correction: jax.Array, uniform, block) -> None:
         """Rounds the corrected scale of a block stochastically, and applies it to dequantised values."""
@@ -591,6 +610,13 @@ def _int4(scaled: jax.Array) -> jax.Array:
 def _integer(x: jax.Array) -> jax.Array:
     """Rounds |x| < 2^22 to int32, to nearest even."""
     return lax.bitcast_convert_type(x + _ROUNDER, jnp.int32) - _ROUNDER.view(np.int32)
+
+
+def _without_rounder(shifted: jax.Array) -> jax.Array:
+    """Returns x rounded to an integer, in float32, from x + _ROUNDER."""
+    if support.is_interpreted():  # the or changes no bit; without it XLA would simplify the result to x
+        shifted = float_of(bits_of(shifted) | np.uint32(0x4B000000))
+    return shifted - _ROUNDER
 
 
 def _uniform(tile: Tile, seeds_gmem, row_length: int, block) -> jax.Array:
