@@ -183,9 +183,11 @@ def _dates(results: dict[str, Any]) -> str:
 
 def _earlier_suites(results: dict[str, Any]) -> str:
     """A sentence on the suites with casts that were measured before amaxes were computed by XLA, or ""."""
-    suites = [
-        f"`{suite}`" for suite in SUITES_WITH_CASTS if any(map(report.is_before_amax_change, results[suite]["cases"]))
-    ]
+    suites = []
+    for suite in SUITES_WITH_CASTS:
+        later = [case["case"] for case in results[suite]["cases"] if not report.is_before_amax_change(case)]
+        if len(later) < len(results[suite]["cases"]):
+            suites.append(f"`{suite}`" + (f" (except {'; '.join(later)})" if later else ""))
     if not suites:
         return ""
     measured = f"The suites {', '.join(suites)} were measured before {report.AMAX_CHANGE}"
@@ -195,6 +197,7 @@ def _earlier_suites(results: dict[str, Any]) -> str:
 
 def _dense(suite: str, case: dict[str, Any]) -> str:
     title = f"**{case['inputs']} → {case['outputs']}**, {case['batch']} × {case['sequence']} tokens"
+    title += "".join(f", {kind}" for kind in case["case"].split(", ")[1:])
     rows = []
     for name, result in sorted(case["implementations"].items(), key=lambda item: item[1]["median_ms"]):
         memory = "" if result["memory_gb"] is None else f"{result['memory_gb']:.2f} GB"
@@ -329,9 +332,9 @@ def figure_of(results: dict[str, Any]) -> Figure:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=8, bbox=white)
         axis.axvline(1, color="black", linewidth=0.8, zorder=0.5)
-        axis.set_title(
-            f"{case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}", fontsize=10
-        )
+        kind = "".join(f", {kind}" for kind in case["case"].split(", ")[1:])
+        title = f"{case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}{kind}"
+        axis.set_title(title, fontsize=10)
         axis.tick_params(axis="y", labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("speedup of a step over bfloat16")

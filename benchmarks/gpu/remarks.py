@@ -56,6 +56,13 @@ the throughput of a multiplication, and the next WGMMA cannot start until the ac
 Tried and rejected: accumulators that start from the bit pattern of 1.5 x 2^23 and need no conversion, but as many moves
 and one more addition.
 """
+_FOUR_BITS = """
+The matmuls take as long as in bfloat16; the rest is casts, of twice as many elements per FLOP as in the larger layer.
+Those of nvfp4_plus and if4 are bound by instructions: the compiled kernels have about 120 per element of w for a search
+among eight scales, and 50 for a rotation and MS-EDEN. Tried and adopted: two warpgroups per CTA, the first stages of
+the rotation between GMEM and SMEM, codes of E2M1 from a rounding sum, sums of g in the kernel that casts it. Not tried:
+five candidates instead of eight, which cost 0.06 dB.
+"""
 _FEW_BYTES = """
 A layer has few bytes, so launch latency and the tail are a notable part of the time, and a reduction of split-K partial
 results follows. With 14336 columns, some SMs have no work (56 column tiles x split-K 2 = 112 CTAs on 132 SMs). Adopted:
@@ -73,6 +80,7 @@ _ENTRIES: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (  # t
     ),
     (_POWER_4096, "dense", ("4096 -> 14336",), ("scaledot fp8_current",)),
     (_HISTORY, "dense", ("2048 -> 2048",), ("scaledot fp8_delayed",)),
+    (_FOUR_BITS, "dense", ("4096 -> 14336, four bits",), ("scaledot nvfp4", "scaledot nvfp4_plus", "scaledot if4")),
     (_PROMOTED, "block", ("1x128 and 128x128",), ("scaledot",)),
     (_ROW_BLOCKS, "block", ("4096 -> 14336",), ("scaledot fp8_block",)),
     (_INTEGERS, "block", ("int8, 1x128 and 128x128", "int8, 1x128 and 1x128"), ("scaledot",)),

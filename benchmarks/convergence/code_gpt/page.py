@@ -9,12 +9,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.convergence.code_gpt import statistics
+from benchmarks.convergence.code_gpt import findings, statistics
 from benchmarks.convergence.code_gpt.command import current_runs, losses_of
 from benchmarks.convergence.code_gpt.config import Config
 from benchmarks.convergence.code_gpt.results import Group, Results, Run, final_loss, final_loss_in_bf16, last_losses
 from benchmarks.convergence.code_gpt.rows import BASELINE
-from benchmarks.convergence.code_gpt.statistics import Estimate, Losses, Summary
+from benchmarks.convergence.code_gpt.statistics import Losses, Summary, gap_text, ratio_text
 from benchmarks.record import RESULTS
 
 DOCS = RESULTS.parent.parent / "docs"
@@ -65,6 +65,10 @@ Each line compares two rows that differ in one part, over the seeds that both we
 negative difference means that the change helps.
 
 {parts}
+
+## What was learnt
+
+{findings}
 
 ## The recipes
 
@@ -150,6 +154,7 @@ def text(results: Results) -> str:
         sha256=corpus["sha256"],
         table=_table(rows, statistics.summaries(losses_of(runs, _loss_in_bf16))),
         parts=_parts(losses_of(runs)),
+        findings=findings.text(losses_of(runs), losses_of(runs, _loss_in_bf16)),
     )
     return "\n\n".join(map(_wrapped, text.split("\n\n")))
 
@@ -196,7 +201,7 @@ def _loss_in_bf16(run: Run) -> float | None:
 
 def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
     head = "", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t to nvfp4", "gap, in bf16"
-    gaps = {row.row: _gap(row.gap) for row in in_bf16}
+    gaps = {row.row: gap_text(row.gap) for row in in_bf16}
     lines = ((*_cells(row), gaps.get(row.row, "")) for row in rows)
     return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *lines])
 
@@ -204,15 +209,7 @@ def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
 def _cells(row: Summary) -> tuple[str, ...]:
     relative = "" if row.relative_gap is None else f"{row.relative_gap:+.2f}"
     t = "" if row.t is None else f"{row.t:+.1f}"
-    return row.row, str(row.seeds), f"{row.loss:.4f}", _gap(row.gap), relative, _ratio(row.ratio), t
-
-
-def _gap(gap: Estimate | None) -> str:
-    return "" if gap is None else f"{gap.value:+.4f}" + ("" if gap.error is None else f" ± {gap.error:.4f}")
-
-
-def _ratio(ratio: Estimate | None) -> str:
-    return "" if ratio is None else f"{ratio.value:.2f}" + ("" if ratio.error is None else f" ± {ratio.error:.2f}")
+    return row.row, str(row.seeds), f"{row.loss:.4f}", gap_text(row.gap), relative, ratio_text(row.ratio), t
 
 
 def _parts(losses: Losses) -> str:
@@ -220,7 +217,7 @@ def _parts(losses: Losses) -> str:
     lines = [("row", "change", "seeds", "gap", "with the change", "difference"), ("---", "---", *["---:"] * 4)]
     for row, changed, change in COMPARISONS:
         if found := statistics.difference(losses, row, changed):
-            gaps = f"{found.first:+.4f}", f"{found.second:+.4f}", _gap(found.difference)
+            gaps = f"{found.first:+.4f}", f"{found.second:+.4f}", gap_text(found.difference)
             lines.append((row, f"{change} ({changed})", str(found.seeds), *gaps))
     return _markdown(lines)
 

@@ -151,3 +151,11 @@ def _text(estimate: Estimate | None, value: str, error: str) -> str:
     if estimate is None:
         return ""
     return value.format(estimate.value) + ("" if estimate.error is None else f" ± {error.format(estimate.error)}")
+
+
+def gap_text(gap: Estimate | None) -> str:
+    return "" if gap is None else f"{gap.value:+.4f}" + ("" if gap.error is None else f" ± {gap.error:.4f}")
+
+
+def ratio_text(ratio: Estimate | None) -> str:
+    return "" if ratio is None else f"{ratio.value:.2f}" + ("" if ratio.error is None else f" ± {ratio.error:.2f}")
