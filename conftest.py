@@ -15,6 +15,7 @@ from tests.selection import selected
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)  # also of programs that modules compile when imported
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no Python stack traces in HLO metadata: they slow tracing
 
 # No deadline, because the first example compiles; derandomised, so that runs are reproducible.

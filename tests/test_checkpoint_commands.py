@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from data import normal
 
 import scaledot as sd
 from scaledot import checkpoint
@@ -21,9 +22,9 @@ UP, DOWN, EMBED, NORM = (
     "model.norm.weight",
 )
 TREE = {
-    UP: jax.random.normal(jax.random.key(0), (256, 128), jnp.bfloat16),
-    DOWN: jax.random.normal(jax.random.key(1), (128, 256), jnp.bfloat16),
-    EMBED: jax.random.normal(jax.random.key(2), (64, 128), jnp.bfloat16),
+    UP: normal(0, (256, 128), jnp.bfloat16),
+    DOWN: normal(1, (128, 256), jnp.bfloat16),
+    EMBED: normal(2, (64, 128), jnp.bfloat16),
     NORM: jnp.ones(128, jnp.bfloat16),
 }
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from data import normal
 
 import scaledot as sd
 from scaledot import checkpoint
@@ -34,7 +35,7 @@ def stored(folder: Path) -> dict[str, tuple]:
 
 
 def x(shape=(64, 256), seed=0, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return normal(seed, shape, dtype)
 
 
 def assert_same(a, b):
@@ -74,18 +75,19 @@ def test_the_own_layout_stores_every_format(format, columns, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "q",
+    "quantised",
     [
-        sd.quantize(x(), "int4", block=(64,), calibration="minmax"),
-        sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)),
-        sd.quantize(x((3, 4, 64)), "mxfp8"),
-        checkpoint.Permuted(sd.quantize(x(), "int4", block=(64,)), jnp.arange(256, dtype=jnp.int32)[::-1]),
-        checkpoint.Flat(sd.quantize(x((640,)), "nf4"), (10, 64)),
-        checkpoint.Offset(sd.quantize(x(), "int4", block=(32,)), jnp.ones((64, 8), jnp.float32)),
+        lambda: sd.quantize(x(), "int4", block=(64,), calibration="minmax"),
+        lambda: sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)),
+        lambda: sd.quantize(x((3, 4, 64)), "mxfp8"),
+        lambda: checkpoint.Permuted(sd.quantize(x(), "int4", block=(64,)), jnp.arange(256, dtype=jnp.int32)[::-1]),
+        lambda: checkpoint.Flat(sd.quantize(x((640,)), "nf4"), (10, 64)),
+        lambda: checkpoint.Offset(sd.quantize(x(), "int4", block=(32,)), jnp.ones((64, 8), jnp.float32)),
     ],
     ids=["zero points", "rotation", "three axes", "Permuted", "Flat", "Offset"],
 )
-def test_the_own_layout_stores(q, tmp_path):
+def test_the_own_layout_stores(quantised, tmp_path):
+    q = quantised()
     checkpoint.save({"a.weight": q}, tmp_path / "model")
     assert_same(checkpoint.load(tmp_path / "model"), {"a.weight": q})
 
@@ -126,20 +128,20 @@ def test_an_error_leaves_the_old_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "q", "reason"),
+    ("layout", "quantised", "reason"),
     [
-        ("hf-fp8", sd.quantize(x(), "mxfp4"), "is mxfp4 with block"),
-        ("hf-fp8", sd.quantize(x(), "fp8_e4m3", block=(0,)), "or per 2-D block"),
-        ("modelopt", sd.quantize(x(), "int8"), "modelopt stores"),
-        ("modelopt", sd.quantize(x((2, 32, 64)), "nvfp4"), "has 3 axes"),
-        ("compressed-tensors", sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)), "is rotated"),
-        ("compressed-tensors", sd.quantize(x(), "mxfp6_e3m2"), "mxfp6_e2m3"),
-        ("compresed-tensors", sd.quantize(x(), "int8"), "did you mean 'compressed-tensors'"),
+        ("hf-fp8", lambda: sd.quantize(x(), "mxfp4"), "is mxfp4 with block"),
+        ("hf-fp8", lambda: sd.quantize(x(), "fp8_e4m3", block=(0,)), "or per 2-D block"),
+        ("modelopt", lambda: sd.quantize(x(), "int8"), "modelopt stores"),
+        ("modelopt", lambda: sd.quantize(x((2, 32, 64)), "nvfp4"), "has 3 axes"),
+        ("compressed-tensors", lambda: sd.quantize(x(), "nvfp4", rotation=sd.Hadamard(16)), "is rotated"),
+        ("compressed-tensors", lambda: sd.quantize(x(), "mxfp6_e3m2"), "mxfp6_e2m3"),
+        ("compresed-tensors", lambda: sd.quantize(x(), "int8"), "did you mean 'compressed-tensors'"),
     ],
 )
-def test_what_a_layout_cannot_store_is_refused(layout, q, reason, tmp_path):
+def test_what_a_layout_cannot_store_is_refused(layout, quantised, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
-        checkpoint.save({"a.weight": q}, tmp_path / "model", layout)
+        checkpoint.save({"a.weight": quantised()}, tmp_path / "model", layout)
     assert not (tmp_path / "model").exists()
 
 

@@ -30,7 +30,9 @@ def references(**options):
 
 def with_amax(amax, shape=(4, 8)):
     """An array of the given amax."""
-    return jnp.full(shape, amax * TINY).at[0, 0].set(amax)
+    x = np.full(shape, amax * TINY, np.float32)
+    x[0, 0] = amax
+    return jnp.asarray(x)
 
 
 def next_state(recipe, state, x, w, g):
