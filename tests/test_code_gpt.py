@@ -432,11 +432,12 @@ def test_a_tiny_model_learns_and_seeds_are_paired(suite, monkeypatch, tmp_path):
 
 def test_the_shared_start_is_the_same_in_each_process():
     text = corpus.Corpus(*(np.arange(400, dtype=np.uint8) for _ in range(2)), files=1, sha256="")
-    first, again = (training.SharedStart(TINY, text) for _ in range(2))
+    config = dataclasses.replace(TINY, blocks=1)
+    first, again = (training.SharedStart(config, text) for _ in range(2))
     jax.clear_caches()
     assert first.of(0).digest == again.of(0).digest != first.of(1).digest
     assert first.of(0) is first.of(0)
-    assert first.of(0).digest != training._digest(training.init_state(TINY, np.uint32(0))[0])
+    assert first.of(0).digest != training._digest(training.init_state(config, np.uint32(0))[0])
 
 
 def test_runs_of_a_seed_that_start_from_other_parameters_are_reported():

@@ -1,9 +1,9 @@
 """Keeps phrases that only this project used, and American spelling, out of code and docs."""
 
+import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,14 +48,18 @@ AMERICAN = {
 }
 
 
-def files() -> Iterator[Path]:
-    """All files of code and prose except this one."""
+@functools.cache
+def files() -> list[tuple[Path, str]]:
+    """All files of code and prose except this one, and their text."""
     candidates = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")] + [ROOT / name for name in FILES]
-    for path in candidates:
-        if path.is_file() and path.suffix in SUFFIXES and path != Path(__file__) and "__pycache__" not in path.parts:
-            yield path
+    return [
+        (path, path.read_text())
+        for path in candidates
+        if path.is_file() and path.suffix in SUFFIXES and path != Path(__file__) and "__pycache__" not in path.parts
+    ]
 
 
+@functools.cache
 def prose(path: Path) -> str:
     """Markdown without code, or the comments and docstrings of a module without names in backticks."""
     text = path.read_text()
@@ -76,13 +80,13 @@ def found(pattern: str, text: str) -> list[str]:
 
 @pytest.mark.parametrize("pattern", BANNED)
 def test_the_words_of_the_field_are_used(pattern):
-    places = [str(path.relative_to(ROOT)) for path in files() if found(pattern, path.read_text())]
+    places = [str(path.relative_to(ROOT)) for path, text in files() if found(pattern, text)]
     assert not places, f"write {BANNED[pattern]!r} instead of {pattern!r}"
 
 
 @pytest.mark.parametrize("pattern", AMERICAN)
 def test_spelling_is_british(pattern):
-    texts = [path for path in files() if path.suffix in (".py", ".md")]
+    texts = [path for path, _ in files() if path.suffix in (".py", ".md")]
     places = {str(path.relative_to(ROOT)): found(pattern, prose(path)) for path in texts}
     assert not {path: words for path, words in places.items() if words}, f"write {AMERICAN[pattern]!r}"
 
