@@ -69,13 +69,14 @@ TABLE = [  # name, format, options, then SNR in dB on N(0, 1), Laplace, Student-
     ("int4 block32 rotated", FORMATS["int4"], {"block": 32, **ROTATED}, 20.27, 20.38, 20.76),
     ("nf4 rotated", FORMATS["nf4"], ROTATED, 20.73, 20.70, 20.51),
 ]
-# Rows that only `--all` runs: variants of rows that always run, and element types (E5M2, FP6) whose codes test_encode
-# tests exhaustively.
+# Rows that only `--all` runs: variants of rows that always run, element types (E5M2, FP6) whose codes test_encode
+# tests exhaustively, and searched scales that test_scale_search compares with numpy bit for bit.
 RUN_BY_ALL_ONLY = (
     *("fp8 e4m3 pow2", "fp8 e4m3 scale 1", "fp8 e4m3 per row", "fp8 e4m3 1x128 pow2", "fp8 e5m2", "mxfp8 e5m2"),
     *("mxfp6 e3m2", "mxfp4 floor", "mxfp4 ceil", "nvfp4 one level", "nvfp4 four over six 16x16", "nvfp4 stochastic"),
     *("int4 block128", "int4 asym block128", "int4 per row", "int4 block32 rotated", "nf4 rotated"),
     *("fp8 e4m3 128x128", "mxfp6 e2m3", "mxfp4", "mxfp4 ceil stochastic", "int4 block32"),
+    *("nvfp4 four over six", "nvint4", "if4"),
 )
 TOLERANCE = {"normal": 0.05, "laplace": 0.1, "student": 0.3}
 LOOSE = {"int8 per row", "int4 per row"}  # 0.25 dB: the scale depends on one extreme element

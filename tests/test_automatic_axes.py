@@ -77,13 +77,28 @@ def traced(monkeypatch):
     return traced
 
 
+DEFAULT_RECIPES = {
+    "column": "fp8_current",
+    "row": "fp8_block",
+    "sequence to column": "mxfp8",
+    "row to sequence": "fp8_delayed",
+    "fsdp": "int8",
+    "all": "nvfp4",
+    "batch and sequence": "fp8_block",
+}
+assert set(DEFAULT_RECIPES) == set(ALL_LAYOUTS)
+assert set(DEFAULT_RECIPES.values()) == set(SCALINGS)
+
+
 def marks(name: str, layout_name: str) -> list:
-    """By default each layout runs two recipes of SCALINGS, in turn.
+    """By default each layout runs one recipe, and each recipe of SCALINGS runs.
+
+    In "all" a device has contiguous rows, for which nvfp4 draws random numbers on shards; of other rows see
+    test_stochastic_rounding_of_noncontiguous_rows_is_bit_identical_to_single_device.
 
     Unoptimised, XLA of jax 0.10.2 emits invalid CPU code for some programs with 4-bit codes.
     """
-    scalings = list(SCALINGS)
-    is_default = name in scalings and scalings.index(name) % 3 == list(ALL_LAYOUTS).index(layout_name) % 3
+    is_default = DEFAULT_RECIPES[layout_name] == name
     has_four_bits = any(cast.format.bits == 4 for *_, cast in RECIPES[name].casts())
     return [pytest.mark.exhaustive] * (not is_default) + [pytest.mark.optimized] * has_four_bits
 

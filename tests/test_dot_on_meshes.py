@@ -22,7 +22,7 @@ from meshes import (
     require_same,
     step,
 )
-from tables import STATELESS_RECIPES, params_of
+from tables import EXHAUSTIVE_ONLY_RECIPES, STATELESS, params_of
 
 import scaledot as sd
 from scaledot import recipes, train
@@ -102,9 +102,11 @@ def casts_of(recipe, kind):
     return {(p, t): (cast, kind.resolve_cast(cast, p, t)) for (p, t), cast in casts.items()}
 
 
+# "all" shards x and w as "column" does, and "row to sequence" as "row" does. mxfp8 and w4a16_qat have scales per block,
+# as fp8_block has.
 @pytest.mark.optimized
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("name", STATELESS_RECIPES)
+@pytest.mark.parametrize("layout_name", params_of(LAYOUTS, ("column", "row")))
+@pytest.mark.parametrize("name", params_of(STATELESS, (*EXHAUSTIVE_ONLY_RECIPES, "mxfp8", "w4a16_qat")))
 def test_sharded_casts_are_bit_identical_to_single_device(name, layout_name):
     layout, recipe, full = LAYOUTS[layout_name], RECIPES[name], arrays()
     contraction = Contraction("bsk", "kn", "bsn")

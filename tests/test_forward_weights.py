@@ -76,7 +76,7 @@ def trained(recipe: str):
     return step, states, used[-1]
 
 
-@pytest.mark.parametrize("recipe", params_of(RECIPES, ("quartet_ii", "averis", "ufp4", "if4")))
+@pytest.mark.parametrize("recipe", params_of(RECIPES, (*SAME_WEIGHTS, "quartet_ii", "averis", "ufp4", "if4")))
 def test_forward_weights_are_the_operands_of_the_forward_pass(recipe, standard_promotion):
     params, states, used = trained(recipe)
     exported = train.forward_weights(params, recipe, dtype=jnp.bfloat16, states=states)
