@@ -17,7 +17,7 @@ from training import assert_same
 import scaledot as sd
 from scaledot import lora
 
-pytestmark = [pytest.mark.jax_versions, pytest.mark.usefixtures("standard_promotion")]
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 BLOCKS, TOKENS, VOCABULARY = 2, 8, 32
 
@@ -84,6 +84,7 @@ class Linen(nn.Module):
 ATTENTION = [f"attention/{name}/kernel" for name in ("query", "key", "value", "out")]
 
 
+@pytest.mark.jax_versions
 def test_a_linen_model_is_adapted_through_its_apply():
     model, x = Linen(), normal(3, 2, ROWS, WIDTH)
     variables = jax.jit(model.init)(KEY, x)
@@ -108,6 +109,7 @@ class Nnx(nnx.Module):
         return self.down(nnx.relu(self.up(self.attention(x))))
 
 
+@pytest.mark.jax_versions
 @pytest.mark.parametrize("name", [None, "int8"])
 @pytest.mark.parametrize("is_split", [False, True])
 def test_an_nnx_model_is_adapted_as_an_argument_or_by_its_state(name, is_split):

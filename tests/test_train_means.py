@@ -38,8 +38,6 @@ from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.recipes import RECIPES, Cast, Delayed, Gemm, Recipe
 from scaledot.train.resolved_cast import OperandDims, ResolvedCast
 
-pytestmark = pytest.mark.jax_versions
-
 
 def subtracting(recipe: Recipe, tensors: str = "xg") -> Recipe:
     """The recipe with `subtract_mean` in each cast of these tensors."""
@@ -186,6 +184,7 @@ def test_differences_to_a_large_mean_are_quantised_more_accurately():
         assert 8 * with_mean < without
 
 
+@pytest.mark.jax_versions
 @pytest.mark.parametrize("base", params_of([MXFP8, NVFP4], ["nvfp4"], name=lambda recipe: recipe.name))
 def test_a_ragged_dot_has_a_mean_for_each_group(base):
     """Two groups and an empty one. Rows of no group are large, and enter no mean."""
@@ -232,6 +231,7 @@ def test_several_free_and_contracting_dims_give_one_mean_per_feature():
     assert_same(found[2], dw.reshape(2, 48, 64).transpose(2, 1, 0))
 
 
+@pytest.mark.jax_versions
 def test_x_is_saved_as_codes_and_its_mean():
     x, w = tokens(0, 64, 96), normal(1, (96, 48))
     residuals = residuals_of(lambda x, w: dense(x, w, recipe=subtracting(RECIPES["nvfp4"]), key=KEY), x, w)
@@ -240,6 +240,7 @@ def test_x_is_saved_as_codes_and_its_mean():
     assert any(r.shape == (1, 96) and np.array_equal(r[0], np.mean(np.asarray(x), 0)) for r in residuals)
 
 
+@pytest.mark.jax_versions
 def test_rematerialised_gradients_are_equal():
     x, w, g = tokens(0, 32, 96), normal(1, (96, 48)), tokens(2, 32, 48)
 
@@ -251,6 +252,7 @@ def test_rematerialised_gradients_are_equal():
         assert_same_bits(vjp_of(jax.checkpoint(layer, policy=policy), g, x, w), expected)
 
 
+@pytest.mark.jax_versions
 def test_weights_that_are_cast_ahead_give_equal_results():
     x, w, g, recipe = tokens(0, 32, 96), normal(1, (96, 48)), tokens(2, 32, 48), subtracting(MXFP8)
     cast = train.cast_weights(w, recipe)
@@ -258,6 +260,7 @@ def test_weights_that_are_cast_ahead_give_equal_results():
     assert_same_bits(found, vjp_of(lambda x, w: dense(x, w, recipe=recipe), g, x, w))
 
 
+@pytest.mark.jax_versions
 def test_an_x_without_tokens_gives_a_zero_gradient_of_w():
     x, w, b, g = jnp.zeros((0, 64)), normal(1, (64, 32)), jnp.zeros(32), jnp.zeros((0, 32))
     y, dx, dw, _ = dense_step(subtracting(FP8))(x, w, b, g)
@@ -321,6 +324,7 @@ DEFAULT_CASES = [
 ]
 
 
+@pytest.mark.jax_versions
 @pytest.mark.parametrize(
     ("layout_name", "mode"),
     [
@@ -341,6 +345,7 @@ def test_a_step_on_a_mesh_subtracts_the_mean_of_all_tokens(layout_name, mode):
         assert mode == "automatic" or a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)
 
 
+@pytest.mark.jax_versions
 def test_shards_without_specs_have_means_of_their_own():
     """dw is the sum over devices, as if each multiplied its tokens alone."""
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
@@ -382,6 +387,7 @@ def convolution():
     return train.conv_general_dilated(x, w, (1,), "SAME", recipe=subtracting(MXFP8))
 
 
+@pytest.mark.jax_versions
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
