@@ -41,6 +41,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="run all cases of parametrised tests, not a covering array; see tests/selection.py",
     )
+    parser.addoption("--examples", action="store_true", help="also run tests marked `end_to_end`, as --all does")
     parser.addoption(
         "--compilation",
         choices=("cheap", "optimized"),
@@ -61,7 +62,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(config, items):
-    chosen = items if config.getoption("--all") else selected(items)
+    chosen = items if config.getoption("--all") else selected(items, config.getoption("--examples"))
     if compilation := config.getoption("--compilation"):
         chosen = [item for item in chosen if _is_optimized(item) == (compilation == "optimized")]
     config.hook.pytest_deselected(items=list(set(items) - set(chosen)))

@@ -2,8 +2,8 @@
 
 A test over several `parametrize` tables runs a covering array of their product: of two tables every row of each, of
 three or more every pair of rows of any two tables (the pairwise selection of combinatorial testing). Rows marked
-`exhaustive` share every code path with another row; tests marked `end_to_end` run a whole example. `pytest --all` runs
-all cases; tests marked `whole_product` always do.
+`exhaustive` share every code path with another row; tests marked `end_to_end` run a whole example, and are selected by
+`pytest --examples`. `pytest --all` runs all cases; tests marked `whole_product` always do.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import pytest
 
 Row = tuple[int, ...]
 PARAM = type(pytest.param())
-EXCLUDED = ("exhaustive", "end_to_end")
 
 
-def selected(items: Iterable) -> list:
-    """Returns the pytest items of a default run, in their order."""
+def selected(items: Iterable, examples: bool = False) -> list:
+    """Returns the pytest items of a default run, in their order; with `examples` also those marked `end_to_end`."""
+    excluded = ("exhaustive",) if examples else ("exhaustive", "end_to_end")
     by_test: dict[object, list] = {}
     for item in items:
-        if not any(map(item.get_closest_marker, EXCLUDED)):
+        if not any(map(item.get_closest_marker, excluded)):
             by_test.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     return [item for cases in by_test.values() for item in _covering_cases(cases)]
 
