@@ -137,7 +137,7 @@ def _output_spec(output: CastOutput) -> Any:
 
 def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Array | None:
     """Returns the packed signs of each output, uint32 (outputs, 128); zeros for those that are not rotated."""
-    from scaledot.kernels.hopper.cast_four_bit_kernel import sign_words
+    from scaledot.kernels.hopper.cast_four_bit_tile import sign_words
 
     if all(output.spec.rotation is None for output in outputs):
         return None

@@ -39,42 +39,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.formats import FORMATS
-from scaledot.kernels.hopper import support
-from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals, scale_reciprocal
+from scaledot.kernels.hopper.cast_arithmetic import scale_reciprocal
+from scaledot.kernels.hopper.cast_four_bit_arithmetic import (
+    E4M3,
+    LARGEST_CODE,
+    NAN_SCALE,
+    ROUNDER,
+    decoded,
+    encode,
+    entry,
+    error_of,
+    max_of,
+    neighbour,
+    rows_of,
+    spread,
+    sum_of,
+    without_rounder,
+)
+from scaledot.kernels.hopper.cast_four_bit_tile import (
+    BLOCKS,
+    OWN_BLOCKS,
+    OWN_ROWS,
+    PITCH,
+    TILE,
+    WARPGROUPS,
+    Cta,
+    Tile,
+    per_thread,
+    uniform_of_block,
+)
 from scaledot.kernels.hopper.launch import call_exported
 from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
 from scaledot.kernels.hopper.memory_layouts import load
 from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK as BLOCK
-from scaledot.kernels.hopper.scale_blocks import ROTATION
 from scaledot.kernels.hopper.support import kernel_name
-from scaledot.numerics.bits import (
-    INFINITY,
-    SIGN,
-    amax_of_bits,
-    bits_of,
-    float_of,
-    magnitude_bits,
-)
+from scaledot.numerics.bits import amax_of_bits, bits_of, float_of, magnitude_bits
 from scaledot.numerics.eden import CODE_STEPS, STEPS, correction
 from scaledot.numerics.encode import decode_float, float_code
-from scaledot.numerics.rounding import round_nonnegative, uniform_at
-from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS, fraction_bits
+from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS
 
-TILE = ROTATION  # rows and columns of a tile
-PITCH = TILE + 1  # words from one row of a tile to the next
-WARPGROUPS = 2
-BLOCKS = TILE // BLOCK  # of a rotated group
-OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
-OWN_ROWS = TILE // WARPGROUPS  # that a warpgroup copies from GMEM to SMEM
-LOADED_ROWS = 32  # in flight between GMEM and SMEM
-FIRST_ROWS = 2  # the same for rotated columns: 8 times as many rows, in registers that three CTAs per SM have
-E4M3 = FORMATS["fp8_e4m3"]
-NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
-LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
-ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
-# Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
-_ROUNDER = np.float32(1.5 * 2.0**23)
 # Threads share SMEM only between the loads, the cast and the stores of a tile, which explicit barriers separate.
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
@@ -142,9 +145,10 @@ def cast(
             sums = tile.copy_from(x_gmem, mean_gmem, signs, rows)
             if sums_gmem is not None and index == 0:
                 sums_gmem[pl.ds(tile.row * WARPGROUPS + cta.warpgroup, 1), tile.columns] = sums
-            output.run(
-                None if seeds_gmem is None else functools.partial(_uniform, tile, seeds_gmem.at[index], row_length),
-            )
+            uniform = None
+            if seeds_gmem is not None:
+                uniform = functools.partial(uniform_of_block, tile, seeds_gmem.at[index], row_length)
+            output.run(uniform)
 
     run = plgpu.kernel(
         kernel,
@@ -173,178 +177,11 @@ def cast(
     return tuple(casts), sums
 
 
-def sign_words(signs: jax.Array, along: bool) -> jax.Array:
-    """Packs the signs of a rotation for the kernel: uint32 (128,), from float32 (128,).
-
-    along: blocks run along rows; word i is then the sign bit of element i. Otherwise bit j of word i, for i below 16,
-    is set if element i + 16 j is multiplied by -1.
-    """
-    negative = (signs < 0).astype(jnp.uint32)
-    if along:
-        return negative << 31
-    masks = jnp.sum(negative.reshape(BLOCKS, BLOCK) << np.arange(BLOCKS, dtype=np.uint32)[:, None], axis=0)
-    return jnp.pad(masks.astype(jnp.uint32), (0, TILE - BLOCK))
-
-
 def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct]:
     if spec.dequantized:
         return [jax.ShapeDtypeStruct((m, k), jnp.bfloat16)]
     scales = (m, k // BLOCK) if spec.along else (m // BLOCK, k)
     return [jax.ShapeDtypeStruct((m // 2, k), jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.uint8)]
-
-
-class Cta(NamedTuple):
-    """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
-
-    scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
-    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). barrier: an arrival of each
-    warpgroup.
-    """
-
-    warpgroup: Any
-    scales: Any
-    sums: Any
-    barrier: Any
-
-    def sync(self) -> None:
-        """Waits until all threads of the CTA have finished their accesses to SMEM."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barrier)
-        plgpu.barrier_wait(self.barrier)
-
-    def own(self, count: int) -> tuple[Any, Any]:
-        """The bounds of this warpgroup's share of `count` items."""
-        share = count // WARPGROUPS
-        return self.warpgroup * share, (self.warpgroup + 1) * share
-
-    def total(self, own: tuple[jax.Array, ...]) -> list[jax.Array]:
-        """Returns the sum over warpgroups of each of these arrays, (1, 128)."""
-        for index, each in enumerate(own):
-            self.sums[pl.ds(index * WARPGROUPS + self.warpgroup, 1)] = lax.bitcast_convert_type(each, jnp.uint32)
-        self.sync()
-        rows = (self.sums.at[pl.ds(index * WARPGROUPS, WARPGROUPS)] for index in range(len(own)))
-        loaded = (load(each, COLUMN_PER_THREAD, optimized=False) for each in rows)
-        return [_sum(lax.bitcast_convert_type(bits, each.dtype)) for bits, each in zip(loaded, own, strict=True)]
-
-
-class Source(NamedTuple):
-    """Columns of x in GMEM, from a row on, of which a thread loads one. mean, row_count: see `Tile.copy_from`."""
-
-    x: Any
-    mean: Any
-    columns: Any
-    row: Any
-    row_count: int
-
-    def rows(self, first, count: int) -> jax.Array:
-        """Returns rows as float32 without subnormals, less the mean, (count, 128)."""
-        rows = pl.ds(self.row + first, count)
-        values = load(self.x.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
-        values = flush_subnormals(values)
-        if self.mean is not None:
-            mean = load(self.mean.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
-            values = flush_subnormals(values - jnp.concatenate([mean] * count))
-        if self.row_count % TILE:
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=COLUMN_PER_THREAD)
-            values = jnp.where(row < self.row_count - (self.row + first), values, np.float32(0))
-        return values
-
-
-class Tile(NamedTuple):
-    """A tile in SMEM, float32 (128, 129). along: whether threads own rows. row, column: of the tile in the matrix.
-
-    Arrays in registers are (n, 128): n elements of each thread.
-    """
-
-    cta: Cta
-    smem: Any
-    along: bool
-    row: Any
-    column: Any
-
-    def elements(self, first, count: int) -> Any:
-        """The ref of `count` neighbouring elements of each thread, (count, 128)."""
-        if self.along:
-            return self.smem.at[pl.ds(0, TILE), pl.ds(first, count)].T
-        return self.smem.at[pl.ds(first, count), pl.ds(0, TILE)]
-
-    def load(self, first, count: int) -> jax.Array:
-        return load(self.elements(first, count), COLUMN_PER_THREAD, optimized=False)
-
-    def load_block(self, block) -> jax.Array:
-        return self.load(block * BLOCK, BLOCK)
-
-    def store_block(self, block, values: jax.Array) -> None:
-        self.elements(block * BLOCK, BLOCK)[...] = values
-
-    def load_rows(self, first, count: int) -> jax.Array:
-        """Rows of the tile, whatever the threads own."""
-        return load(self.smem.at[pl.ds(first, count), pl.ds(0, TILE)], COLUMN_PER_THREAD, optimized=False)
-
-    @property
-    def columns(self) -> Any:
-        """The columns of the tile in the matrix."""
-        return pl.ds(self.column * TILE, TILE)
-
-    def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> jax.Array:
-        """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
-
-        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: uint32 (1, 128), see
-        `sign_words`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not. Returns the
-        sums over the rows that the warpgroup copied, (1, 128).
-        """
-        self.cta.sync()
-        source = Source(x_gmem, mean_gmem, self.columns, self.row * TILE, row_count)
-        is_rotated = signs_gmem is not None
-        if is_rotated and not self.along:
-            count, copy = BLOCK // FIRST_ROWS, functools.partial(self._copy_rotated, source, signs_gmem)
-        else:
-            signs = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else None
-            count, copy = TILE // LOADED_ROWS, functools.partial(self._copy_rows, source, signs)
-        sums = lax.fori_loop(*self.cta.own(count), copy, _per_thread(0, jnp.float32))
-        self.cta.sync()
-        if is_rotated and self.along:
-            pl.loop(*self.cta.own(BLOCK))(self._add_distant)
-            self.cta.sync()
-        return sums
-
-    def _copy_rows(self, source: "Source", signs: jax.Array | None, i, sums: jax.Array) -> jax.Array:
-        """Copies LOADED_ROWS rows, with these bits of signs of columns flipped; returns `sums` plus their sum."""
-        values = source.rows(i * LOADED_ROWS, LOADED_ROWS)
-        signed = values if signs is None else float_of(bits_of(values) ^ jnp.concatenate([signs] * LOADED_ROWS))
-        self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = signed
-        return sums + _sum(values)
-
-    def _copy_rotated(self, source: "Source", signs_gmem, i, sums: jax.Array) -> jax.Array:
-        """Copies rows that are a multiple of 16 apart, and rotates over these distances, for FIRST_ROWS neighbours.
-
-        Returns `sums` plus the sum of these rows.
-        """
-        chunks = [source.rows(i * FIRST_ROWS + block * BLOCK, FIRST_ROWS) for block in range(BLOCKS)]
-        for n, elements in enumerate(zip(*map(_rows, chunks), strict=True)):
-            first = i * FIRST_ROWS + n
-            mask = signs_gmem[0, first]
-            signs = ((mask << np.uint32(31 - block)) & SIGN for block in range(BLOCKS))
-            signed = [float_of(bits_of(x) ^ sign) for x, sign in zip(elements, signs, strict=True)]
-            for block, value in enumerate(butterflies(signed, neighbours_last=True)):
-                self.elements(first + block * BLOCK, 1)[...] = value
-        return sums + _sum(jnp.concatenate(chunks))
-
-    def _add_distant(self, first) -> None:
-        """Rotates elements that are a multiple of 16 apart, from `first` on, in place."""
-        indices = [first + i * BLOCK for i in range(BLOCKS)]
-        values = butterflies([self.load(index, 1) for index in indices], neighbours_last=True)
-        for index, value in zip(indices, values, strict=True):
-            self.elements(index, 1)[...] = value
-
-    def add_neighbours(self, block) -> jax.Array:
-        """The elements of a block after the remaining stages of the rotation."""
-        return jnp.concatenate(
-            [
-                value * np.float32(TILE**-0.5)
-                for value in butterflies(_rows(self.load_block(block)), neighbours_last=True)
-            ]
-        )
 
 
 class Scale(NamedTuple):
@@ -373,7 +210,7 @@ class Output(NamedTuple):
 
     def run(self, uniform) -> None:
         """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
-        cta, zeros = self.tile.cta, (_per_thread(0, jnp.uint32), _per_thread(0, jnp.float32))
+        cta, zeros = self.tile.cta, (per_thread(0, jnp.uint32), per_thread(0, jnp.float32))
         first, _ = cta.own(BLOCKS)
         sums = lax.fori_loop(0, OWN_BLOCKS, lambda i, sums: self._cast_block(first + i, sums), zeros)
         if self.spec.corrected:
@@ -391,9 +228,9 @@ class Output(NamedTuple):
         """
         spec, tile = self.spec, self.tile
         x = tile.add_neighbours(block) if spec.rotated else tile.load_block(block)
-        amax = amax_of_bits(_max(magnitude_bits(x)))
+        amax = amax_of_bits(max_of(magnitude_bits(x)))
         scale = self._scale_of(x, amax)
-        scaled = x * _spread(scale.multiplier)
+        scaled = x * spread(scale.multiplier)
         values, codes = self._encode(scaled, scale.is_second)
         stored = jnp.where(amax == np.float32(np.inf), NAN_SCALE, _signed(scale))
         if spec.corrected or not spec.dequantized:
@@ -401,13 +238,13 @@ class Output(NamedTuple):
         if not spec.corrected:
             self._finish_block(block, stored, values)
             return sums
-        tile.cta.scales[pl.ds(block, 1)] = _decoded(stored)
+        tile.cta.scales[pl.ds(block, 1)] = decoded(stored)
         squares, projections = sums
-        shifted = scaled * STEPS + _ROUNDER
-        steps = lax.bitcast_convert_type(shifted, jnp.int32) - _ROUNDER.view(np.int32)
-        squares = squares + _sum(lax.bitcast_convert_type(steps * steps, jnp.uint32))
+        shifted = scaled * STEPS + ROUNDER
+        steps = lax.bitcast_convert_type(shifted, jnp.int32) - ROUNDER.view(np.int32)
+        squares = squares + sum_of(lax.bitcast_convert_type(steps * steps, jnp.uint32))
         # Exact in float32: multiples of 1/2 below 2^23, and so are all partial sums.
-        return squares, projections + _sum(_without_rounder(shifted) * values)
+        return squares, projections + sum_of(without_rounder(shifted) * values)
 
     def _correct(self, correction: jax.Array, uniform, block) -> None:
         """Rounds the corrected scale of a block stochastically, and applies it to dequantised values."""
@@ -424,7 +261,7 @@ class Output(NamedTuple):
         tile, first = self.tile, self.tile.row * BLOCKS + block
         if self.spec.dequantized:
             assert values is not None
-            values = values * _spread(jnp.abs(_decoded(stored)))
+            values = values * spread(jnp.abs(decoded(stored)))
             if tile.along:
                 tile.store_block(block, values)
             else:
@@ -455,10 +292,10 @@ class Output(NamedTuple):
 
         def compare(i, best):
             least, code, chosen = best
-            candidate = code_of(_entry(values, i))
+            candidate = code_of(entry(values, i))
             multiplier, value = self._multiplier(candidate), decode_float(candidate, E4M3)
-            errors = _error(magnitude * _spread(multiplier), element)
-            error = _sum(errors * errors) * (value * value)
+            errors = error_of(magnitude * spread(multiplier), element)
+            error = sum_of(errors * errors) * (value * value)
             largest = amax * multiplier
             error = jnp.where((largest > 0) & (largest <= limit), error, np.float32(np.inf))
             is_less = error < least
@@ -469,7 +306,7 @@ class Output(NamedTuple):
             )
 
         if best is None:
-            best = _per_thread(np.inf, jnp.float32), code_of(values[0]), _per_thread(0, jnp.uint32)
+            best = per_thread(np.inf, jnp.float32), code_of(values[0]), per_thread(0, jnp.uint32)
         return lax.fori_loop(0, len(values), compare, best)
 
     def _candidates(self, amax, element: str, target: float) -> tuple[tuple[float, ...], Callable[..., jax.Array]]:
@@ -478,7 +315,7 @@ class Output(NamedTuple):
             return RATIOS, lambda ratio: self._amax_code(amax * ratio, target)
         from_amax = self._amax_code(amax, target)
         offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
-        return offsets, lambda offset: _neighbour(from_amax, offset, amax != 0)
+        return offsets, lambda offset: neighbour(from_amax, offset, amax != 0)
 
     def _amax_code(self, amax: jax.Array, target: float) -> jax.Array:
         """The E4M3 code of the scale that maps the block amax to `target`."""
@@ -491,10 +328,10 @@ class Output(NamedTuple):
 
     def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns the decoded values of the codes of scaled elements, and the codes, uint32."""
-        results = [_encode(scaled, element) for element in self.spec.elements]
+        results = [encode(scaled, element) for element in self.spec.elements]
         if is_second is None:
             return results[0]
-        uses_second = _spread(is_second.astype(jnp.uint32)) == 1
+        uses_second = spread(is_second.astype(jnp.uint32)) == 1
         (first, first_code), (second, second_code) = results
         return jnp.where(uses_second, second, first), jnp.where(uses_second, second_code, first_code)
 
@@ -508,40 +345,10 @@ class Output(NamedTuple):
             if self.spec.dequantized:
                 self.data.at[pl.ds(tile.row * TILE + i * BLOCK, BLOCK), tile.columns][...] = rows.astype(jnp.bfloat16)
                 return
-            codes = _rows(bits_of(rows))
+            codes = rows_of(bits_of(rows))
             pairs = [even | (odd << 4) for even, odd in zip(codes[::2], codes[1::2], strict=True)]
             packed = jnp.concatenate(pairs).astype(jnp.uint8)
             self.data.at[pl.ds(tile.row * TILE // 2 + i * BLOCK // 2, BLOCK // 2), tile.columns][...] = packed
-
-
-def _per_thread(value: float, dtype) -> jax.Array:
-    """One number per thread, (1, 128)."""
-    return plgpu.layout_cast(jnp.full((1, TILE), value, dtype), COLUMN_PER_THREAD)
-
-
-def _rows(x: jax.Array) -> list[jax.Array]:
-    return [x[i : i + 1] for i in range(x.shape[0])]
-
-
-def _spread(per_thread: jax.Array) -> jax.Array:
-    """One number per thread, (1, 128), for all elements of its block, (16, 128)."""
-    return jnp.concatenate([per_thread] * BLOCK)
-
-
-def _max(x: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.maximum, _rows(x))
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    return functools.reduce(jnp.add, _rows(x))
-
-
-def _entry(values: tuple[float, ...], i) -> Any:
-    """The number at index i, which is known at run time; up to 8 integers from -8 to 7 are packed into a word."""
-    if all(isinstance(value, int) for value in values):
-        packed = np.uint32(sum((int(value) + 8) << 4 * n for n, value in enumerate(values)))
-        return ((packed >> (4 * i).astype(jnp.uint32)) & np.uint32(15)).astype(jnp.int32) - 8
-    return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
 def _signed(scale: Scale) -> jax.Array:
@@ -549,82 +356,3 @@ def _signed(scale: Scale) -> jax.Array:
     if scale.is_second is None:
         return scale.code
     return scale.code | jnp.where(scale.is_second, np.uint32(0x80), np.uint32(0))
-
-
-def _decoded(stored: jax.Array) -> jax.Array:
-    """The value of a stored scale, with its sign."""
-    return jnp.where(stored & np.uint32(0x7F) == NAN_SCALE, np.float32(np.nan), decode_float(stored, E4M3))
-
-
-def _neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
-    """The E4M3 code `offset` larger, at least that of the smallest scale above 0 and at most that of 448."""
-    moved = jnp.maximum(code, np.uint32(1)).astype(jnp.int32) + offset
-    moved = jnp.clip(moved, np.int32(1), LARGEST_SCALE.astype(np.int32))
-    return jnp.where(where, moved.astype(jnp.uint32), code)
-
-
-def _error(magnitude: jax.Array, element: str) -> jax.Array:
-    """Rounding errors of scaled magnitudes to an element, integers in units of 1 / ERROR_UNIT, as float32.
-
-    The same numbers as in `numerics.scale_search.squared_error`, in eleven instructions per candidate and element: both
-    terms are rounded by the addition of a power of two, which cancels in their difference.
-    """
-    shift = np.float32(2.0**23)
-    if element == "int4":
-        nearest = round_nonnegative(jnp.minimum(magnitude, np.float32(LARGEST_CODE[element])))
-    else:
-        shifted, step_shift, _ = _shifted_e2m1(magnitude)
-        nearest = shifted - step_shift
-    return (magnitude * ERROR_UNIT + shift) - (nearest * ERROR_UNIT + shift)
-
-
-def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (saturated magnitudes + shift, shift, binade): a sum whose last bit is a step of E2M1, so it is rounded.
-
-    Steps are half the power of two below the magnitude, and 1/2 below 1. The shift is 2^23 + 2 steps.
-    """
-    clipped = jnp.minimum(magnitude, np.float32(LARGEST_CODE["float4_e2m1fn"]))
-    binade = bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY
-    shift = float_of(binade) * np.float32(2.0**22 + 1)
-    return clipped + shift, shift, binade
-
-
-def _encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
-    """Returns scaled elements rounded to values of an element, and their 4-bit codes, uint32; NaN has any code."""
-    if element == "int4":
-        integers = _int4(scaled)
-        return integers.astype(jnp.float32), lax.bitcast_convert_type(integers, jnp.uint32) & np.uint32(15)
-    shifted, shift, binade = _shifted_e2m1(jnp.abs(scaled))
-    sign = bits_of(scaled) & SIGN
-    # The low bits of the sum are the number of steps plus 2. Codes of the first two binades, [0, 1) and [1, 2), are the
-    # number of steps; each further binade adds 2. Twice the exponent of the first, 2 · 127, is 6 modulo 8.
-    code = bits_of(shifted) + (binade >> 22)
-    return float_of(bits_of(shifted - shift) | sign), (code & np.uint32(7)) | (sign >> 28)
-
-
-def _int4(scaled: jax.Array) -> jax.Array:
-    finite = jnp.where(scaled == scaled, scaled, np.float32(0))
-    return _integer(jnp.clip(finite, np.float32(-7), np.float32(7)))
-
-
-def _integer(x: jax.Array) -> jax.Array:
-    """Rounds |x| < 2^22 to int32, to nearest even."""
-    return lax.bitcast_convert_type(x + _ROUNDER, jnp.int32) - _ROUNDER.view(np.int32)
-
-
-def _without_rounder(shifted: jax.Array) -> jax.Array:
-    """Returns x rounded to an integer, in float32, from x + _ROUNDER."""
-    if support.is_interpreted():  # the or changes no bit; without it XLA would simplify the result to x
-        shifted = float_of(bits_of(shifted) | np.uint32(0x4B000000))
-    return shifted - _ROUNDER
-
-
-def _uniform(tile: Tile, seeds_gmem, row_length: int, block) -> jax.Array:
-    """Random numbers in [0, 1) for the scales of a block, those of its first element."""
-    thread = plgpu.broadcasted_iota(jnp.int32, (1, TILE), 1, layout=COLUMN_PER_THREAD)
-    row, column = tile.row * TILE, tile.column * TILE
-    if tile.along:
-        place = (row + thread) * np.int32(row_length) + (column + block * BLOCK)
-    else:
-        place = (row + block * BLOCK) * np.int32(row_length) + column + thread
-    return uniform_at(place.astype(jnp.uint32), seeds_gmem[0], seeds_gmem[1])
