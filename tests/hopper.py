@@ -11,6 +11,7 @@ import pytest
 import scaledot as sd
 from scaledot.kernels import table
 from scaledot.kernels.hopper import support
+from scaledot.kernels.spec import CastOutput
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX,
@@ -60,3 +61,15 @@ def values(q: sd.ScaledArray) -> np.ndarray:
 def relative(found, expected) -> float:
     expected = np.asarray(expected, np.float64)
     return float(np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected))
+
+
+def selected_row(explained: str) -> str:
+    """Returns the line of the kernel that is chosen."""
+    (row,) = (line.strip() for line in explained.splitlines() if "  selected: " in line)
+    return row
+
+
+def output_of(format: sd.Format, block, contracted: int, rotation, dtype) -> CastOutput:
+    from benchmarks.gpu.cast import MatrixCast
+
+    return MatrixCast(format, block, contracted, rotation=rotation).output(dtype, 0)

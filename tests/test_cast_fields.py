@@ -113,7 +113,7 @@ def test_a_cast_kernel_returns_a_reason_for_unsupported_fields(kind):
 
 
 # Casts that have every supported value of a field between them, except for those of `benchmarks.gpu.cast.CASES`, which
-# test_hopper_kernels compares with the reference.
+# test_hopper_casts compares with the reference.
 CHECKED = [
     ("one scale", {"rule": "amax_over_f", "pow2": True}),
     ("1x128", {"rule": "f_over_amax", "bound": "half"}),

@@ -190,7 +190,7 @@ def test_unsupported_casts_of_row_groups_have_reasons(monkeypatch):
     assert "at most" in str(reason("fp8_e4m3", (1, 128), rows=2**20))
 
 
-# The casts and matmuls of the others are compared above and in test_hopper_kernels.
+# The casts and matmuls of the others are compared above, in test_hopper_casts and in test_hopper_kernels.
 @needs_mosaic
 @pytest.mark.parametrize(
     "recipe",
