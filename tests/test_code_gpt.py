@@ -280,6 +280,13 @@ def test_runs_that_several_processes_add_at_once_are_all_kept(tmp_path, monkeypa
     assert sorted(run["seed"] for run in results.Results(tmp_path / "runs.json").runs()) == [0, 1, 2, 3]
 
 
+def test_a_run_that_another_process_added_is_not_added_again(tmp_path):
+    file = results.Results(tmp_path / "runs.json")
+    for _ in range(2):
+        file.add(run_of("a", 0))
+    assert len(file.runs()) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "compiled", "seconds"), [("a", False, 15.0), ("a", True, 10.0), ("new", False, 90.0), ("new", True, 70.0)]
 )

@@ -77,7 +77,8 @@ table above, which is measured in continuous operation at the power limit.
 
 loss = vdot(x w, dy), with gradients of x (bfloat16) and of the float32 weight w. *Speedup* is over bfloat16 in JAX, and
 for layers in Flax over Flax's own bfloat16 layer. *First step* is tracing, compilation and one step, with a target of
-10 s for scaledot; the NVFP4 casts take longest to compile. *Memory* is results and temporaries.
+10 s for scaledot. *Memory* is results and temporaries. Tables say when they were measured: the speed of bfloat16, and
+with it speedups of one program, differ by some percent between dates.
 
 ![Speedups over JAX in bfloat16](../images/performance.png)
 
@@ -197,7 +198,7 @@ def _earlier_suites(results: dict[str, Any]) -> str:
 
 def _dense(suite: str, case: dict[str, Any]) -> str:
     title = f"**{case['inputs']} → {case['outputs']}**, {case['batch']} × {case['sequence']} tokens"
-    title += "".join(f", {kind}" for kind in case["case"].split(", ")[1:])
+    title += f"{_kind(case)}, {case['environment']['date'][:10]}"
     rows = []
     for name, result in sorted(case["implementations"].items(), key=lambda item: item[1]["median_ms"]):
         memory = "" if result["memory_gb"] is None else f"{result['memory_gb']:.2f} GB"
@@ -207,6 +208,12 @@ def _dense(suite: str, case: dict[str, Any]) -> str:
         rows.append((name, f"{result['median_ms']:.2f}", f"{result['ratio']:.2f} ×", target, first, memory))
     table = markdown(("implementation", "ms", "speedup", "target", "first step", "memory"), rows)
     return f"{title}\n\n{table}{_remarks(suite, [case], 'ratio')}"
+
+
+def _kind(case: dict[str, Any]) -> str:
+    """What the name of a dense case says besides its sizes, such as ", four bits"."""
+    _, comma, kind = case["case"].partition(", ")
+    return comma + kind
 
 
 def _gemm(suite: dict[str, Any]) -> str:
@@ -332,8 +339,7 @@ def figure_of(results: dict[str, Any]) -> Figure:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axis.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=4, fontsize=8, bbox=white)
         axis.axvline(1, color="black", linewidth=0.8, zorder=0.5)
-        kind = "".join(f", {kind}" for kind in case["case"].split(", ")[1:])
-        title = f"{case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}{kind}"
+        title = f"{case['batch']} × {case['sequence']} tokens, {case['inputs']} → {case['outputs']}{_kind(case)}"
         axis.set_title(title, fontsize=10)
         axis.tick_params(axis="y", labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)

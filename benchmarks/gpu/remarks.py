@@ -58,10 +58,10 @@ and one more addition.
 """
 _FOUR_BITS = """
 The matmuls take as long as in bfloat16; the rest is casts, of twice as many elements per FLOP as in the larger layer.
-Those of nvfp4_plus and if4 are bound by instructions: the compiled kernels have about 120 per element of w for a search
-among eight scales, and 50 for a rotation and MS-EDEN. Tried and adopted: two warpgroups per CTA, the first stages of
-the rotation between GMEM and SMEM, codes of E2M1 from a rounding sum, sums of g in the kernel that casts it. Not tried:
-five candidates instead of eight, which cost 0.06 dB.
+Those of nvfp4_plus and if4 are bound by instructions: a search evaluates eight scales for each block (if4: 14), in ten
+instructions per scale and element. Tried and adopted: two warpgroups per CTA, the first stages of the rotation between
+GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, and sums of g in the kernel that
+casts it. Five scales instead of eight would lose 0.06 dB; their speed was not measured.
 """
 _FEW_BYTES = """
 A layer has few bytes, so launch latency and the tail are a notable part of the time, and a reduction of split-K partial

@@ -135,20 +135,25 @@ class OperandCaster:
         return cast._replace(operands={m: saved if q is residual else q for m, q in cast.operands.items()}), saved
 
     def cast_gradient(self, g: jax.Array, has_bias: bool) -> tuple[CastOperands, TokenMeans | None]:
-        """The operands of dgrad and wgrad, and the means of g if their terms depend on them.
+        """The operands of dgrad and wgrad, and the means of g if they are subtracted, or a term depends on its sums.
 
-        If only the sums of g over tokens are needed, the kernel that casts g computes them in the same pass.
+        If g is cast without subtraction, the cast kernel may compute its sums, in which subnormals count as 0.
         """
         matmuls = "dgrad", "wgrad"
-        subtracts = any(tensor == "g" for _, tensor in self.recipe.mean_subtracted)
-        if subtracts or not self.op.sums_tokens or not reads_mean(self.recipe, "wgrad", "g"):
-            means = self.token_means("g", g, matmuls)
-            return self.cast("g", g, matmuls, column_sums=has_bias, means=means), means
-        cast = self.cast("g", g, matmuls, column_sums=True)
-        if cast.column_sums is None:
-            return cast, self.token_means("g", g, matmuls)
-        tokens = math.prod(g.shape[: g.ndim - cast.column_sums.ndim])
-        return cast, token_means(jnp.expand_dims(cast.column_sums, range(g.ndim - cast.column_sums.ndim)), tokens)
+        is_subtracted = any(tensor == "g" for _, tensor in self.recipe.mean_subtracted)
+        sums_in_cast = self.op.sums_tokens and not is_subtracted and reads_mean(self.recipe, "wgrad", "g")
+        means = None if sums_in_cast else self.token_means("g", g, matmuls)
+        cast = self.cast("g", g, matmuls, column_sums=has_bias or sums_in_cast, means=means)
+        if sums_in_cast:
+            means = self._means_from_sums(g, cast.column_sums)
+        return cast, means
+
+    def _means_from_sums(self, g: jax.Array, sums: jax.Array | None) -> TokenMeans | None:
+        """The means of g over its leading dims, from their sums if the cast kernel computed them."""
+        if sums is None:
+            return self.token_means("g", g, ("dgrad", "wgrad"))
+        token_dims = range(g.ndim - sums.ndim)
+        return token_means(jnp.expand_dims(sums, token_dims), math.prod(g.shape[dim] for dim in token_dims))
 
     def amax(self, tensor: str, x: jax.Array, cast: CastOperands) -> jax.Array:
         """The amax of x, from the cast kernel if it computed it, otherwise by a separate reduction."""

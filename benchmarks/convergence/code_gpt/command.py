@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         print("\n".join(f"{row.name:<40}{row}" for row in ROWS))
         return
     # Before JAX initialises the device.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{MEMORY_FRACTION / options.processes:.2f}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{MEMORY_FRACTION / options.sharing:.2f}")
     results = Results(options.results or default_path())
     failed = [] if options.report else run(options, results, Deadline.after(options.minutes, start))
     print(report(results))
@@ -65,11 +65,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the rows and exit")
     parser.add_argument("--report", action="store_true", help="print the table of the results file and exit")
     parser.add_argument(
-        "--processes",
+        "--sharing",
         type=_count,
         default=1,
         metavar="N",
-        help="N commands like this one, with other rows, share the device: each takes 1/N of its memory (default 1)",
+        help="this is one of N such commands, with other rows, that share the device: take 1/N of its memory",
     )
     parser.add_argument("--tiny", action="store_true", help="a dry run with a tiny model; needs --results")
     return parser
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> li
     config, start = config_of(options), time.perf_counter()
     text = corpus.read(int(options.corpus_mib * 2**20))
     print(f"corpus: {text.about()}, {time.perf_counter() - start:.1f} s")
-    session = Session(results, config, text, environment(options.processes), command_of(options))
+    session = Session(results, config, text, environment(options.sharing), command_of(options))
     rows = [row for row in options.rows if missing_seeds(row, options.seeds, session)]
     shared, failed, compiled = SharedStart(config, text), [], {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as compiler:

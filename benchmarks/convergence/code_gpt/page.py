@@ -40,8 +40,9 @@ matmuls of the four linear layers of each block are quantised; embedding and hea
 All runs of a seed start from the same weights, those after {shared} of {steps} steps in bf16, and train on the same
 batches from there: the gap to bf16 is the mean over seeds of the difference of held-out losses. The loss of a run is
 the mean over {last} evaluations in its last tenth, with the quantised forward pass: a gap is due to both worse weights
-and the quantisation error of the evaluation. The last column is the gap with all weights evaluated in bf16. ± is the
-standard error over seeds.{noise}{from_scratch}
+and the quantisation error of the evaluation. Where a recipe subtracts means, they are over all tokens of a batch, later
+ones included, in the evaluation as well. The last column is the gap with all weights evaluated in bf16; it is empty for
+runs that were made before it was computed. ± is the standard error over seeds.{noise}{from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
 
@@ -57,12 +58,13 @@ SHA-256 `{sha256}`.
 
 {table}
 
-t is that of the paired difference to nvfp4, with one degree of freedom less than seeds.
+t is the t statistic of the paired difference to nvfp4, with seeds - 1 degrees of freedom.
 
 ## What each part does
 
-Each line compares two rows that differ in one part, over the seeds that both were trained with. Gaps are in nats; a
-negative difference means that the change helps.
+Each line compares two rows over the seeds that both were trained with. Gaps are in nats; a negative difference means
+that the change helps. Searched casts and MS-EDEN also limit block scales to 256 instead of 448, as a part of the
+change; MS-EDEN needs 1×16 blocks and a rotation of 128 for all operands of dgrad and wgrad.
 
 {parts}
 
@@ -78,18 +80,18 @@ negative difference means that the change helps.
   its term is added to dw;
 * in fwd, block scales have the least squared error (`search="scales"`), in 1×16 blocks of x and of w;
 * in dgrad and wgrad, both operands are multiplied by a random Hadamard matrix in groups of 128 along the contracting
-  dim, with signs drawn anew in each step, and then cast by MS-EDEN;
+  dim, with signs drawn anew in each step, and then cast by MS-EDEN, whose block amax maps to 6.07;
 * block scales are at most 256 of E4M3's 448 before a search or a correction increases them, as in Quartet II.
 
 All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
-format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer; no tensor core multiplies it. `nvint4_plus`
-is the same recipe with 4-bit integers.
+format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer, and whose block amax maps to the largest
+code; no tensor core multiplies it. `nvint4_plus` is the same recipe with 4-bit integers.
 
-`quartet_ii` computes the tensor scale of rotated operands from a bound of their amax, the amax before the rotation
-times √128; its publication does from the amax itself.
+All three, and `quartet_ii`, compute the tensor scale of rotated operands from a bound of their amax, the amax before
+the rotation times √128; Quartet II as published does from the amax itself.
 """
 NOISE = """ Rows with one
-seed have none: differences below about {twice:.3f} nats, twice the largest standard deviation of a gap over seeds, mean
+seed have none: differences below about {twice:.4f} nats, twice the largest standard deviation of a gap over seeds, mean
 nothing there."""
 FROM_SCRATCH = """
 For runs that were quantised from the first step, the standard deviation of a gap over seeds was up to {scratch:.3f}
@@ -156,7 +158,7 @@ def text(results: Results) -> str:
         parts=_parts(losses_of(runs)),
         findings=findings.text(losses_of(runs), losses_of(runs, _loss_in_bf16)),
     )
-    return "\n\n".join(map(_wrapped, text.split("\n\n")))
+    return "\n\n".join(map(_wrapped, text.split("\n\n"))).rstrip() + "\n"
 
 
 def _wrapped(paragraph: str) -> str:

@@ -38,6 +38,10 @@ def final_loss_in_bf16(run: Run) -> float | None:
     return statistics.fmean(run["held_out_bf16"].values()) if "held_out_bf16" in run else None
 
 
+def _identity(run: Run) -> tuple[str, ...]:
+    return tuple(str(run[key]) for key in ("config", "corpus", "device", "row", "recipe", "seed"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """What runs must share to be compared: hashes of the config and of the corpus, and the kind of device."""
@@ -74,10 +78,12 @@ class Results:
         return {run["seed"] for run in self.runs(group) if (run["row"], run["recipe"]) == (row, recipe)}
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
-        """Appends a run and the entries of `tables` that it refers to."""
+        """Appends a run and the entries of `tables` that it refers to, unless the file has the run already."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             contents = self.read()
+            if _identity(run) in map(_identity, contents["runs"]):
+                return  # another process trained it meanwhile
             for table, entries in tables.items():
                 contents[table] |= entries
             contents["runs"].append(run)

@@ -154,8 +154,8 @@ def _text(estimate: Estimate | None, value: str, error: str) -> str:
 
 
 def gap_text(gap: Estimate | None) -> str:
-    return "" if gap is None else f"{gap.value:+.4f}" + ("" if gap.error is None else f" ± {gap.error:.4f}")
+    return _text(gap, "{:+.4f}", "{:.4f}")
 
 
 def ratio_text(ratio: Estimate | None) -> str:
-    return "" if ratio is None else f"{ratio.value:.2f}" + ("" if ratio.error is None else f" ± {ratio.error:.2f}")
+    return _text(ratio, "{:.2f}", "{:.2f}")

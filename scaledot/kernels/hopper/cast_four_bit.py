@@ -101,8 +101,8 @@ def run(problem: CastProblem, x: jax.Array, arguments: CastArguments) -> CastRes
     signs = _signs(outputs, arguments)
     sums_columns = problem.column_sums and arguments.mean is None  # those of x, not of differences
     differences = x if mean is None else subtract_mean(x, mean)
-    # Steps that subtract the mean of x multiply it by w, in the same pass. XLA reads columns of float32 as fast as
-    # rows, but those of 16-bit elements at half the rate.
+    # XLA fuses the amaxes of the columns of w, float32, with the matmul of the mean of x and w, which also reduces
+    # columns. It reads columns of 16-bit elements at half the rate of rows.
     of_columns = x.dtype == jnp.float32
     tensor_multipliers, tensor_scales = _tensor_scales(differences, outputs, of_columns)
     specs = tuple(_output_spec(output) for output in outputs)
@@ -125,13 +125,13 @@ def _output_spec(output: CastOutput) -> Any:
 
     format, grids = output.spec.format, output.spec.format.grid_formats
     return cast_four_bit_kernel.OutputSpec(
-        tuple(grid.element for grid in grids),
-        tuple(grid.max for grid in grids),
-        format.search,
-        output.contracted == 1,
-        not output.is_residual,
-        output.spec.rotation is not None,
-        output.spec.eden,
+        elements=tuple(grid.element for grid in grids),
+        targets=tuple(grid.max for grid in grids),
+        search=format.search,
+        along=output.contracted == 1,
+        dequantized=not output.is_residual,
+        rotated=output.spec.rotation is not None,
+        corrected=output.spec.eden,
     )
 
 

@@ -105,12 +105,12 @@ def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
 
 def _int4(scaled: jax.Array) -> jax.Array:
     finite = jnp.where(scaled == scaled, scaled, np.float32(0))
-    return _integer(jnp.clip(finite, np.float32(-7), np.float32(7)))
+    return integer_of(jnp.clip(finite, np.float32(-7), np.float32(7)) + ROUNDER)
 
 
-def _integer(x: jax.Array) -> jax.Array:
-    """Rounds |x| < 2^22 to int32, to nearest even."""
-    return lax.bitcast_convert_type(x + ROUNDER, jnp.int32) - ROUNDER.view(np.int32)
+def integer_of(shifted: jax.Array) -> jax.Array:
+    """Returns x rounded to int32, from x + ROUNDER."""
+    return lax.bitcast_convert_type(shifted, jnp.int32) - ROUNDER.view(np.int32)
 
 
 def without_rounder(shifted: jax.Array) -> jax.Array:

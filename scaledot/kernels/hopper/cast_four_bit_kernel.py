@@ -49,6 +49,7 @@ from scaledot.kernels.hopper.cast_four_bit_arithmetic import (
     encode,
     entry,
     error_of,
+    integer_of,
     max_of,
     neighbour,
     rows_of,
@@ -118,13 +119,13 @@ def cast(
     row_length: int,
     column_sums: bool = False,
 ) -> tuple[tuple[CodesAndScales, ...], jax.Array | None]:
-    """Casts x (M, K), multiples of 128, to these outputs; returns them and the sums of 64 rows each, (M / 64, K).
+    """Casts x (M, K), multiples of 128, to these outputs; returns them, and partial sums over rows (M / 64, K) or None.
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
     (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, uint32 (outputs, 128), see
     `sign_words`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
     row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums: whether to return
-    sums, float32, of x less the mean.
+    sums, float32.
     """
     m, k = x.shape
     has = tuple(each is not None for each in (seeds, signs, mean))
@@ -241,7 +242,7 @@ class Output(NamedTuple):
         tile.cta.scales[pl.ds(block, 1)] = decoded(stored)
         squares, projections = sums
         shifted = scaled * STEPS + ROUNDER
-        steps = lax.bitcast_convert_type(shifted, jnp.int32) - ROUNDER.view(np.int32)
+        steps = integer_of(shifted)
         squares = squares + sum_of(lax.bitcast_convert_type(steps * steps, jnp.uint32))
         # Exact in float32: multiples of 1/2 below 2^23, and so are all partial sums.
         return squares, projections + sum_of(without_rounder(shifted) * values)

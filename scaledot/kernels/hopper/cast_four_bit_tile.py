@@ -29,7 +29,9 @@ BLOCKS = TILE // BLOCK  # of a rotated group
 OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
 OWN_ROWS = TILE // WARPGROUPS  # that a warpgroup copies from GMEM to SMEM
 LOADED_ROWS = 32  # in flight between GMEM and SMEM
-FIRST_ROWS = 2  # the same for rotated columns: 8 times as many rows, in registers that three CTAs per SM have
+# Neighbouring rows per step when columns are rotated: 2 × 8 blocks = 16 elements of each thread in flight, which leaves
+# registers for three CTAs per SM.
+FIRST_ROWS = 2
 
 
 class Cta(NamedTuple):
