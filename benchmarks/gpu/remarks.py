@@ -57,11 +57,11 @@ Tried and rejected: accumulators that start from the bit pattern of 1.5 x 2^23 a
 and one more addition.
 """
 _FOUR_BITS = """
-The matmuls take as long as in bfloat16; the rest is casts, of twice as many elements per FLOP as in the larger layer.
-Those of nvfp4_plus and if4 are bound by instructions: a search evaluates eight scales for each block (if4: 14), in ten
-instructions per scale and element. Tried and adopted: two warpgroups per CTA, the first stages of the rotation between
-GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, and sums of g in the kernel that
-casts it. Five scales instead of eight would lose 0.06 dB; their speed was not measured.
+Matmuls run in bfloat16; what is slower than bfloat16 is casts. This layer has twice as many elements to cast per FLOP
+as the larger one. Casts of nvfp4_plus and if4 are bound by instructions: a search evaluates eight scales for each block
+(if4: 14), in ten instructions per scale and element. Tried and adopted: two warpgroups per CTA, the first stages of the
+rotation between GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, and sums of g in
+the kernel that casts it. Five scales instead of eight would lose 0.06 dB; their speed was not measured.
 """
 _FEW_BYTES = """
 A layer has few bytes, so launch latency and the tail are a notable part of the time, and a reduction of split-K partial
