@@ -58,8 +58,17 @@ def ptxas_reports(monkeypatch, folder):
 
 def spills(folder) -> list[int]:
     """Returns the bytes of register spills of each kernel, from the reports of ptxas."""
+    return _numbers(folder, r"(\d+) bytes spill stores")
+
+
+def registers(folder) -> list[int]:
+    """Returns the registers of a thread of each kernel, from the reports of ptxas."""
+    return _numbers(folder, r"Used (\d+) registers")
+
+
+def _numbers(folder, pattern: str) -> list[int]:
     texts = [file.read_text() for file in folder.glob("*ptxas*")]
-    return [int(found) for text in texts for found in re.findall(r"(\d+) bytes spill stores", text)]
+    return [int(found) for text in texts for found in re.findall(pattern, text)]
 
 
 def spills_of_cast(device: str, case, folder) -> list[int]:

@@ -136,14 +136,14 @@ def _output_spec(output: CastOutput) -> Any:
 
 
 def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Array | None:
-    """Returns the packed signs of each output, uint32 (outputs, 128); zeros for those that are not rotated."""
-    from scaledot.kernels.hopper.cast_four_bit_tile import sign_words
+    """Returns the signs of each output, float32 (outputs, 128); ones for those that are not rotated."""
+    from scaledot.kernels.hopper.cast_four_bit_tile import in_kernel_order
 
     if all(output.spec.rotation is None for output in outputs):
         return None
     drawn = ((arguments.signs_of(output), output.contracted == 1) for output in outputs)
-    unrotated = jnp.zeros(ROTATION, jnp.uint32)
-    return jnp.stack([unrotated if signs is None else sign_words(signs, along) for signs, along in drawn])
+    ones = jnp.ones(ROTATION, jnp.float32)
+    return jnp.stack([ones if signs is None else in_kernel_order(signs, along) for signs, along in drawn])
 
 
 def _tensor_scales(

@@ -15,14 +15,14 @@ from scaledot.formats import FORMATS
 from scaledot.kernels.hopper import support
 from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK as BLOCK
 from scaledot.numerics.bits import INFINITY, SIGN, bits_of, float_of
-from scaledot.numerics.encode import decode_float
-from scaledot.numerics.rounding import round_nonnegative
 from scaledot.numerics.scale_search import fraction_bits
 
 E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
+SECOND_ELEMENT = np.uint32(0x80)  # the sign bit of a stored scale: its codes are of the second element
 LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
 ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
+_INTEGERS = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 ROUNDER = np.float32(1.5 * 2.0**23)
 
@@ -31,9 +31,17 @@ def rows_of(x: jax.Array) -> list[jax.Array]:
     return [x[i : i + 1] for i in range(x.shape[0])]
 
 
-def spread(per_thread: jax.Array) -> jax.Array:
-    """One number per thread, (1, 128), for all elements of its block, (16, 128)."""
-    return jnp.concatenate([per_thread] * BLOCK)
+def spread(per_thread: jax.Array, count: int = BLOCK) -> jax.Array:
+    """One number per thread, (1, 128), for `count` elements of it, by default those of a block."""
+    return jnp.concatenate([per_thread] * count)
+
+
+def after(first: jax.Array, x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns x, in a way that ptxas cannot compute what depends on it before `first`.
+
+    With fewer instructions in flight it allocates fewer registers. zero: words that are 0 at run time.
+    """
+    return float_of(bits_of(x) | (bits_of(first) & zero))
 
 
 def max_of(x: jax.Array) -> jax.Array:
@@ -52,11 +60,6 @@ def entry(values: tuple[float, ...], i) -> Any:
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
-def decoded(stored: jax.Array) -> jax.Array:
-    """The value of a stored scale, with its sign."""
-    return jnp.where(stored & np.uint32(0x7F) == NAN_SCALE, np.float32(np.nan), decode_float(stored, E4M3))
-
-
 def neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
     """The E4M3 code `offset` larger, at least that of the smallest scale above 0 and at most that of 448."""
     moved = jnp.maximum(code, np.uint32(1)).astype(jnp.int32) + offset
@@ -67,16 +70,19 @@ def neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
 def error_of(magnitude: jax.Array, element: str) -> jax.Array:
     """Rounding errors of scaled magnitudes to an element, integers in units of 1 / ERROR_UNIT, as float32.
 
-    The same numbers as in `numerics.scale_search.squared_error`, in ten instructions per candidate and element: both
-    terms are rounded by the addition of a power of two, which cancels in their difference.
+    Up to their sign, they are those of `numerics.scale_search.squared_error`. Adding 2^23 to a magnitude in those units
+    rounds it to an integer, x. The nearest multiple of a step is c - (c - x), with c so large that the step is the last
+    bit of c - x. For E2M1, c is 2^22 + 1 times the magnitude, or times 1 if that is larger: Veltkamp's splitting. Which
+    way it rounds a tie does not change the magnitude of the error.
     """
-    shift = np.float32(2.0**23)
+    x = magnitude * ERROR_UNIT + _INTEGERS
     if element == "int4":
-        nearest = round_nonnegative(jnp.minimum(magnitude, np.float32(LARGEST_CODE[element])))
+        c = np.float32(1.5) * ERROR_UNIT * _INTEGERS
     else:
-        shifted, step_shift, _ = _shifted_e2m1(magnitude)
-        nearest = shifted - step_shift
-    return (magnitude * ERROR_UNIT + shift) - (nearest * ERROR_UNIT + shift)
+        splitter = np.float32(2.0**22 + 1) * ERROR_UNIT
+        c = jnp.maximum(magnitude * splitter + _INTEGERS, splitter + _INTEGERS)
+    largest = np.float32(LARGEST_CODE[element]) * ERROR_UNIT + _INTEGERS
+    return x - jnp.minimum(c - (c - x), largest)
 
 
 def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,9 +109,27 @@ def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
     return float_of(bits_of(shifted - shift) | sign), (code & np.uint32(7)) | (sign >> 28)
 
 
+def packed(codes: jax.Array) -> jax.Array:
+    """Packs two neighbours of each column, 4-bit codes in uint32 (2 n, 128), to bytes (n, 128)."""
+    rows = rows_of(codes)
+    return jnp.concatenate([even | (odd << 4) for even, odd in zip(rows[::2], rows[1::2], strict=True)]).astype(
+        jnp.uint8
+    )
+
+
 def _int4(scaled: jax.Array) -> jax.Array:
     finite = jnp.where(scaled == scaled, scaled, np.float32(0))
     return integer_of(jnp.clip(finite, np.float32(-7), np.float32(7)) + ROUNDER)
+
+
+def sum_of_squares(shifted: jax.Array) -> jax.Array:
+    """The sum of the squares of x rounded to integers, (1, 128) modulo 2^32, from x + ROUNDER.
+
+    With the bits b of that sum and r of ROUNDER, it is the sum of (b - r)^2 = b^2 - 2 r b + r^2, where r^2 is 0 modulo
+    2^32; sums of b take half as many instructions as subtractions of r, because the hardware adds three numbers.
+    """
+    bits = bits_of(shifted)
+    return sum_of(bits * bits) - (ROUNDER.view(np.uint32) << np.uint32(1)) * sum_of(bits)
 
 
 def integer_of(shifted: jax.Array) -> jax.Array:

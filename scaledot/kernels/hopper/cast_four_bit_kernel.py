@@ -13,13 +13,15 @@ thread works on blocks of its 16 neighbouring elements in registers:
 
     rotation     adds elements 64, 32 and 16 apart between GMEM and SMEM, or in place in SMEM if blocks run along rows,
                  and 8, 4, 2 and 1 apart in the registers of a block
-    scale        of the block amax, or of the candidate with the least error
-    codes        written back to SMEM: 4-bit codes in 32-bit words, or their decoded values
+    scale        of the block amax, or of the candidate with the least error; its quantisation multiplier is looked up
+                 in a table of the E4M3 codes, which the CTA fills once per output
+    codes        written to SMEM: 4-bit codes in 32-bit words, or their decoded values, two to a word
     MS-EDEN      accumulates two sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
-    output       all threads write rows of the tile to GMEM: packed codes, two rows to a byte, or bfloat16 values; the
-                 values of threads that own columns are written from registers instead
+    output       threads that own columns write packed codes, two rows to a byte, or bfloat16 values from registers to
+                 GMEM; if they own rows, all threads write rows of the tile from SMEM
 
-XLA computes the amax of the tensor, which its tensor scale needs, before the cast.
+It is bound by instructions, not by memory. XLA computes the amax of the tensor, which its tensor scale needs, before
+the cast.
 
 Codes and scales are bit-identical to the reference, except that intermediate values of a rotation below 2^-126 are not
 flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
@@ -45,25 +47,31 @@ from scaledot.kernels.hopper.cast_four_bit_arithmetic import (
     LARGEST_CODE,
     NAN_SCALE,
     ROUNDER,
-    decoded,
+    SECOND_ELEMENT,
+    after,
     encode,
     entry,
     error_of,
-    integer_of,
     max_of,
     neighbour,
-    rows_of,
+    packed,
     spread,
     sum_of,
+    sum_of_squares,
     without_rounder,
 )
+from scaledot.kernels.hopper.cast_four_bit_ptx import from_pairs, look_up, rows_from_pairs, scaled_pairs, to_pairs
 from scaledot.kernels.hopper.cast_four_bit_tile import (
     BLOCKS,
+    E4M3_CODES,
+    MULTIPLIERS,
     OWN_BLOCKS,
     OWN_ROWS,
     PITCH,
     TILE,
+    VALUES,
     WARPGROUPS,
+    WRITTEN_ROWS,
     Cta,
     Tile,
     per_thread,
@@ -74,7 +82,7 @@ from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD a
 from scaledot.kernels.hopper.memory_layouts import load
 from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK as BLOCK
 from scaledot.kernels.hopper.support import kernel_name
-from scaledot.numerics.bits import amax_of_bits, bits_of, float_of, magnitude_bits
+from scaledot.numerics.bits import SIGN, amax_of_bits, bits_of, float_of
 from scaledot.numerics.eden import CODE_STEPS, STEPS, correction
 from scaledot.numerics.encode import decode_float, float_code
 from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS
@@ -122,18 +130,18 @@ def cast(
     """Casts x (M, K), multiples of 128, to these outputs; returns them, and partial sums over rows (M / 64, K) or None.
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
-    (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, uint32 (outputs, 128), see
-    `sign_words`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay 0.
-    row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums: whether to return
-    sums, float32.
+    (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, float32 (outputs, 128), see
+    `in_kernel_order`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay
+    0. row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums: whether to
+    return sums, float32.
     """
     m, k = x.shape
     has = tuple(each is not None for each in (seeds, signs, mean))
     rows = m if mean is None else rows
 
     def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
-        *refs, smem, scales_smem, sums_smem, barrier = refs
-        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, barrier)
+        *refs, smem, scales_smem, sums_smem, codes_smem, barrier = refs
+        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, codes_smem, barrier)
         others = iter(refs)
         seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
         sums_gmem = next(others) if column_sums else None
@@ -143,6 +151,8 @@ def cast(
             multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
             output = Output(spec, tile, multipliers, data, scale)
             signs = signs_gmem.at[pl.ds(index, 1)] if signs_gmem is not None and spec.rotated else None
+            cta.sync()  # all threads have finished with the last output
+            output.tabulate_codes()
             sums = tile.copy_from(x_gmem, mean_gmem, signs, rows)
             if sums_gmem is not None and index == 0:
                 sums_gmem[pl.ds(tile.row * WARPGROUPS + cta.warpgroup, 1), tile.columns] = sums
@@ -166,6 +176,7 @@ def cast(
             plgpu.SMEM((TILE, PITCH), jnp.float32),
             plgpu.SMEM((BLOCKS, TILE), jnp.float32),
             plgpu.SMEM((2 * WARPGROUPS, TILE), jnp.uint32),
+            plgpu.SMEM((2, E4M3_CODES), jnp.float32),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         compiler_params=_PARAMETERS,
@@ -209,16 +220,31 @@ class Output(NamedTuple):
     data: Any
     scale: Any
 
+    def tabulate_codes(self) -> None:
+        """Writes the quantisation multiplier and the value of each E4M3 code to SMEM, a row by each warpgroup."""
+        cta = self.tile.cta
+        code = plgpu.broadcasted_iota(jnp.uint32, (1, E4M3_CODES), 1, layout=COLUMN_PER_THREAD)
+
+        @pl.when(cta.warpgroup == MULTIPLIERS)
+        def _() -> None:
+            multiplier = scale_reciprocal(decode_float(code, E4M3) * self.tensor_multipliers[1])
+            cta.codes[pl.ds(MULTIPLIERS, 1)] = jnp.where(code == 0, np.float32(0), multiplier)
+
+        @pl.when(cta.warpgroup == VALUES)
+        def _() -> None:
+            value = decode_float(code, E4M3)
+            cta.codes[pl.ds(VALUES, 1)] = jnp.where(code == NAN_SCALE, np.float32(np.nan), value)
+
     def run(self, uniform) -> None:
         """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
-        cta, zeros = self.tile.cta, (per_thread(0, jnp.uint32), per_thread(0, jnp.float32))
+        cta, zeros = self.tile.cta, (per_thread(0, jnp.uint32), per_thread(0))
         first, _ = cta.own(BLOCKS)
         sums = lax.fori_loop(0, OWN_BLOCKS, lambda i, sums: self._cast_block(first + i, sums), zeros)
         if self.spec.corrected:
             squares, projections = cta.total(sums)
             factor = correction(squares, projections * CODE_STEPS)
             pl.loop(*cta.own(BLOCKS))(functools.partial(self._correct, factor, uniform))
-        if self.tile.along or not self.spec.dequantized:
+        if self.tile.along:
             cta.sync()
             self._write()
 
@@ -229,21 +255,23 @@ class Output(NamedTuple):
         """
         spec, tile = self.spec, self.tile
         x = tile.add_neighbours(block) if spec.rotated else tile.load_block(block)
-        amax = amax_of_bits(max_of(magnitude_bits(x)))
+        amax = amax_of_bits(bits_of(max_of(jnp.abs(x))))
         scale = self._scale_of(x, amax)
         scaled = x * spread(scale.multiplier)
         values, codes = self._encode(scaled, scale.is_second)
         stored = jnp.where(amax == np.float32(np.inf), NAN_SCALE, _signed(scale))
-        if spec.corrected or not spec.dequantized:
-            tile.store_block(block, values if spec.dequantized else float_of(codes))
+        pairs = to_pairs(values) if spec.dequantized else None
+        if not spec.dequantized:
+            self._store_codes(block, codes)
         if not spec.corrected:
-            self._finish_block(block, stored, values)
+            self._finish_block(block, stored, pairs)
             return sums
-        tile.cta.scales[pl.ds(block, 1)] = decoded(stored)
+        if pairs is not None:
+            tile.store_pairs(block, pairs)
+        tile.cta.scales[pl.ds(block, 1)] = float_of(bits_of(self._value(stored)) | ((stored & SECOND_ELEMENT) << 24))
         squares, projections = sums
         shifted = scaled * STEPS + ROUNDER
-        steps = integer_of(shifted)
-        squares = squares + sum_of(lax.bitcast_convert_type(steps * steps, jnp.uint32))
+        squares = squares + sum_of_squares(shifted)
         # Exact in float32: multiples of 1/2 below 2^23, and so are all partial sums.
         return squares, projections + sum_of(without_rounder(shifted) * values)
 
@@ -252,21 +280,29 @@ class Output(NamedTuple):
         scale = load(self.tile.cta.scales.at[pl.ds(block, 1)], COLUMN_PER_THREAD, optimized=False)
         is_nan = scale != scale
         stored = jnp.where(is_nan, NAN_SCALE, float_code(scale * correction, E4M3, uniform(block)))
-        self._finish_block(block, stored, self.tile.load_block(block) if self.spec.dequantized else None)
+        self._finish_block(block, stored, self.tile.load_pairs(block) if self.spec.dequantized else None)
 
-    def _finish_block(self, block, stored: jax.Array, values: jax.Array | None) -> None:
+    def _store_codes(self, block, codes: jax.Array) -> None:
+        """Writes packed codes to GMEM if a thread has both codes of a byte; otherwise to SMEM, a code in each word."""
+        tile = self.tile
+        if tile.along:
+            tile.store_block(block, float_of(codes))
+        else:
+            rows = pl.ds((tile.row * BLOCKS + block) * (BLOCK // 2), BLOCK // 2)
+            self.data.at[rows, tile.columns][...] = packed(codes)
+
+    def _finish_block(self, block, stored: jax.Array, pairs: jax.Array | None) -> None:
         """Writes the scales of a block to GMEM, or for dequantised outputs the values times their scales.
 
-        The values of a thread that owns a row go to SMEM, from which `_write` writes them in rows.
+        pairs: the values, see `to_pairs`. Those of a thread that owns a row go to SMEM; `_write` writes them in rows.
         """
         tile, first = self.tile, self.tile.row * BLOCKS + block
-        if self.spec.dequantized:
-            assert values is not None
-            values = values * spread(jnp.abs(decoded(stored)))
+        if pairs is not None:
+            pairs = scaled_pairs(pairs, self._value(stored))
             if tile.along:
-                tile.store_block(block, values)
+                tile.store_pairs(block, pairs)
             else:
-                self.data.at[pl.ds(first * BLOCK, BLOCK), tile.columns][...] = values.astype(jnp.bfloat16)
+                self.data.at[pl.ds(first * BLOCK, BLOCK), tile.columns][...] = from_pairs(pairs)
         elif tile.along:
             rows, column = pl.ds(tile.row * TILE, TILE), pl.ds(tile.column * BLOCKS + block, 1)
             self.scale.at[rows, column].T[...] = stored.astype(jnp.uint8)
@@ -289,15 +325,17 @@ class Output(NamedTuple):
     def _search(self, magnitude, amax, element: str, target: float, index: int, best):
         """Returns (least error, code, index of the element) of this element's candidates and of `best`."""
         values, code_of = self._candidates(amax, element, target)
+        zero = bits_of(per_thread(self.tensor_multipliers[0])) & SIGN
         limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)
 
         def compare(i, best):
             least, code, chosen = best
             candidate = code_of(entry(values, i))
-            multiplier, value = self._multiplier(candidate), decode_float(candidate, E4M3)
-            errors = error_of(magnitude * spread(multiplier), element)
-            error = sum_of(errors * errors) * (value * value)
-            largest = amax * multiplier
+            multiplier, value, squares = self._multiplier(candidate), self._value(candidate), per_thread(0)
+            for half in (magnitude[: BLOCK // 2], magnitude[BLOCK // 2 :]):
+                errors = error_of(half * spread(after(squares, multiplier, zero), BLOCK // 2), element)
+                squares = squares + sum_of(errors * errors)
+            error, largest = squares * (value * value), amax * multiplier
             error = jnp.where((largest > 0) & (largest <= limit), error, np.float32(np.inf))
             is_less = error < least
             return (
@@ -307,7 +345,7 @@ class Output(NamedTuple):
             )
 
         if best is None:
-            best = per_thread(np.inf, jnp.float32), code_of(values[0]), per_thread(0, jnp.uint32)
+            best = per_thread(np.inf), code_of(values[0]), per_thread(0, jnp.uint32)
         return lax.fori_loop(0, len(values), compare, best)
 
     def _candidates(self, amax, element: str, target: float) -> tuple[tuple[float, ...], Callable[..., jax.Array]]:
@@ -324,8 +362,11 @@ class Output(NamedTuple):
 
     def _multiplier(self, code: jax.Array) -> jax.Array:
         """The quantisation multiplier for the E4M3 code of a scale; 0 for a scale of 0."""
-        multiplier = scale_reciprocal(decode_float(code, E4M3) * self.tensor_multipliers[1])
-        return jnp.where(code == 0, np.float32(0), multiplier)
+        return look_up(self.tile.cta.codes.at[MULTIPLIERS], code)
+
+    def _value(self, stored: jax.Array) -> jax.Array:
+        """The value of a stored scale, without its sign."""
+        return look_up(self.tile.cta.codes.at[VALUES], stored & NAN_SCALE)
 
     def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns the decoded values of the codes of scaled elements, and the codes, uint32."""
@@ -337,23 +378,25 @@ class Output(NamedTuple):
         return jnp.where(uses_second, second, first), jnp.where(uses_second, second_code, first_code)
 
     def _write(self) -> None:
-        """Writes codes or values from SMEM to GMEM, in rows."""
+        """Writes codes or values of threads that own rows from SMEM to GMEM, in rows."""
         tile = self.tile
 
-        @pl.loop(*tile.cta.own(BLOCKS))
+        @pl.loop(*tile.cta.own(TILE // WRITTEN_ROWS))
         def _(i):
-            rows = tile.load_rows(i * BLOCK, BLOCK)
-            if self.spec.dequantized:
-                self.data.at[pl.ds(tile.row * TILE + i * BLOCK, BLOCK), tile.columns][...] = rows.astype(jnp.bfloat16)
+            first = i * WRITTEN_ROWS
+            if not self.spec.dequantized:
+                codes = packed(bits_of(tile.load_rows(first, WRITTEN_ROWS)))
+                rows = pl.ds(tile.row * (TILE // 2) + i * (WRITTEN_ROWS // 2), WRITTEN_ROWS // 2)
+                self.data.at[rows, tile.columns][...] = codes
                 return
-            codes = rows_of(bits_of(rows))
-            pairs = [even | (odd << 4) for even, odd in zip(codes[::2], codes[1::2], strict=True)]
-            packed = jnp.concatenate(pairs).astype(jnp.uint8)
-            self.data.at[pl.ds(tile.row * TILE // 2 + i * BLOCK // 2, BLOCK // 2), tile.columns][...] = packed
+            for half in range(WARPGROUPS):
+                columns = pl.ds(tile.column * TILE + half * OWN_ROWS, OWN_ROWS)
+                values = rows_from_pairs(tile.load_rows_of_pairs(first, WRITTEN_ROWS, half))
+                self.data.at[pl.ds(tile.row * TILE + first, WRITTEN_ROWS), columns][...] = values
 
 
 def _signed(scale: Scale) -> jax.Array:
     """The stored code of a scale, whose sign bit says that the codes are of the second element."""
     if scale.is_second is None:
         return scale.code
-    return scale.code | jnp.where(scale.is_second, np.uint32(0x80), np.uint32(0))
+    return scale.code | jnp.where(scale.is_second, SECOND_ELEMENT, np.uint32(0))

@@ -13,13 +13,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from scaledot.kernels.hopper.cast_arithmetic import butterflies, flush_subnormals
+from scaledot.kernels.hopper.cast_arithmetic import butterflies
 from scaledot.kernels.hopper.cast_four_bit_arithmetic import rows_of, sum_of
+from scaledot.kernels.hopper.cast_four_bit_ptx import PAIRS_OF_ROWS, flushed_difference, flushed_product, load_for_all
 from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
 from scaledot.kernels.hopper.memory_layouts import load
 from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK as BLOCK
 from scaledot.kernels.hopper.scale_blocks import ROTATION
-from scaledot.numerics.bits import SIGN, bits_of, float_of
+from scaledot.numerics.bits import bits_of, float_of
 from scaledot.numerics.rounding import uniform_at
 
 TILE = ROTATION  # rows and columns of a tile
@@ -28,7 +29,9 @@ WARPGROUPS = 2
 BLOCKS = TILE // BLOCK  # of a rotated group
 OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
 OWN_ROWS = TILE // WARPGROUPS  # that a warpgroup copies from GMEM to SMEM
-LOADED_ROWS = 32  # in flight between GMEM and SMEM
+E4M3_CODES = 128  # without a sign
+MULTIPLIERS, VALUES = 0, 1  # rows of `Cta.codes`
+LOADED_ROWS = WRITTEN_ROWS = 32  # in flight between GMEM and SMEM
 # Neighbouring rows per step when columns are rotated: 2 × 8 blocks = 16 elements of each thread in flight, which leaves
 # registers for three CTAs per SM.
 FIRST_ROWS = 2
@@ -38,13 +41,14 @@ class Cta(NamedTuple):
     """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
 
     scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
-    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). barrier: an arrival of each
-    warpgroup.
+    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). codes: the quantisation multiplier
+    and the value of each E4M3 code, float32 (2, 128). barrier: an arrival of each warpgroup.
     """
 
     warpgroup: Any
     scales: Any
     sums: Any
+    codes: Any
     barrier: Any
 
     def sync(self) -> None:
@@ -69,25 +73,30 @@ class Cta(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Columns of x in GMEM, from a row on, of which a thread loads one. mean, row_count: see `Tile.copy_from`."""
+    """A tile of x in GMEM, of which a thread loads a column. mean: of its columns, (1, 128), or None.
+
+    rows: how many rows of the tile are rows of x before its padding, where that differs from its height.
+    """
 
     x: Any
-    mean: Any
-    columns: Any
-    row: Any
-    row_count: int
+    mean: jax.Array | None
+    rows: Any
 
-    def rows(self, first, count: int) -> jax.Array:
-        """Returns rows as float32 without subnormals, less the mean, (count, 128)."""
-        rows = pl.ds(self.row + first, count)
-        values = load(self.x.at[rows, self.columns], COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
-        values = flush_subnormals(values)
-        if self.mean is not None:
-            mean = load(self.mean.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
-            values = flush_subnormals(values - jnp.concatenate([mean] * count))
-        if self.row_count % TILE:
+    def load(self, first, signs: jax.Array, block: int = 0) -> jax.Array:
+        """Returns rows as float32 without subnormals, less the mean, times `signs`, which are 1 or -1, (count, 128).
+
+        The first row is `first + 16 * block`, where a number that the compiler knows is part of the load instruction.
+        """
+        count, offset = signs.shape[0], block * BLOCK
+        ref = self.x.at[pl.ds(first, offset + count)].at[pl.ds(offset, count)]
+        values = load(ref, COLUMN_PER_THREAD, optimized=False).astype(jnp.float32)
+        if self.mean is None:
+            values = flushed_product(values, signs)
+        else:
+            values = flushed_difference(values, jnp.concatenate([self.mean] * count)) * signs
+        if self.rows is not None:
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=COLUMN_PER_THREAD)
-            values = jnp.where(row < self.row_count - (self.row + first), values, np.float32(0))
+            values = jnp.where(row < self.rows - (first + offset), values, np.float32(0))
         return values
 
 
@@ -103,14 +112,15 @@ class Tile(NamedTuple):
     row: Any
     column: Any
 
-    def elements(self, first, count: int) -> Any:
-        """The ref of `count` neighbouring elements of each thread, (count, 128)."""
+    def elements(self, first, count: int, offset: int = 0) -> Any:
+        """The ref of `count` neighbouring elements of each thread from `first + offset` on, (count, 128)."""
+        threads = pl.ds(0, TILE)
         if self.along:
-            return self.smem.at[pl.ds(0, TILE), pl.ds(first, count)].T
-        return self.smem.at[pl.ds(first, count), pl.ds(0, TILE)]
+            return self.smem.at[threads, pl.ds(first, offset + count)].at[threads, pl.ds(offset, count)].T
+        return self.smem.at[pl.ds(first, offset + count), threads].at[pl.ds(offset, count), threads]
 
-    def load(self, first, count: int) -> jax.Array:
-        return load(self.elements(first, count), COLUMN_PER_THREAD, optimized=False)
+    def load(self, first, count: int, offset: int = 0) -> jax.Array:
+        return load(self.elements(first, count, offset), COLUMN_PER_THREAD, optimized=False)
 
     def load_block(self, block) -> jax.Array:
         return self.load(block * BLOCK, BLOCK)
@@ -118,9 +128,28 @@ class Tile(NamedTuple):
     def store_block(self, block, values: jax.Array) -> None:
         self.elements(block * BLOCK, BLOCK)[...] = values
 
+    def store_pairs(self, block, pairs: jax.Array) -> None:
+        """Stores words (8, 128) of a block once its warpgroup has loaded this block and those before it.
+
+        The words of a thread's blocks, half as many as its elements, are stored one after another in their place.
+        """
+        self.elements(self._first_pair(block), BLOCK // 2)[...] = float_of(pairs)
+
+    def load_pairs(self, block) -> jax.Array:
+        return bits_of(self.load(self._first_pair(block), BLOCK // 2))
+
+    def _first_pair(self, block):
+        first_block = self.cta.warpgroup * OWN_BLOCKS
+        return first_block * BLOCK + (block - first_block) * (BLOCK // 2)
+
     def load_rows(self, first, count: int) -> jax.Array:
         """Rows of the tile, whatever the threads own."""
         return load(self.smem.at[pl.ds(first, count), pl.ds(0, TILE)], COLUMN_PER_THREAD, optimized=False)
+
+    def load_rows_of_pairs(self, first, count: int, warpgroup: int) -> jax.Array:
+        """The words (count, 32) of rows that a warpgroup stored by `store_pairs`."""
+        words = self.smem.at[pl.ds(first, count), pl.ds(warpgroup * OWN_ROWS, OWN_ROWS // 2)]
+        return bits_of(load(words, PAIRS_OF_ROWS, optimized=False))
 
     @property
     def columns(self) -> Any:
@@ -128,55 +157,61 @@ class Tile(NamedTuple):
         return pl.ds(self.column * TILE, TILE)
 
     def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> jax.Array:
-        """Copies the tile from x, as float32 without subnormals, once all threads have finished with the last one.
+        """Copies the tile from x, as float32 without subnormals.
 
-        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: uint32 (1, 128), see
-        `sign_words`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not. Returns the
-        sums over the rows that the warpgroup copied, (1, 128).
+        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: float32 (1, 128), see
+        `in_kernel_order`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not. Returns
+        the sums over the rows that the warpgroup copied, (1, 128).
         """
-        self.cta.sync()
-        source = Source(x_gmem, mean_gmem, self.columns, self.row * TILE, row_count)
+        mean = None
+        if mean_gmem is not None:
+            mean = load(mean_gmem.at[pl.ds(0, 1), self.columns], COLUMN_PER_THREAD, optimized=False)
+        x = x_gmem.at[pl.ds(self.row * TILE, TILE), self.columns]
+        source = Source(x, mean, row_count - self.row * TILE if row_count % TILE else None)
         is_rotated = signs_gmem is not None
         if is_rotated and not self.along:
             count, copy = BLOCK // FIRST_ROWS, functools.partial(self._copy_rotated, source, signs_gmem)
         else:
-            signs = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else None
-            count, copy = TILE // LOADED_ROWS, functools.partial(self._copy_rows, source, signs)
-        sums = lax.fori_loop(*self.cta.own(count), copy, per_thread(0, jnp.float32))
+            sign = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else per_thread(1)
+            count, copy = TILE // LOADED_ROWS, functools.partial(self._copy_rows, source, sign)
+        sums = lax.fori_loop(*self.cta.own(count), copy, per_thread(0))
         self.cta.sync()
         if is_rotated and self.along:
             pl.loop(*self.cta.own(BLOCK))(self._add_distant)
             self.cta.sync()
         return sums
 
-    def _copy_rows(self, source: Source, signs: jax.Array | None, i, sums: jax.Array) -> jax.Array:
-        """Copies LOADED_ROWS rows, with these bits of signs of columns flipped; returns `sums` plus their sum."""
-        values = source.rows(i * LOADED_ROWS, LOADED_ROWS)
-        signed = values if signs is None else float_of(bits_of(values) ^ jnp.concatenate([signs] * LOADED_ROWS))
+    def _copy_rows(self, source: Source, sign: jax.Array, i, sums: jax.Array) -> jax.Array:
+        """Copies LOADED_ROWS rows times the signs of columns (1, 128); returns `sums` plus the sum of these rows."""
+        signs = jnp.concatenate([sign] * LOADED_ROWS)
+        signed = source.load(i * LOADED_ROWS, signs)
         self.smem.at[pl.ds(i * LOADED_ROWS, LOADED_ROWS), pl.ds(0, TILE)][...] = signed
-        return sums + sum_of(values)
+        return sums + sum_of(signed * signs)
 
     def _copy_rotated(self, source: Source, signs_gmem, i, sums: jax.Array) -> jax.Array:
         """Copies rows that are a multiple of 16 apart, and rotates over these distances, for FIRST_ROWS neighbours.
 
         Returns `sums` plus the sum of these rows.
         """
-        chunks = [source.rows(i * FIRST_ROWS + block * BLOCK, FIRST_ROWS) for block in range(BLOCKS)]
-        for n, elements in enumerate(zip(*map(rows_of, chunks), strict=True)):
-            first = i * FIRST_ROWS + n
-            mask = signs_gmem[0, first]
-            signs = ((mask << np.uint32(31 - block)) & SIGN for block in range(BLOCKS))
-            signed = [float_of(bits_of(x) ^ sign) for x, sign in zip(elements, signs, strict=True)]
-            for block, value in enumerate(butterflies(signed, neighbours_last=True)):
-                self.elements(first + block * BLOCK, 1)[...] = value
-        return sums + sum_of(jnp.concatenate(chunks))
+        first = i * FIRST_ROWS
+        of_rows = [
+            rows_of(load_for_all(signs_gmem.at[0, pl.ds((first + n) * BLOCKS, BLOCKS)])) for n in range(FIRST_ROWS)
+        ]
+        signed = []
+        for block, of_block in enumerate(zip(*of_rows, strict=True)):
+            signs = jnp.concatenate(of_block)
+            signed.append(source.load(first, signs, block))
+            sums = sums + sum_of(signed[-1] * signs)
+        for n, elements in enumerate(zip(*map(rows_of, signed), strict=True)):
+            for block, value in enumerate(butterflies(list(elements), neighbours_last=True)):
+                self.elements(first, 1, n + block * BLOCK)[...] = value
+        return sums
 
     def _add_distant(self, first) -> None:
         """Rotates elements that are a multiple of 16 apart, from `first` on, in place."""
-        indices = [first + i * BLOCK for i in range(BLOCKS)]
-        values = butterflies([self.load(index, 1) for index in indices], neighbours_last=True)
-        for index, value in zip(indices, values, strict=True):
-            self.elements(index, 1)[...] = value
+        values = butterflies([self.load(first, 1, i * BLOCK) for i in range(BLOCKS)], neighbours_last=True)
+        for i, value in enumerate(values):
+            self.elements(first, 1, i * BLOCK)[...] = value
 
     def add_neighbours(self, block) -> jax.Array:
         """The elements of a block after the remaining stages of the rotation."""
@@ -188,21 +223,17 @@ class Tile(NamedTuple):
         )
 
 
-def sign_words(signs: jax.Array, along: bool) -> jax.Array:
-    """Packs the signs of a rotation for the kernel: uint32 (128,), from float32 (128,).
+def in_kernel_order(signs: jax.Array, along: bool) -> jax.Array:
+    """The signs of a rotation, 1 or -1 in float32 (128,), as the kernel reads them.
 
-    along: blocks run along rows; word i is then the sign bit of element i. Otherwise bit j of word i, for i below 16,
-    is set if element i + 16 j is multiplied by -1.
+    along: blocks run along rows; the order is then that of elements. Otherwise the signs of the elements i + 16 j for
+    all j follow one another.
     """
-    negative = (signs < 0).astype(jnp.uint32)
-    if along:
-        return negative << 31
-    masks = jnp.sum(negative.reshape(BLOCKS, BLOCK) << np.arange(BLOCKS, dtype=np.uint32)[:, None], axis=0)
-    return jnp.pad(masks.astype(jnp.uint32), (0, TILE - BLOCK))
+    return signs if along else signs.reshape(BLOCKS, BLOCK).T.reshape(TILE)
 
 
-def per_thread(value: float, dtype) -> jax.Array:
-    """One number per thread, (1, 128)."""
+def per_thread(value, dtype=jnp.float32) -> jax.Array:
+    """One number for all threads, (1, 128)."""
     return plgpu.layout_cast(jnp.full((1, TILE), value, dtype), COLUMN_PER_THREAD)
 
 

@@ -39,6 +39,15 @@ def row_vector_layout(size: int, vector: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def row_per_warp_layout(vector: int) -> Any:
+    """Returns the register layout of arrays (rows, 32 * vector): each warp holds rows, a lane `vector` neighbours.
+
+    As for `UNALIGNED_COLUMN_PER_THREAD`, Mosaic does not use ldmatrix.
+    """
+    tiling = plgpu.Tiling(((WARPS, LANES * vector), (2 * vector,), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+
+
 def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
     """Loads a ref into registers; `optimized`: compilation fails if Mosaic has no load without bank conflicts."""
     return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  (before jax 0.11)

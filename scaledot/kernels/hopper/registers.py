@@ -121,7 +121,7 @@ def make_fragment(low: jax.Array, high: jax.Array) -> jax.Array:
 
     @inline_mgpu((_K_PAIRS_LAYOUT, _K_PAIRS_LAYOUT), _fragment_type())
     def join(_, low, high):
-        return _fragment(lambda column_group, half: _bfloat16_pair((low, high)[half].registers.flat[column_group]))
+        return _fragment(lambda column_group, half: bfloat16_pair((low, high)[half].registers.flat[column_group]))
 
     return join(low, high)
 
@@ -141,8 +141,8 @@ def broadcast_over_blocks(pairs: jax.Array, block: int) -> jax.Array:
     def join(_, pairs):
         registers = pairs.registers.reshape(-1)
         return _fragment(
-            lambda column_group, half: _bfloat16_pair(
-                _vector_of_one(element(registers[column_group * ROWS_PER_HALF // block], half))
+            lambda column_group, half: bfloat16_pair(
+                vector_of_one(element(registers[column_group * ROWS_PER_HALF // block], half))
             )
         )
 
@@ -235,7 +235,7 @@ def _map_words(instruction: Callable[..., Any], *operands: jax.Array | int) -> j
             scalars = (
                 mgpu_utils.c(as_int32(x), i32) if isinstance(x, int) else element(next(words), 0) for x in operands
             )
-            results.append(_vector_of_one(instruction(*scalars)))
+            results.append(vector_of_one(instruction(*scalars)))
         return _k_pairs(results)
 
     return apply(*arrays)
@@ -271,12 +271,12 @@ def _fragment(register: Callable[[int, int], Any]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _bfloat16_pair(word: Any) -> Any:
+def bfloat16_pair(word: Any) -> Any:
     """A word as a vector of two bfloat16 values."""
     return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
 
 
-def _vector_of_one(scalar: Any) -> Any:
+def vector_of_one(scalar: Any) -> Any:
     """A vector of one element."""
     return vector.broadcast(ir.VectorType.get((1,), scalar.type), scalar)
 

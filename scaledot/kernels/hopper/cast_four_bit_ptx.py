@@ -1,0 +1,169 @@
+"""Instructions of the four-bit cast kernel that Pallas does not offer.
+
+They load by index, flush subnormals as part of an instruction, and compute on pairs of bfloat16 numbers in words.
+Arrays are (n, 128) in `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`, n elements of each thread. Each function has a
+second implementation in array arithmetic, for JAX's interpreter.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+
+from scaledot.kernels.hopper import support
+from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_per_warp_layout
+from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
+from scaledot.kernels.hopper.registers import bfloat16_pair, element, inline_mgpu, vector_of_one
+from scaledot.numerics.bits import bits_of, flush
+
+PAIRS_OF_ROWS = row_per_warp_layout(1)  # words (n, 32)
+
+
+def look_up(table: Any, index: jax.Array) -> jax.Array:
+    """Returns table[index] for uint32 indices (n, 128) of a float32 ref (size,) in SMEM."""
+    if support.is_interpreted():
+        return load(table, COLUMN_PER_THREAD, optimized=False)[index]
+
+    @inline_mgpu((plgpu.RefType(), COLUMN_PER_THREAD), _type(index.shape, jnp.float32))
+    def gather(_, table, index):
+        def entry(word):
+            return memref.load(table, [arith.index_castui(ir.IndexType.get(), word)])
+
+        return _map(entry, index)
+
+    return gather(table, index)
+
+
+def load_for_all(ref: Any) -> jax.Array:
+    """Loads a float32 ref (n,) for each thread: (n, 128). n is a multiple of 4."""
+    (count,) = ref.shape
+    if support.is_interpreted():
+        return jnp.broadcast_to(ref[...][:, None], (count, THREADS))
+
+    @inline_mgpu((plgpu.RefType(),), _type((count, THREADS), jnp.float32))
+    def broadcast(_, ref):
+        kind, index = ir.VectorType.get((4,), ir.F32Type.get()), ir.IndexType.get()
+        loaded = [vector.load(kind, ref, [mgpu_utils.c(first, index)]) for first in range(0, count, 4)]
+        return _columns([element(numbers, i) for numbers in loaded for i in range(4)])
+
+    return broadcast(ref)
+
+
+def flushed_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns float32 x * y, with subnormals of the operands and the result flushed to zeros of the same sign."""
+    if support.is_interpreted():
+        return flush(flush(x) * flush(y))
+    return _ftz("mul", x, y)
+
+
+def flushed_difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns float32 x - y, with subnormals of the operands and the result flushed to zeros of the same sign."""
+    if support.is_interpreted():
+        return flush(flush(x) - flush(y))
+    return _ftz("sub", x, y)
+
+
+def _ftz(instruction: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    @inline_mgpu((COLUMN_PER_THREAD, COLUMN_PER_THREAD), _type(x.shape, jnp.float32))
+    def apply(_, x, y):
+        def of_elements(x, y):
+            return mgpu_utils.inline_ptx(f"{instruction}.ftz.f32 $0, $1, $2;", x, y, result_types=x.type)  # pyright: ignore  (before jax 0.11)
+
+        return _map(of_elements, x, y)
+
+    return apply(x, y)
+
+
+def to_pairs(values: jax.Array) -> jax.Array:
+    """Packs neighbours of each column, float32 numbers (2 n, 128) that are exact in bfloat16, to uint32 words (n, 128).
+
+    The first of both is in the low half of a word.
+    """
+    if support.is_interpreted():
+        halves = bits_of(values) >> 16
+        return halves[::2] | (halves[1::2] << 16)
+
+    @inline_mgpu((COLUMN_PER_THREAD,), _type((values.shape[0] // 2, values.shape[1]), jnp.uint32))
+    def pack(_, values):
+        i32 = ir.IntegerType.get_signless(32)
+        words = [mgpu_utils.bitcast(element(register, 0), i32) for register in values.registers.flat]
+        high_halves = mgpu_utils.c(0x7632, i32)
+        return _columns([mgpu_utils.prmt(*pair, high_halves) for pair in zip(words[::2], words[1::2], strict=True)])
+
+    return pack(values)
+
+
+def scaled_pairs(pairs: jax.Array, scale: jax.Array) -> jax.Array:
+    """Multiplies bfloat16 pairs, words (n, 128), by float32 numbers (1, 128) that are exact in bfloat16."""
+    scales = to_pairs(jnp.concatenate([scale, scale]))
+    if support.is_interpreted():
+        x, y = (lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32) for words in (pairs, scales))
+        return lax.bitcast_convert_type((x * y).astype(jnp.bfloat16), jnp.uint32)
+
+    @inline_mgpu((COLUMN_PER_THREAD, COLUMN_PER_THREAD), _type(pairs.shape, jnp.uint32))
+    def multiply(_, pairs, scales):
+        def of_words(pair, scale):
+            return mgpu_utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, scale, result_types=pair.type)  # pyright: ignore  (before jax 0.11)
+
+        return _map(of_words, pairs, scales)
+
+    return multiply(pairs, jnp.concatenate([scales] * pairs.shape[0]))
+
+
+def from_pairs(pairs: jax.Array) -> jax.Array:
+    """Unpacks words (n, 128) of bfloat16 pairs, neighbours of a column, to bfloat16 (2 n, 128)."""
+    shape = 2 * pairs.shape[0], pairs.shape[1]
+    if support.is_interpreted():
+        return lax.bitcast_convert_type(pairs, jnp.bfloat16).swapaxes(1, 2).reshape(shape)
+
+    @inline_mgpu((COLUMN_PER_THREAD,), _type(shape, jnp.bfloat16))
+    def unpack(_, pairs):
+        both = [bfloat16_pair(register) for register in pairs.registers.flat]
+        return _columns([element(pair, index) for pair in both for index in range(2)])
+
+    return unpack(pairs)
+
+
+def rows_from_pairs(pairs: jax.Array) -> jax.Array:
+    """Unpacks words (n, 32) of bfloat16 pairs, neighbours of a row in `PAIRS_OF_ROWS`, to bfloat16 (n, 64)."""
+    shape = pairs.shape[0], 2 * pairs.shape[1]
+    if support.is_interpreted():
+        return lax.bitcast_convert_type(pairs, jnp.bfloat16).reshape(shape)
+    layout = row_per_warp_layout(2)
+
+    @inline_mgpu((PAIRS_OF_ROWS,), plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout))
+    def unpack(_, pairs):
+        registers = np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
+        for index, word in enumerate(pairs.registers.flat):
+            registers.flat[index] = bfloat16_pair(word)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return unpack(pairs)
+
+
+def _type(shape: tuple[int, ...], dtype) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=COLUMN_PER_THREAD)
+
+
+def _map(f: Callable[..., Any], *arrays: Any) -> Any:
+    """The FragmentedArray of f of each element of FragmentedArrays of one shape."""
+    registers = zip(*(array.registers.flat for array in arrays), strict=True)
+    return _columns([f(*(element(register, 0) for register in each)) for each in registers])
+
+
+def _columns(elements: list[Any]) -> Any:
+    """The FragmentedArray (n, 128) of the elements of a thread."""
+    layout = COLUMN_PER_THREAD.to_mgpu()
+    registers = np.empty(len(elements), dtype=object)
+    registers[:] = [vector_of_one(each) for each in elements]
+    is_signed = False if isinstance(elements[0].type, ir.IntegerType) else None
+    shape = layout.registers_shape((len(elements), THREADS))
+    return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=is_signed)
