@@ -16,10 +16,12 @@ from scaledot.kernels.hopper import (
     cast_8bit,
     cast_arithmetic,
     cast_four_bit,
+    cast_four_bit_arithmetic,
     cast_microscaled,
     cast_support,
 )
 from scaledot.kernels.spec import CastOutput, CastProblem
+from scaledot.numerics import scale_search
 from scaledot.numerics.calibrate import Calibration
 from scaledot.numerics.cast import CastSpec
 
@@ -54,6 +56,18 @@ def test_casts_are_bit_identical_to_the_reference(hopper, case):
     from benchmarks.gpu import cast
 
     cast.check(case, (146, 300))
+
+
+@pytest.mark.parametrize("grid", sd.FORMATS["if4"].grid_formats, ids=lambda grid: grid.element)
+def test_search_errors_of_the_kernel_are_those_of_the_reference(grid):
+    """For numbers up to the largest that a search considers, ties of the grid and numbers next to them among them."""
+    limit = grid.largest_code + scale_search.LARGEST_ERROR
+    ties = np.arange(0.25, limit, 0.25, np.float32).view(np.uint32)
+    near = (ties[:, None] + np.arange(-300, 300)).astype(np.uint32).view(np.float32)
+    magnitude = np.append(near.ravel(), np.linspace(0, limit, 100_001, dtype=np.float32))
+    magnitude = jnp.asarray(magnitude[magnitude <= limit])
+    errors = jax.jit(lambda x: cast_four_bit_arithmetic.error_of(x, grid.element) ** 2)(magnitude)
+    np.testing.assert_array_equal(errors, scale_search.squared_error(magnitude, grid, scale_search.fraction_bits(16)))
 
 
 @needs_mosaic
