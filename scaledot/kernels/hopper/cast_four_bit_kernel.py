@@ -323,7 +323,10 @@ class Output(NamedTuple):
         return Scale(code, self._multiplier(code), is_second == 1 if len(spec.elements) > 1 else None)
 
     def _search(self, magnitude, amax, element: str, target: float, index: int, best):
-        """Returns (least error, code, index of the element) of this element's candidates and of `best`."""
+        """Returns (least error, code, index of the element) of this element's candidates and of `best`.
+
+        The errors of the second half of a block are computed after those of the first (`after`).
+        """
         values, code_of = self._candidates(amax, element, target)
         zero = bits_of(per_thread(self.tensor_multipliers[0])) & SIGN
         limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)

@@ -73,9 +73,10 @@ class Cta(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tile of x in GMEM, of which a thread loads a column. mean: of its columns, (1, 128), or None.
+    """A tile of x in GMEM, of which a thread loads a column.
 
-    rows: how many rows of the tile are rows of x before its padding, where that differs from its height.
+    mean: of its columns, (1, 128), or None. rows: of x from the first of the tile on, without its padding; None if that
+    has none.
     """
 
     x: Any
@@ -85,7 +86,7 @@ class Source(NamedTuple):
     def load(self, first, signs: jax.Array, block: int = 0) -> jax.Array:
         """Returns rows as float32 without subnormals, less the mean, times `signs`, which are 1 or -1, (count, 128).
 
-        The first row is `first + 16 * block`, where a number that the compiler knows is part of the load instruction.
+        The first row is `first + 16 * block`. Constants of the last slice are part of the load instruction.
         """
         count, offset = signs.shape[0], block * BLOCK
         ref = self.x.at[pl.ds(first, offset + count)].at[pl.ds(offset, count)]
