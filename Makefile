@@ -45,7 +45,7 @@ test-all: $(STAMP)
 test-mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations
 
-# Compiles for a B200 and an H200 on a machine without a GPU. The CUDA plugin is about 4 GB; kernels need jax 0.11.
+# Compiles for a B200 and an H200 on a machine without a GPU. The CUDA plugin is about 4 GB; kernels need jax 0.11.2.
 test-gpu-compile: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) 'jax[cuda13]'
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/test_compile_blackwell.py

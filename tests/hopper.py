@@ -15,7 +15,7 @@ from scaledot.kernels.spec import CastOutput
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < support.OLDEST_JAX,
-    reason="Mosaic kernels and their interpreter need jax 0.11",
+    reason="Mosaic kernels and their interpreter need jax 0.11.2",
 )
 
 

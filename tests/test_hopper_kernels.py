@@ -205,7 +205,7 @@ def test_nan_scales_give_nan_results(hopper, format, x_block, w_block, kernel):
 
 def test_a_kernel_that_cannot_run_here_returns_a_reason():
     q = quantize(normal(0, (32, 32)), "fp8_e4m3")
-    reason = "needs jax 0.11" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
+    reason = "needs jax 0.11.2" if jax.__version_info__ < support.OLDEST_JAX else "needs a Hopper GPU"
     with pytest.raises(NotImplementedError, match=reason):
         sd.matmul(q, q, kernel="hopper_fp8")
     assert re.search(f"hopper_fp8 +unsupported: {reason}", sd.explain(sd.matmul, q, q))

@@ -135,8 +135,8 @@ def bounded_amax(amax: jax.Array, rotation: Hadamard) -> jax.Array:
 
 
 def subtract_mean(x: jax.Array, mean: jax.Array) -> jax.Array:
-    """x - mean in float32, not rounded to the dtype of x; subnormals of x and of the result are flushed."""
-    return flush(flushed_float32(x) - mean)
+    """x - mean in float32, not rounded to the dtype of x; subnormals of both and of the result are flushed."""
+    return flush(flushed_float32(x) - flush(mean))
 
 
 def uniforms(spec: CastSpec, x: jax.Array, key: Key | None, uniform: jax.Array | None) -> jax.Array | None:

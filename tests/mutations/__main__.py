@@ -24,8 +24,8 @@ SOURCES = ("scaledot", "tests", "docs", "examples", "benchmarks", "README.md", "
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if options.mosaic and tuple(map(int, metadata.version("jax").split(".")[:2])) < (0, 11):
-        raise SystemExit(f"--mosaic needs jax 0.11; {EXCLUDED[MOSAIC]}, and this is {metadata.version('jax')}")
+    if options.mosaic and tuple(map(int, metadata.version("jax").split(".")[:3])) < (0, 11, 2):
+        raise SystemExit(f"--mosaic needs jax 0.11.2; {EXCLUDED[MOSAIC]}, and this is {metadata.version('jax')}")
     all_mutants = mutants.named(ROOT) + mutants.random(ROOT, options.count, options.seed, options.mosaic)
     chosen = [m for m in all_mutants if not options.only or any(part in m.name for part in options.only)]
     for mutant in chosen:
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     parser.add_argument("--count", type=int, default=mutants.COUNT, help="random mutants (default %(default)s)")
     parser.add_argument("--seed", type=int, default=mutants.SEED, help="seed of random mutants (default %(default)s)")
-    parser.add_argument("--mosaic", action="store_true", help="also mutate Mosaic GPU kernels; needs jax 0.11")
+    parser.add_argument("--mosaic", action="store_true", help="also mutate Mosaic GPU kernels; needs jax 0.11.2")
     parser.add_argument("--jobs", type=int, default=2, help="parallel processes (default %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of verdicts (default %(default)s)")
     return parser

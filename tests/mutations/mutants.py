@@ -18,7 +18,7 @@ MOSAIC = "scaledot/kernels/hopper/"
 # do so with some versions of jax only. The Hopper package is excluded for all versions, so that mutants depend on the
 # source and the seed only; --mosaic includes it.
 EXCLUDED = {
-    MOSAIC: "tests on a CPU run Mosaic GPU kernels, in Pallas' interpret mode, from jax 0.11 on only",
+    MOSAIC: "tests on a CPU run Mosaic GPU kernels, in Pallas' interpret mode, from jax 0.11.2 on only",
     "scaledot/kernels/block_scaled.py:device_reason": "reads the compute capability of a GPU",
     "scaledot/kernels/table.py:_mosaic_matmul": "runs a Mosaic matmul, or on a GPU machine its XLA replacement",
     "scaledot/kernels/table.py:_mosaic_cast": "runs a Mosaic cast, or on a GPU machine its XLA replacement",

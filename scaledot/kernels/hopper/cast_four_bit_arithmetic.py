@@ -1,6 +1,6 @@
 """Codes, scales and rounding errors of blocks of 16 elements, in the registers of the four-bit cast kernel.
 
-Arrays are (16, 128), a block of each thread of a warpgroup, or (1, 128), one number of each thread.
+Arrays are (n, 128), n elements of each thread of a warpgroup: 16 for a block, 1 for its scale.
 """
 
 import functools
@@ -22,7 +22,7 @@ NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
 SECOND_ELEMENT = np.uint32(0x80)  # the sign bit of a stored scale: its codes are of the second element
 LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
 ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
-_INTEGERS = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
+TWO_23 = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 ROUNDER = np.float32(1.5 * 2.0**23)
 
@@ -37,7 +37,7 @@ def spread(per_thread: jax.Array, count: int = BLOCK) -> jax.Array:
 
 
 def after(first: jax.Array, x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Returns x, in a way that ptxas cannot compute what depends on it before `first`.
+    """Returns x with a false dependence on `first`, after which ptxas then schedules the uses of x.
 
     With fewer instructions in flight it allocates fewer registers. zero: words that are 0 at run time.
     """
@@ -55,8 +55,8 @@ def sum_of(x: jax.Array) -> jax.Array:
 def entry(values: tuple[float, ...], i) -> Any:
     """The number at index i, which is known at run time; up to 8 integers from -8 to 7 are packed into a word."""
     if all(isinstance(value, int) for value in values):
-        packed = np.uint32(sum((int(value) + 8) << 4 * n for n, value in enumerate(values)))
-        return ((packed >> (4 * i).astype(jnp.uint32)) & np.uint32(15)).astype(jnp.int32) - 8
+        word = np.uint32(sum((int(value) + 8) << 4 * n for n, value in enumerate(values)))
+        return ((word >> (4 * i).astype(jnp.uint32)) & np.uint32(15)).astype(jnp.int32) - 8
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
@@ -70,18 +70,19 @@ def neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
 def error_of(magnitude: jax.Array, element: str) -> jax.Array:
     """Rounding errors of scaled magnitudes to an element, integers in units of 1 / ERROR_UNIT, as float32.
 
-    Up to their sign, they are those of `numerics.scale_search.squared_error`. Adding 2^23 to a magnitude in those units
-    rounds it to an integer, x. The nearest multiple of a step is c - (c - x), with c so large that the step is the last
-    bit of c - x. For E2M1, c is 2^22 + 1 times the magnitude, or times 1 if that is larger: Veltkamp's splitting. Which
-    way it rounds a tie does not change the magnitude of the error.
+    Up to their sign, they are those of `numerics.scale_search.squared_error`. With magnitudes in those units, x is 2^23
+    plus the magnitude, a sum that is rounded to an integer. c - (c - x) rounds x to a multiple of the last bit of
+    c - x, and c is so large that this bit is a step of the element: for int4 a constant, and for E2M1 2^23 plus
+    2^22 + 1 times the larger of the magnitude and 1 (Veltkamp's splitting). Which way a tie is rounded does not change
+    the magnitude of the error.
     """
-    x = magnitude * ERROR_UNIT + _INTEGERS
+    x = magnitude * ERROR_UNIT + TWO_23
     if element == "int4":
-        c = np.float32(1.5) * ERROR_UNIT * _INTEGERS
+        c = np.float32(1.5) * ERROR_UNIT * TWO_23
     else:
         splitter = np.float32(2.0**22 + 1) * ERROR_UNIT
-        c = jnp.maximum(magnitude * splitter + _INTEGERS, splitter + _INTEGERS)
-    largest = np.float32(LARGEST_CODE[element]) * ERROR_UNIT + _INTEGERS
+        c = jnp.maximum(magnitude * splitter + TWO_23, splitter + TWO_23)
+    largest = np.float32(LARGEST_CODE[element]) * ERROR_UNIT + TWO_23
     return x - jnp.minimum(c - (c - x), largest)
 
 
@@ -119,7 +120,8 @@ def packed(codes: jax.Array) -> jax.Array:
 
 def _int4(scaled: jax.Array) -> jax.Array:
     finite = jnp.where(scaled == scaled, scaled, np.float32(0))
-    return integer_of(jnp.clip(finite, np.float32(-7), np.float32(7)) + ROUNDER)
+    largest = np.float32(LARGEST_CODE["int4"])
+    return integer_of(jnp.clip(finite, -largest, largest) + ROUNDER)
 
 
 def sum_of_squares(shifted: jax.Array) -> jax.Array:
@@ -140,5 +142,5 @@ def integer_of(shifted: jax.Array) -> jax.Array:
 def without_rounder(shifted: jax.Array) -> jax.Array:
     """Returns x rounded to an integer, in float32, from x + ROUNDER."""
     if support.is_interpreted():  # the or changes no bit; without it XLA would simplify the result to x
-        shifted = float_of(bits_of(shifted) | np.uint32(0x4B000000))
+        shifted = float_of(bits_of(shifted) | TWO_23.view(np.uint32))
     return shifted - ROUNDER

@@ -15,10 +15,11 @@ thread works on blocks of its 16 neighbouring elements in registers:
                  and 8, 4, 2 and 1 apart in the registers of a block
     scale        of the block amax, or of the candidate with the least error; its quantisation multiplier is looked up
                  in a table of the E4M3 codes, which the CTA fills once per output
-    codes        written to SMEM: 4-bit codes in 32-bit words, or their decoded values, two to a word
+    codes        of the scaled elements; for dequantised outputs their values as bfloat16, two to a word
     MS-EDEN      accumulates two sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
-    output       threads that own columns write packed codes, two rows to a byte, or bfloat16 values from registers to
-                 GMEM; if they own rows, all threads write rows of the tile from SMEM
+    output       threads that own columns write packed codes, two rows to a byte, or bfloat16 values to GMEM. Threads
+                 that own rows write them to SMEM, codes in 32-bit words, and all threads write rows from there to GMEM.
+                 Values whose scales are corrected wait in SMEM
 
 It is bound by instructions, not by memory. XLA computes the amax of the tensor, which its tensor scale needs, before
 the cast.
@@ -66,7 +67,7 @@ from scaledot.kernels.hopper.cast_four_bit_tile import (
     E4M3_CODES,
     MULTIPLIERS,
     OWN_BLOCKS,
-    OWN_ROWS,
+    OWN_ELEMENTS,
     PITCH,
     TILE,
     VALUES,
@@ -74,7 +75,7 @@ from scaledot.kernels.hopper.cast_four_bit_tile import (
     WRITTEN_ROWS,
     Cta,
     Tile,
-    per_thread,
+    splat,
     uniform_of_block,
 )
 from scaledot.kernels.hopper.launch import call_exported
@@ -87,7 +88,7 @@ from scaledot.numerics.eden import CODE_STEPS, STEPS, correction
 from scaledot.numerics.encode import decode_float, float_code
 from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS
 
-# Threads share SMEM only between the loads, the cast and the stores of a tile, which explicit barriers separate.
+# Threads read what others wrote to SMEM only after an explicit barrier, `Cta.sync`.
 _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
@@ -140,8 +141,8 @@ def cast(
     rows = m if mean is None else rows
 
     def kernel(x_gmem, tensor_multipliers_gmem, *refs) -> None:
-        *refs, smem, scales_smem, sums_smem, codes_smem, barrier = refs
-        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, codes_smem, barrier)
+        *refs, smem, scales_smem, sums_smem, scale_table_smem, barrier = refs
+        cta = Cta(lax.axis_index("warpgroup"), scales_smem, sums_smem, scale_table_smem, barrier)
         others = iter(refs)
         seeds_gmem, signs_gmem, mean_gmem = (next(others) if each else None for each in has)
         sums_gmem = next(others) if column_sums else None
@@ -151,8 +152,9 @@ def cast(
             multipliers = tensor_multipliers_gmem[index, 0], tensor_multipliers_gmem[index, 1]
             output = Output(spec, tile, multipliers, data, scale)
             signs = signs_gmem.at[pl.ds(index, 1)] if signs_gmem is not None and spec.rotated else None
-            cta.sync()  # all threads have finished with the last output
-            output.tabulate_codes()
+            if index:
+                cta.sync()  # all threads have finished with the previous output
+            output.tabulate_scales()
             sums = tile.copy_from(x_gmem, mean_gmem, signs, rows)
             if sums_gmem is not None and index == 0:
                 sums_gmem[pl.ds(tile.row * WARPGROUPS + cta.warpgroup, 1), tile.columns] = sums
@@ -164,7 +166,7 @@ def cast(
     run = plgpu.kernel(
         kernel,
         out_type=(
-            *([jax.ShapeDtypeStruct((m // OWN_ROWS, k), jnp.float32)] if column_sums else []),
+            *([jax.ShapeDtypeStruct((m // TILE * WARPGROUPS, k), jnp.float32)] if column_sums else []),
             *(each for spec in outputs for each in _output_types(m, k, spec)),
         ),
         grid=(m // TILE, k // TILE),
@@ -220,7 +222,7 @@ class Output(NamedTuple):
     data: Any
     scale: Any
 
-    def tabulate_codes(self) -> None:
+    def tabulate_scales(self) -> None:
         """Writes the quantisation multiplier and the value of each E4M3 code to SMEM, a row by each warpgroup."""
         cta = self.tile.cta
         code = plgpu.broadcasted_iota(jnp.uint32, (1, E4M3_CODES), 1, layout=COLUMN_PER_THREAD)
@@ -228,16 +230,16 @@ class Output(NamedTuple):
         @pl.when(cta.warpgroup == MULTIPLIERS)
         def _() -> None:
             multiplier = scale_reciprocal(decode_float(code, E4M3) * self.tensor_multipliers[1])
-            cta.codes[pl.ds(MULTIPLIERS, 1)] = jnp.where(code == 0, np.float32(0), multiplier)
+            cta.scale_table[pl.ds(MULTIPLIERS, 1)] = jnp.where(code == 0, np.float32(0), multiplier)
 
         @pl.when(cta.warpgroup == VALUES)
         def _() -> None:
             value = decode_float(code, E4M3)
-            cta.codes[pl.ds(VALUES, 1)] = jnp.where(code == NAN_SCALE, np.float32(np.nan), value)
+            cta.scale_table[pl.ds(VALUES, 1)] = jnp.where(code == NAN_SCALE, np.float32(np.nan), value)
 
     def run(self, uniform) -> None:
         """Casts the tile in SMEM and writes the output. uniform: a function of a block, for corrected outputs."""
-        cta, zeros = self.tile.cta, (per_thread(0, jnp.uint32), per_thread(0))
+        cta, zeros = self.tile.cta, (splat(0, jnp.uint32), splat(0))
         first, _ = cta.own(BLOCKS)
         sums = lax.fori_loop(0, OWN_BLOCKS, lambda i, sums: self._cast_block(first + i, sums), zeros)
         if self.spec.corrected:
@@ -249,7 +251,7 @@ class Output(NamedTuple):
             self._write()
 
     def _cast_block(self, block, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Replaces a block in SMEM by its codes or values; returns the sums over blocks for the correction.
+        """Writes the codes and the scale of a block, or its values; returns the sums over blocks for the correction.
 
         These are the squares of the scaled elements, in steps, and their products with the codes.
         """
@@ -328,13 +330,13 @@ class Output(NamedTuple):
         The errors of the second half of a block are computed after those of the first (`after`).
         """
         values, code_of = self._candidates(amax, element, target)
-        zero = bits_of(per_thread(self.tensor_multipliers[0])) & SIGN
+        zero = bits_of(splat(self.tensor_multipliers[0])) & SIGN  # of a positive number, which the compiler cannot know
         limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)
 
         def compare(i, best):
             least, code, chosen = best
             candidate = code_of(entry(values, i))
-            multiplier, value, squares = self._multiplier(candidate), self._value(candidate), per_thread(0)
+            multiplier, value, squares = self._multiplier(candidate), self._value(candidate), splat(0)
             for half in (magnitude[: BLOCK // 2], magnitude[BLOCK // 2 :]):
                 errors = error_of(half * spread(after(squares, multiplier, zero), BLOCK // 2), element)
                 squares = squares + sum_of(errors * errors)
@@ -348,7 +350,7 @@ class Output(NamedTuple):
             )
 
         if best is None:
-            best = per_thread(np.inf), code_of(values[0]), per_thread(0, jnp.uint32)
+            best = splat(np.inf), code_of(values[0]), splat(0, jnp.uint32)
         return lax.fori_loop(0, len(values), compare, best)
 
     def _candidates(self, amax, element: str, target: float) -> tuple[tuple[float, ...], Callable[..., jax.Array]]:
@@ -365,11 +367,11 @@ class Output(NamedTuple):
 
     def _multiplier(self, code: jax.Array) -> jax.Array:
         """The quantisation multiplier for the E4M3 code of a scale; 0 for a scale of 0."""
-        return look_up(self.tile.cta.codes.at[MULTIPLIERS], code)
+        return look_up(self.tile.cta.scale_table.at[MULTIPLIERS], code)
 
     def _value(self, stored: jax.Array) -> jax.Array:
         """The value of a stored scale, without its sign."""
-        return look_up(self.tile.cta.codes.at[VALUES], stored & NAN_SCALE)
+        return look_up(self.tile.cta.scale_table.at[VALUES], stored & ~SECOND_ELEMENT)
 
     def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns the decoded values of the codes of scaled elements, and the codes, uint32."""
@@ -393,7 +395,7 @@ class Output(NamedTuple):
                 self.data.at[rows, tile.columns][...] = codes
                 return
             for half in range(WARPGROUPS):
-                columns = pl.ds(tile.column * TILE + half * OWN_ROWS, OWN_ROWS)
+                columns = pl.ds(tile.column * TILE + half * OWN_ELEMENTS, OWN_ELEMENTS)
                 values = rows_from_pairs(tile.load_rows_of_pairs(first, WRITTEN_ROWS, half))
                 self.data.at[pl.ds(tile.row * TILE + first, WRITTEN_ROWS), columns][...] = values
 

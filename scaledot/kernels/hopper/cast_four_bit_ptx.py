@@ -1,8 +1,8 @@
 """Instructions of the four-bit cast kernel that Pallas does not offer.
 
 They load by index, flush subnormals as part of an instruction, and compute on pairs of bfloat16 numbers in words.
-Arrays are (n, 128) in `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`, n elements of each thread. Each function has a
-second implementation in array arithmetic, for JAX's interpreter.
+Arrays are (n, 128) in `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`, n elements of each thread, except those of
+`rows_from_pairs`. Each function has a second implementation in array arithmetic, for JAX's interpreter.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, memref, vector
 
 from scaledot.kernels.hopper import support
+from scaledot.kernels.hopper.inline import bfloat16_pair, element, inline_mgpu, ptx, vector_of_one
 from scaledot.kernels.hopper.memory_layouts import THREADS, load, row_per_warp_layout
 from scaledot.kernels.hopper.memory_layouts import UNALIGNED_COLUMN_PER_THREAD as COLUMN_PER_THREAD
-from scaledot.kernels.hopper.registers import bfloat16_pair, element, inline_mgpu, vector_of_one
 from scaledot.numerics.bits import bits_of, flush
 
 PAIRS_OF_ROWS = row_per_warp_layout(1)  # words (n, 32)
@@ -43,7 +43,7 @@ def look_up(table: Any, index: jax.Array) -> jax.Array:
 
 
 def load_for_all(ref: Any) -> jax.Array:
-    """Loads a float32 ref (n,) for each thread: (n, 128). n is a multiple of 4."""
+    """Returns (n, 128): every thread loads all n numbers of a float32 ref (n,). n is a multiple of 4."""
     (count,) = ref.shape
     if support.is_interpreted():
         return jnp.broadcast_to(ref[...][:, None], (count, THREADS))
@@ -75,7 +75,7 @@ def _ftz(instruction: str, x: jax.Array, y: jax.Array) -> jax.Array:
     @inline_mgpu((COLUMN_PER_THREAD, COLUMN_PER_THREAD), _type(x.shape, jnp.float32))
     def apply(_, x, y):
         def of_elements(x, y):
-            return mgpu_utils.inline_ptx(f"{instruction}.ftz.f32 $0, $1, $2;", x, y, result_types=x.type)  # pyright: ignore  (before jax 0.11)
+            return ptx(f"{instruction}.ftz.f32 $0, $1, $2;", x, y, result_type=x.type)
 
         return _map(of_elements, x, y)
 
@@ -111,7 +111,7 @@ def scaled_pairs(pairs: jax.Array, scale: jax.Array) -> jax.Array:
     @inline_mgpu((COLUMN_PER_THREAD, COLUMN_PER_THREAD), _type(pairs.shape, jnp.uint32))
     def multiply(_, pairs, scales):
         def of_words(pair, scale):
-            return mgpu_utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, scale, result_types=pair.type)  # pyright: ignore  (before jax 0.11)
+            return ptx("mul.rn.bf16x2 $0, $1, $2;", pair, scale, result_type=pair.type)
 
         return _map(of_words, pairs, scales)
 

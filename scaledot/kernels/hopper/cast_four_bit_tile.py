@@ -28,9 +28,9 @@ PITCH = TILE + 1  # words from one row of a tile to the next
 WARPGROUPS = 2
 BLOCKS = TILE // BLOCK  # of a rotated group
 OWN_BLOCKS = BLOCKS // WARPGROUPS  # of a thread
-OWN_ROWS = TILE // WARPGROUPS  # that a warpgroup copies from GMEM to SMEM
+OWN_ELEMENTS = TILE // WARPGROUPS  # of a thread
 E4M3_CODES = 128  # without a sign
-MULTIPLIERS, VALUES = 0, 1  # rows of `Cta.codes`
+MULTIPLIERS, VALUES = 0, 1  # rows of `Cta.scale_table`, each of which one warpgroup writes
 LOADED_ROWS = WRITTEN_ROWS = 32  # in flight between GMEM and SMEM
 # Neighbouring rows per step when columns are rotated: 2 × 8 blocks = 16 elements of each thread in flight, which leaves
 # registers for three CTAs per SM.
@@ -41,14 +41,14 @@ class Cta(NamedTuple):
     """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
 
     scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
-    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). codes: the quantisation multiplier
-    and the value of each E4M3 code, float32 (2, 128). barrier: an arrival of each warpgroup.
+    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). scale_table: the quantisation
+    multiplier and the value of each E4M3 code, float32 (2, 128). barrier: an arrival of each warpgroup.
     """
 
     warpgroup: Any
     scales: Any
     sums: Any
-    codes: Any
+    scale_table: Any
     barrier: Any
 
     def sync(self) -> None:
@@ -86,7 +86,8 @@ class Source(NamedTuple):
     def load(self, first, signs: jax.Array, block: int = 0) -> jax.Array:
         """Returns rows as float32 without subnormals, less the mean, times `signs`, which are 1 or -1, (count, 128).
 
-        The first row is `first + 16 * block`. Constants of the last slice are part of the load instruction.
+        The first row is `first + 16 * block`. The second slice starts at a constant, which becomes the immediate
+        offset of the load instruction.
         """
         count, offset = signs.shape[0], block * BLOCK
         ref = self.x.at[pl.ds(first, offset + count)].at[pl.ds(offset, count)]
@@ -132,7 +133,7 @@ class Tile(NamedTuple):
     def store_pairs(self, block, pairs: jax.Array) -> None:
         """Stores words (8, 128) of a block once its warpgroup has loaded this block and those before it.
 
-        The words of a thread's blocks, half as many as its elements, are stored one after another in their place.
+        The words of the k-th block of a warpgroup replace elements 8 k to 8 k + 7 of the 64 of each thread.
         """
         self.elements(self._first_pair(block), BLOCK // 2)[...] = float_of(pairs)
 
@@ -149,7 +150,7 @@ class Tile(NamedTuple):
 
     def load_rows_of_pairs(self, first, count: int, warpgroup: int) -> jax.Array:
         """The words (count, 32) of rows that a warpgroup stored by `store_pairs`."""
-        words = self.smem.at[pl.ds(first, count), pl.ds(warpgroup * OWN_ROWS, OWN_ROWS // 2)]
+        words = self.smem.at[pl.ds(first, count), pl.ds(warpgroup * OWN_ELEMENTS, OWN_ELEMENTS // 2)]
         return bits_of(load(words, PAIRS_OF_ROWS, optimized=False))
 
     @property
@@ -173,9 +174,9 @@ class Tile(NamedTuple):
         if is_rotated and not self.along:
             count, copy = BLOCK // FIRST_ROWS, functools.partial(self._copy_rotated, source, signs_gmem)
         else:
-            sign = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else per_thread(1)
+            sign = load(signs_gmem, COLUMN_PER_THREAD, optimized=False) if is_rotated else splat(1)
             count, copy = TILE // LOADED_ROWS, functools.partial(self._copy_rows, source, sign)
-        sums = lax.fori_loop(*self.cta.own(count), copy, per_thread(0))
+        sums = lax.fori_loop(*self.cta.own(count), copy, splat(0))
         self.cta.sync()
         if is_rotated and self.along:
             pl.loop(*self.cta.own(BLOCK))(self._add_distant)
@@ -227,13 +228,13 @@ class Tile(NamedTuple):
 def in_kernel_order(signs: jax.Array, along: bool) -> jax.Array:
     """The signs of a rotation, 1 or -1 in float32 (128,), as the kernel reads them.
 
-    along: blocks run along rows; the order is then that of elements. Otherwise the signs of the elements i + 16 j for
-    all j follow one another.
+    along: blocks run along rows; the order is then that of elements. Otherwise that of
+    element i + 16 j is at 8 i + j.
     """
     return signs if along else signs.reshape(BLOCKS, BLOCK).T.reshape(TILE)
 
 
-def per_thread(value, dtype=jnp.float32) -> jax.Array:
+def splat(value, dtype=jnp.float32) -> jax.Array:
     """One number for all threads, (1, 128)."""
     return plgpu.layout_cast(jnp.full((1, TILE), value, dtype), COLUMN_PER_THREAD)
 

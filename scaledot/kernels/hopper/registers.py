@@ -32,9 +32,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import vector
 
 from scaledot.kernels.hopper import support
+from scaledot.kernels.hopper.inline import bfloat16_pair, element, inline_mgpu, ptx, vector_of_one
 from scaledot.kernels.hopper.memory_layouts import WARPS
 
 FRAGMENT = 64  # rows of an A fragment, and its elements along K
@@ -185,8 +185,7 @@ def _repeated(value: float) -> int:
 
 def _fma_bf16x2(*words: Any) -> Any:
     """A packed fused multiply-add of bfloat16 pairs; MLIR would lower math.fma to float32."""
-    ptx = "fma.rn.bf16x2 $0, $1, $2, $3;"
-    return mgpu_utils.inline_ptx(ptx, *words, result_types=words[0].type)  # pyright: ignore  (before jax 0.11)
+    return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", *words, result_type=words[0].type)
 
 
 def opaque_constant(constant: int, per_thread: bool = False) -> jax.Array:
@@ -205,8 +204,8 @@ def opaque_constant(constant: int, per_thread: bool = False) -> jax.Array:
     def make(_):
         i32 = ir.IntegerType.get_signless(32)
         special = "%laneid" if per_thread else "%nsmid"  # both are less than 2^31
-        ptx = f"{{ .reg .b32 r; mov.u32 r, {special}; shr.u32 r, r, 31; add.u32 $0, r, $1; }}"
-        value = mgpu_utils.inline_ptx(ptx, mgpu_utils.c(as_int32(constant), i32), result_types=i32)  # pyright: ignore  (before jax 0.11)
+        instructions = f"{{ .reg .b32 r; mov.u32 r, {special}; shr.u32 r, r, 31; add.u32 $0, r, $1; }}"
+        value = ptx(instructions, mgpu_utils.c(as_int32(constant), i32), result_type=i32)
         return mgpu.FragmentedArray.splat(value, shape, is_signed=True)
 
     return make()
@@ -215,11 +214,6 @@ def opaque_constant(constant: int, per_thread: bool = False) -> jax.Array:
 def as_int32(word: int) -> int:
     """Returns the int32 with the bits of an unsigned word."""
     return int(np.uint32(word).view(np.int32))
-
-
-def inline_mgpu(layouts: tuple, return_type: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates f(launch context, *FragmentedArrays) as a function of JAX arrays in these register layouts."""
-    return plgpu.inline_mgpu(arg_types=layouts, return_type=return_type)
 
 
 def _map_words(instruction: Callable[..., Any], *operands: jax.Array | int) -> jax.Array:
@@ -269,18 +263,3 @@ def _fragment(register: Callable[[int, int], Any]) -> Any:
     for index in np.ndindex(registers.shape):
         registers[index] = register(index[COLUMN_GROUP_AXIS], index[HALF_AXIS])
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-
-def bfloat16_pair(word: Any) -> Any:
-    """A word as a vector of two bfloat16 values."""
-    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
-
-
-def vector_of_one(scalar: Any) -> Any:
-    """A vector of one element."""
-    return vector.broadcast(ir.VectorType.get((1,), scalar.type), scalar)
-
-
-def element(values: Any, index: int) -> Any:
-    """An element of a vector in a register."""
-    return vector.extract(values, [], [index])

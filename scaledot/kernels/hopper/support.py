@@ -6,7 +6,7 @@ import jax
 
 from scaledot.parallel.types import Partitioning, partition_reason, partitioning_of
 
-OLDEST_JAX = (0, 11)
+OLDEST_JAX = (0, 11, 2)  # the first with `inline_ptx`
 DEFAULT_SM_COUNT = 132  # of an H100 or H200 SXM, for devices that do not report `core_count`
 
 
