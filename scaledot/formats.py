@@ -305,8 +305,10 @@ def row_of(argument: str, value: Any, kind: type[Row], table: Mapping[str, Row],
     if not isinstance(value, str):
         raise TypeError(f"`{argument}` must be a {kind.__name__} or one of the names in {title}, not {value!r}")
     if value not in table:
-        near = difflib.get_close_matches(value, table, n=3, cutoff=0.4) or list(table)
-        raise ValueError(f"`{argument}` {value!r} is not in {title}; did you mean {', '.join(map(repr, near))}?")
+        by_lower = {name.lower(): name for name in table}
+        near = [by_lower[name] for name in difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=0.4)]
+        names = ", ".join(map(repr, near or table))
+        raise ValueError(f"`{argument}` {value!r} is not in {title}; did you mean {names}?")
     return table[value]
 
 

@@ -417,6 +417,9 @@ class WithRecipe(InterceptedModel):
         rules, specs = _patterns(rules, specs)
         with _intercepted(rules, specs, *how):
             eval_shapes(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
+        if kwargs.get("method") is None:
+            rules.check_all_matched()
+            specs.check_all_matched()
         return table(rules.layers)
 
 

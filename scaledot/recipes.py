@@ -106,8 +106,14 @@ class Cast:
             raise ValueError(
                 f"delayed scaling needs a float format with one float32 scale per tensor, such as fp8_e4m3, not {self}"
             )
-        if not isinstance(self.subtract_mean, bool):
-            raise TypeError(f"`subtract_mean` of a Cast must be True or False, not {self.subtract_mean!r}")
+        for name in ("requantized", "subtract_mean"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` of a Cast must be True or False, not {getattr(self, name)!r}")
+        if self.rotation is not None and self.rotation.axis != -1:
+            raise ValueError(
+                "the `rotation` of a Cast is along the contracting dim, whichever axis that is; leave `axis` of the "
+                f"Hadamard at -1 instead of {self.rotation.axis}"
+            )
         if self.delayed is not None and self.subtract_mean:
             raise ValueError(
                 "delayed scaling uses the amax of the tensor itself, not that of its differences to a mean; drop "
@@ -236,13 +242,27 @@ class Recipe:
             if len(delayed) > 1:
                 names = " and ".join(sorted(map(str, delayed)))
                 raise ValueError(f"{tensor} of {self.name} has one amax history, but two delayed casts: {names}")
-        for matmul, cast in (("dgrad", self.fwd.lhs), ("wgrad", self.fwd.rhs)):
-            if getattr(self, matmul) is None and cast is not None and cast.clips and cast.rotation is not None:
+        self._check_straight_through()
+        _check_means(self)
+
+    def _check_straight_through(self) -> None:
+        for matmul, clipped, multiplied in (("dgrad", "x", "w"), ("wgrad", "w", "x")):
+            if getattr(self, matmul) is not None:
+                continue
+            forward = dict(zip("xw", (self.fwd.lhs, self.fwd.rhs), strict=True))
+            cast = forward[clipped]
+            if cast is not None and cast.clips and cast.rotation is not None:
                 raise ValueError(
                     f"{matmul} of {self.name} is straight-through, but {cast} clips elements after the rotation, which "
                     "gives no mask of the unrotated ones; drop the rotation or use calibration='absmax'"
                 )
-        _check_means(self)
+            cast = forward[multiplied]
+            if cast is not None and cast.rotation is not None and cast.rotation.draws_signs:
+                raise ValueError(
+                    f"{matmul} of {self.name} is straight-through and multiplies by the dequantised {multiplied} of "
+                    f"fwd, but the signs of its rotation are drawn and not stored; use a fixed `mask` there, or "
+                    f"{matmul}=Gemm() for an unquantised {matmul}"
+                )
 
     def _check_requantized(self) -> None:
         forward = dict(zip("xw", (self.fwd.lhs, self.fwd.rhs), strict=True))

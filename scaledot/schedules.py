@@ -18,8 +18,10 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.core import Tracer
 
 from scaledot.path_patterns import Rules
 from scaledot.recipes import Recipe, find_recipe
@@ -30,24 +32,51 @@ def with_last_blocks(
 ) -> dict[str, str | Recipe | None]:
     """Returns `rules` with another recipe, or None for full precision, for the last blocks of a model.
 
+    The first rules that are None stay first, so that the layers they exclude are in full precision in the last blocks
+    too. The new rules come before all others.
+
+    >>> with_last_blocks({"*/router": None, "*": "nvfp4"}, "block_{}/*", blocks=12, recipe="mxfp8")
+    {'*/router': None, 'block_11/*': 'mxfp8', '*': 'nvfp4'}
+
     Args:
       rules: of all other layers, as in `scaledot.linen.with_recipe`.
-      path: the pattern of the layers of one block, with {} for the block's index, from 0.
+      path: the pattern of the layers of one block, with {} for the block's index, from 0; or {:02d} for two digits.
       blocks: the number of blocks. last: how many of them get `recipe`.
     """
-    if path.format("") == path:
-        raise ValueError(f"`path` {path!r} must contain {{}}, which stands for the index of a block")
+    for name, count in (("blocks", blocks), ("last", last)):
+        if not _is_integer(count):
+            raise TypeError(f"`{name}` must be a whole number, not {count!r}")
     if not 0 <= last <= blocks:
         raise ValueError(f"`last` {last} must be between 0 and the number of `blocks`, {blocks}")
     _check_recipes(rules)
     _check_recipes(recipe)
-    others = rules if isinstance(rules, Mapping) else {"*": rules}
-    chosen = {path.format(index): recipe for index in range(blocks - last, blocks)}
-    return {**chosen, **{pattern: other for pattern, other in others.items() if pattern not in chosen}}
+    others = dict(rules) if isinstance(rules, Mapping) else {"*": rules}
+    chosen = {_pattern(path, index): recipe for index in range(blocks - last, blocks)}
+    excluded = dict(itertools.takewhile(lambda rule: rule[1] is None, others.items()))
+    return {**{pattern: None for pattern in excluded if pattern not in chosen}, **chosen, **(others | chosen)}
 
 
-def _check_recipes(rules: Rules | None) -> None:
-    """Raises for the name of a recipe that does not exist."""
+def _pattern(path: str, index: int) -> str:
+    """The pattern of one block."""
+    try:
+        pattern, other = path.format(index), path.format(index + 1)
+    except (LookupError, ValueError) as error:
+        raise ValueError(
+            f"`path` {path!r} must contain {{}} for the index of a block; Python says {error!r}"
+        ) from error
+    if pattern == other:
+        raise ValueError(f"`path` {path!r} must contain {{}}, which stands for the index of a block")
+    return pattern
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check_recipes(rules: Any) -> None:
+    """Raises unless `rules` is None, a recipe, or a mapping of path patterns to these, whose names exist."""
+    if isinstance(rules, (list, tuple)):
+        raise TypeError(f"rules are a recipe, or a mapping of path patterns to recipes, not a {type(rules).__name__}")
     for recipe in rules.values() if isinstance(rules, Mapping) else (rules,):
         if recipe is not None:
             find_recipe(recipe)
@@ -61,28 +90,51 @@ class Phase(NamedTuple):
     rules: Rules
 
 
+def _copied(rules: Rules | None) -> Rules:
+    """A copy that later changes of `rules` do not reach; {"*": None} for None."""
+    return dict(rules) if isinstance(rules, Mapping) else {"*": None} if rules is None else rules
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Rules by the step from which they apply, such as {0: "nvfp4", 9000: "mxfp8"}."""
+    """Rules by the step from which they apply, such as {0: "nvfp4", 9000: "mxfp8"}.
 
-    rules_from: Mapping[int, Rules]
+    None is full precision, and becomes {"*": None}.
+    """
+
+    rules_from: Mapping[int, Rules | None]
 
     def __post_init__(self):
+        if not isinstance(self.rules_from, Mapping):
+            raise TypeError(f"a Schedule takes a mapping of steps to rules, not a {type(self.rules_from).__name__}")
         for step, rules in self.rules_from.items():
-            if not isinstance(step, int):
+            if not _is_integer(step):
                 raise TypeError(f"the steps of a Schedule are whole numbers, not {step!r}")
             _check_recipes(rules)
         if not self.rules_from or min(self.rules_from) != 0:
             first = min(self.rules_from, default=None)
             raise ValueError(f"a Schedule must say which rules apply from step 0 on; its first step is {first}")
-        object.__setattr__(self, "rules_from", MappingProxyType(dict(sorted(self.rules_from.items()))))
+        copied = {int(step): _copied(self.rules_from[step]) for step in sorted(self.rules_from)}
+        object.__setattr__(self, "rules_from", copied)
+
+    def __hash__(self) -> int:
+        return hash(
+            frozenset(
+                (step, frozenset(rules.items()) if isinstance(rules, Mapping) else rules)
+                for step, rules in self.rules_from.items()
+            )
+        )
 
     def at(self, step: int) -> Rules:
         """Returns the rules of a step, a Python integer."""
+        if isinstance(step, Tracer):
+            raise TypeError(
+                "`step` must be a Python integer, not traced: the program of each phase is compiled separately"
+            )
         if step < 0:
             raise ValueError(f"`step` must be at least 0, not {step}")
         starts = list(self.rules_from)
-        return self.rules_from[starts[bisect.bisect_right(starts, step) - 1]]
+        return self._rules(starts[bisect.bisect_right(starts, step) - 1])
 
     def phases(self, steps: int) -> Iterator[Phase]:
         """Yields the phases of a run of `steps` steps.
@@ -92,4 +144,9 @@ class Schedule:
         """
         starts = [start for start in self.rules_from if start < steps]
         for start, stop in itertools.pairwise([*starts, steps]):
-            yield Phase(start, stop, self.rules_from[start])
+            yield Phase(start, stop, self._rules(start))
+
+    def _rules(self, start: int) -> Rules:
+        rules = self.rules_from[start]
+        assert rules is not None  # see `_copied`
+        return rules

@@ -246,6 +246,11 @@ def test_a_run_resumed_from_a_checkpoint_is_bit_identical(library, tmp_path):
             ValueError,
             "near paths: first",
         ),
+        (
+            lambda m, v, x: sd.linen.explain(sd.linen.with_recipe(Model(), {"frist": "mxfp8", "*": "nvfp4"}), x),
+            ValueError,
+            "near paths: first",
+        ),
         (lambda m, v, x: sd.linen.with_recipe(Model(), {}), ValueError, "not empty"),
         (lambda m, v, x: sd.linen.with_recipe(Model(), {"*": "mxpf8"}), ValueError, "did you mean 'mxfp8'"),
         (lambda m, v, x: sd.linen.make_dot_general_cls("fp8"), ValueError, "not in RECIPES"),

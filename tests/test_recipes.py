@@ -54,6 +54,7 @@ def test_recipes_are_found_by_name():
     ("build", "message"),
     [
         (lambda: find_recipe("fp8_curent"), "did you mean 'fp8_current'"),
+        (lambda: find_recipe("NVFP4_PLUS"), "did you mean 'nvfp4_plus'"),
         (lambda: find_recipe(3), "must be a Recipe"),
         (lambda: Cast("mxfp7"), "not in FORMATS"),
         (lambda: Cast("mxfp8", (1, 2, 3)), r"\(free, contracting\)"),
@@ -81,6 +82,12 @@ def test_recipes_are_found_by_name():
             lambda: Recipe("r", Gemm(*[Cast("int8", calibration="rms,2", rotation=sd.Hadamard())] * 2)),
             "straight-through, but .* clips elements after the rotation",
         ),
+        (
+            lambda: Recipe("r", Gemm(*[Cast("nvfp4", rotation=sd.Hadamard(128, mask=None))] * 2)),
+            "dgrad of r is straight-through .* w of fwd, but the signs .* dgrad=Gemm()",
+        ),
+        (lambda: Cast("nvfp4", rotation=sd.Hadamard(axis=0)), "along the contracting dim.* instead of 0"),
+        (lambda: Cast("nvfp4", requantized="no"), "`requantized` of a Cast must be True or False, not 'no'"),
     ],
 )
 def test_invalid_recipes_are_refused(build, message):

@@ -1,7 +1,13 @@
 """Rules of the last blocks, and rules by step."""
 
+import copy
+import pickle
+
+import jax
+import numpy as np
 import pytest
 
+from scaledot import transform
 from scaledot.path_patterns import RecipesByPath
 from scaledot.schedules import Phase, Schedule, with_last_blocks
 
@@ -23,11 +29,42 @@ def test_the_last_blocks_override_rules_of_their_own():
     assert rules == {"b1": "mxfp8", "b2": "mxfp8", "*": "nvfp4"}
 
 
+def test_layers_excluded_first_stay_excluded_in_the_last_blocks():
+    """A rule of None elsewhere does not: only the first can move without changing what the others match."""
+    rules = {"*/router": None, "b2": None, "*/mlp": "mxfp8", "*/attention": None, "*": "nvfp4"}
+    changed = with_last_blocks(rules, "b{:02d}/*", blocks=11, recipe="mxfp8")
+    assert list(changed.items()) == [("*/router", None), ("b2", None), ("b10/*", "mxfp8"), *list(rules.items())[2:]]
+
+
+def test_the_last_blocks_override_an_exclusion_of_the_same_pattern():
+    assert with_last_blocks({"b2": None, "*": "nvfp4"}, "b{}", blocks=3, recipe="mxfp8") == {
+        "b2": "mxfp8",
+        "*": "nvfp4",
+    }
+
+
+def test_schedules_are_values():
+    """They can be saved with a run, sent to other processes, and be static arguments."""
+    rules = {"*": "mxfp8"}
+    schedule = Schedule({np.int64(5): rules, 0: "nvfp4"})
+    rules["*"] = None
+    for copied in (
+        pickle.loads(pickle.dumps(schedule)),
+        copy.deepcopy(schedule),
+        Schedule({0: "nvfp4", 5: {"*": "mxfp8"}}),
+    ):
+        assert copied == schedule
+        assert hash(copied) == hash(schedule)
+    assert schedule.at(6) == {"*": "mxfp8"}
+
+
 def test_no_last_block_changes_nothing():
     assert with_last_blocks("nvfp4", "block_{}", blocks=3, last=0, recipe=None) == {"*": "nvfp4"}
 
 
-@pytest.mark.parametrize(("step", "rules"), [(0, "nvfp4"), (9, "nvfp4"), (10, "mxfp8"), (11, "mxfp8"), (20, None)])
+@pytest.mark.parametrize(
+    ("step", "rules"), [(0, "nvfp4"), (9, "nvfp4"), (10, "mxfp8"), (11, "mxfp8"), (20, {"*": None})]
+)
 def test_a_schedule_changes_at_its_steps(step, rules):
     assert Schedule({10: "mxfp8", 0: "nvfp4", 20: None}).at(step) == rules
 
@@ -57,6 +94,13 @@ def test_phases_cover_the_run(steps, phases):
         (lambda: with_last_blocks("nvfp5", "b{}", blocks=3, recipe=None), "did you mean 'nvfp4'"),
         (lambda: Schedule({0: "nvfp4", 9: {"*": "mxfp9"}}), "did you mean 'mxfp8'"),
         (lambda: Schedule({0: "nvfp4", 0.9: "mxfp8"}), "whole numbers, not 0.9"),
+        (lambda: Schedule({0: "nvfp4", True: "mxfp8"}), "whole numbers, not True"),
+        (lambda: Schedule([(0, "nvfp4")]), "mapping of steps to rules, not a list"),
+        (lambda: Schedule({0: [transform.Rule("nvfp4")]}), "path patterns to recipes, not a list"),
+        (lambda: jax.jit(Schedule({0: "nvfp4"}).at)(3), "must be a Python integer"),
+        (lambda: with_last_blocks("nvfp4", "b{i}", blocks=3, recipe=None), "`path` 'b{i}' must contain {}"),
+        (lambda: with_last_blocks("nvfp4", "b{}{}", blocks=3, recipe=None), "`path` 'b{}{}' must contain {}"),
+        (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, last=1.0, recipe=None), "`last` must be a whole number"),
     ],
 )
 def test_bad_schedules_are_explained(call, words):

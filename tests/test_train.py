@@ -534,6 +534,12 @@ NUMBERS = (((1,), (0,)), ((), ()))
             ValueError,
             "uses random numbers for g of dgrad, g of wgrad",
         ),
+        (lambda x, w: train.dense(x, w, recipe="nvfp4", key=3), TypeError, "`key` must be a key .*, not 3"),
+        (
+            lambda x, w: train.dense(x, w, recipe="nvfp4", key=jax.random.split(jax.random.key(0), 32)),
+            ValueError,
+            r"`key` must be one key, not an array of keys of shape \(32,\)",
+        ),
         (lambda x, w: train.dense(x.astype(jnp.int32), w, recipe="mxfp8"), TypeError, "`x` must be a float array"),
         (lambda x, w: train.dense(x.astype(jnp.float8_e4m3fn), w, recipe="mxfp8"), TypeError, "at least 16 bits"),
         (lambda x, w: train.dense(sd.quantize(x, "mxfp8"), w, recipe="mxfp8"), TypeError, "already quantised"),

@@ -44,6 +44,19 @@ def test_a_ragged_dot_is_a_dense_per_group(recipe):
     assert not np.any(dx[58:])
 
 
+def test_traced_sizes_are_clipped_to_the_rows():
+    """Concrete ones raise; `align_groups` of wgrad would read rows that do not exist."""
+    x, w, g = normal(0, (40, 32)), normal(1, (4, 32, 16)), normal(2, (40, 16))
+
+    @jax.jit
+    def grouped(sizes):
+        y, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe="fp8_block"), x, w)
+        return y, *vjp(g)
+
+    for actual, expected in zip(grouped(jnp.array([10, 25, 9, 8])), grouped(jnp.array([10, 25, 5, 0])), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 def test_groups_save_codes_as_residuals_and_need_a_key():
     sizes, x, w = jnp.array([20, 44]), normal(0, (64, 96)), normal(1, (2, 96, 48))
     residuals = residuals_of(lambda x, w: ragged_dot(x, w, sizes, recipe="nvfp4", key=KEY), x, w)

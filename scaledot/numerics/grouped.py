@@ -78,6 +78,16 @@ def quantize_tiles_leaves(
     return cast(spec, x, calibrated_scales(spec, x, tensor_amax_of=group_amax, source=source), uniform)
 
 
+def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """Returns group sizes without the rows past the last one, as `jax.lax.ragged_dot` reads them.
+
+    >>> clipped_sizes(jnp.array([3, 2, 1]), 4)
+    Array([3, 1, 0], dtype=int32)
+    """
+    ends = jnp.minimum(jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32), rows)
+    return jnp.diff(ends, axis=-1, prepend=jnp.zeros_like(ends[..., :1]))
+
+
 def group_of(sizes: jax.Array, rows: int) -> jax.Array:
     """The group index of each row; the number of groups for rows after the last group."""
     return group_rows(sizes, rows, 0)[0]

@@ -19,6 +19,7 @@ from scaledot.formats import Format, find_format, rules_of
 from scaledot.numerics import blocks, calibrate, eden
 from scaledot.numerics.bits import FLOAT32_MAX
 from scaledot.numerics.cast import CastSpec
+from scaledot.numerics.grouped import clipped_sizes
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import check_rounding
 from scaledot.numerics.scale_search import OFFSETS
@@ -330,6 +331,12 @@ def checked_key(rounding: str, key) -> jax.Array | None:
     check_rounding(rounding)
     if key is None:
         raise ValueError(f"`rounding` {rounding!r} needs a `key`, such as jax.random.key(0)")
+    check_one_key(key)
+    return key
+
+
+def check_one_key(key) -> None:
+    """Raises unless `key` is one key of jax.random, typed or raw."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32):
         raise TypeError(f"`key` must be a key such as jax.random.key(0) returns, not {key!r}")
@@ -337,7 +344,6 @@ def checked_key(rounding: str, key) -> jax.Array | None:
     if len(key.shape) != key_ndim:
         shape = key.shape[: len(key.shape) - key_ndim]
         raise ValueError(f"`key` must be one key, not an array of keys of shape {shape}")
-    return key
 
 
 def check_nan(x: jax.Array, nan: str) -> None:
@@ -461,7 +467,10 @@ def _per_leading_index(tensor_scale: jax.Array, shape: tuple[int, ...], block: b
 
 
 def checked_groups(group_sizes, rows: int) -> jax.Array:
-    """`group_sizes` as int32 (groups,); raises unless a concrete one partitions at most `rows` rows."""
+    """`group_sizes` as int32 (groups,); raises unless a concrete one partitions at most `rows` rows.
+
+    Traced sizes that exceed the rows are clipped, as by `jax.lax.ragged_dot`.
+    """
     group_sizes = _array("group_sizes", group_sizes)
     if group_sizes.ndim != 1 or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"`group_sizes` must be a 1-d integer array, not {group_sizes.dtype}{group_sizes.shape}")
@@ -471,4 +480,5 @@ def checked_groups(group_sizes, rows: int) -> jax.Array:
         sizes = np.asarray(group_sizes)
         if sizes.min() < 0 or sizes.sum() > rows:
             raise ValueError(f"`group_sizes` {sizes.tolist()} must not be negative nor sum to more than {rows} rows")
-    return group_sizes.astype(jnp.int32)  # cumulative sums of narrow or unsigned integers would wrap
+        return group_sizes.astype(jnp.int32)
+    return clipped_sizes(group_sizes, rows)

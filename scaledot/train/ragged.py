@@ -68,11 +68,12 @@ def ragged_dot(
 ):
     """`jax.lax.ragged_dot` quantised by a recipe: x (m, k), w (groups, k, n), b (groups, n) or None -> (m, n).
 
-    Groups are consecutive rows of x and may be empty. Rows after the last group give zeros; they enter neither scales
-    nor gradients. Every group is quantised as if it were an array of its own; under delayed scaling, each has its own
-    quantisation multiplier if `state` comes from init_state(recipe, groups=...), otherwise all share one. Other
-    arguments as in `dot_general`, without `overlap` and `on_indivisible`. With expert parallelism, w and b are sharded
-    along groups, and `group_sizes` and a state of all groups are replicated.
+    Groups are consecutive rows of x and may be empty; traced sizes that exceed the rows are clipped, as in
+    jax.lax.ragged_dot. Rows after the last group give zeros; they enter neither scales nor gradients. Every group is
+    quantised as if it were an array of its own; under delayed scaling, each has its own quantisation multiplier if
+    `state` comes from init_state(recipe, groups=...), otherwise all share one. Other arguments as in `dot_general`,
+    without `overlap` and `on_indivisible`. With expert parallelism, w and b are sharded along groups, and `group_sizes`
+    and a state of all groups are replicated.
 
     >>> x, w = jnp.ones((4, 32)), jnp.stack([jnp.ones((32, 2)), 3 * jnp.ones((32, 2))])
     >>> ragged_dot(x, w, jnp.array([1, 2]), recipe="mxfp8")[:, 0]

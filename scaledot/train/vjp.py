@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scaledot import state as states
 from scaledot.kernels import table
+from scaledot.ops.cast_spec import check_one_key
 from scaledot.parallel.types import PrimalType, has_explicit_axes, varying
 from scaledot.programs import program, run_as_program
 from scaledot.state import AmaxHistory, State
@@ -51,6 +52,8 @@ def quantised_matmul(
 
     weight_codes: the codes of w if it was cast by `cast_weights`, else None.
     """
+    if key is not None and static.options.recipe.stochastic:
+        check_one_key(key)
     if callable(static.options.kernel):  # may choose another kernel in each call, so that no jitted function is cached
         return typing.cast(tuple[jax.Array, State], _quantised_matmul(static, operands, state, key, weight_codes))
     return run_as_program(

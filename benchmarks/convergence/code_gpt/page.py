@@ -85,7 +85,8 @@ change; MS-EDEN needs 1×16 blocks and a rotation of 128 for all operands of dgr
 
 All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
 format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer, and whose block amax maps to the largest
-code; no tensor core multiplies it. `nvint4_plus` is the same recipe with 4-bit integers.
+code; no tensor core multiplies it. The row `nvint4_plus` is the same recipe with 4-bit integers, the format `nvint4`;
+it has no name in RECIPES.
 
 All three, and `quartet_ii`, compute the tensor scale of rotated operands from a bound of their amax, the amax before
 the rotation times √128; Quartet II as published does from the amax itself.

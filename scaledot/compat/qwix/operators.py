@@ -19,6 +19,7 @@ from scaledot.array import ScaledArray
 from scaledot.compat.qwix.array import MaybeQArray, QArray, as_scaled, broadcast_to, validate_qarray
 from scaledot.contraction import parse_einsum
 from scaledot.kernels.spec import promoted
+from scaledot.numerics.grouped import clipped_sizes
 from scaledot.ops import conv, ragged
 from scaledot.ops import dot as dot_ops
 from scaledot.ops import einsum as einsum_ops
@@ -185,16 +186,6 @@ def ragged_dot_general(
         precision=precision,
     )
     return _contract(op, {"lhs": lhs, "rhs": rhs}, preferred_element_type)
-
-
-def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns group sizes without the rows past the last one, as `jax.lax.ragged_dot` reads them.
-
-    >>> clipped_sizes(jnp.array([3, 2, 1]), 4)
-    Array([3, 1, 0], dtype=int32)
-    """
-    ends = jnp.minimum(jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32), rows)
-    return jnp.diff(ends, axis=-1, prepend=jnp.zeros_like(ends[..., :1]))
 
 
 def refuse_offset(group_offset: jax.Array | None) -> None:

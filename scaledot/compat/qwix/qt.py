@@ -27,7 +27,7 @@ import numpy as np
 from scaledot import train
 from scaledot.compat.qwix import how
 from scaledot.compat.qwix.array import transpose_array
-from scaledot.compat.qwix.operators import clipped_sizes, refuse_offset
+from scaledot.compat.qwix.operators import refuse_offset
 from scaledot.compat.qwix.qt_config import (
     ConvGeneralQtConfig,
     DotDims,
@@ -41,6 +41,7 @@ from scaledot.compat.qwix.stochastic_rounding import NoiseFn
 from scaledot.contraction import Contraction, from_dimension_numbers
 from scaledot.kernels.spec import promoted
 from scaledot.numerics.bits import divide
+from scaledot.numerics.grouped import clipped_sizes
 from scaledot.numerics.rounding import round_to
 from scaledot.ops.einsum import two_operands
 from scaledot.recipes import Recipe
