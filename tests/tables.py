@@ -57,10 +57,9 @@ def fp4_optimized(table):
 
 
 def _is_fp4(row) -> bool:
-    name = (row.id or str(row.values)).lower()
-    recipe = RECIPES.get(name)
-    has_fp4_cast = recipe is not None and any("float4" in cast.format.element for _, _, cast in recipe.casts())
-    return has_fp4_cast or "fp4" in name
+    recipes = [RECIPES[value] for value in row.values if isinstance(value, str) and value in RECIPES]
+    has_fp4_cast = any("float4" in cast.format.element for recipe in recipes for _, _, cast in recipe.casts())
+    return has_fp4_cast or "fp4" in (row.id or str(row.values)).lower()
 
 
 EACH_FORMAT = params_of(sd.FORMATS, EXHAUSTIVE_ONLY_FORMATS)
