@@ -11,7 +11,7 @@ import importlib
 
 from benchmarks import record
 
-CPU_SUITES = {name: f"benchmarks.{name}" for name in ("cpu", "contractions", "eager", "qlora", "checkpoints")}
+CPU_SUITES = {name: f"benchmarks.{name}" for name in ("cpu", "contractions", "eager", "qlora", "checkpoints", "snr")}
 GPU_SUITES = {
     name: f"benchmarks.gpu.{name}"
     for name in ("dense", "cast", "quantize", "gemm", "block", "grouped", "decode", "model", "targets")

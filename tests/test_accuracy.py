@@ -8,13 +8,16 @@ variance of uniform rounding noise instead. Rotated formats are 4-bit ones only:
 after a rotation, which the independent implementations do not, and that is measurable in 8-bit formats.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import scaledot as sd
+from benchmarks import snr as snr_benchmark
 
 pytestmark = pytest.mark.optimized  # casts millions of elements, which is too slow under `--compilation cheap`
 
@@ -167,3 +170,12 @@ def test_nvfp4_of_small_tensors_needs_the_tensor_scale(tensors):
     x = tensors["normal"] * np.float32(1e-3)
     assert snr(x, replace(FORMATS["nvfp4"], two_level=False), {}) < 1
     assert snr(x, FORMATS["nvfp4"], {}) > 20.3
+
+
+def test_the_docs_have_the_snrs_of_the_results():
+    root = Path(__file__).parents[1]
+    (results,) = (root / "benchmarks" / "results").glob("snr-*.json")
+    guide = (root / "docs" / "howto" / "quantize.md").read_text()
+    for row in json.loads(results.read_text())["rows"]:
+        if row["format"] in snr_benchmark.FORMATS:
+            assert f"| {' | '.join(f'{decibels:.2f}' for decibels in row['snr_db'].values())} |" in guide, row["format"]

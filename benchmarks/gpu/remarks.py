@@ -63,7 +63,8 @@ as the larger one. Casts of nvfp4_plus and if4 are bound by instructions: a sear
 rotation between GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, and sums of g in
 the kernel that casts it. Adopted after these measurements and not timed yet: a table of the reciprocals of all block
 scales, nine instructions per scale and element, subnormals flushed by the instruction that multiplies, and two bfloat16
-values per word of SMEM. Five scales instead of eight would lose 0.06 dB; their speed was not measured.
+values per word of SMEM. Five scales instead of eight would lose 0.06 dB
+([results](../../benchmarks/results/snr-jax0.10.2.json)); their speed was not measured.
 """
 _FEW_BYTES = """
 A layer has few bytes, so launch latency and the tail are a notable part of the time, and a reduction of split-K partial
