@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -402,25 +402,29 @@ class WithRecipe(InterceptedModel):
 
     def _run(self, name: str, *args, **kwargs):
         """Calls a method of the model under the rules."""
-        rules, specs, *how = self._settings
-        rules, specs = _patterns(rules, specs)
-        with _intercepted(rules, specs, *how):
+        with self._rules_applied(kwargs.get("method")) as rules:
             result = getattr(self.model, name)(*args, **kwargs)
-        if kwargs.get("method") is None:  # other methods may use only some layers
-            rules.check_all_matched()
-            specs.check_all_matched()
         warn_of_overlooked(rules.layers, stacklevel=3)
         return result
 
     def _explain(self, *args, **kwargs) -> str:
+        with self._rules_applied(kwargs.get("method")) as rules:
+            eval_shapes(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
+        return table(rules.layers)
+
+    @contextlib.contextmanager
+    def _rules_applied(self, method: Any) -> Iterator[RecipesByPath]:
+        """Intercepts layers; afterwards raises for rules and specs that match no layer, unless a `method` is given.
+
+        A method other than the default may use only some layers.
+        """
         rules, specs, *how = self._settings
         rules, specs = _patterns(rules, specs)
         with _intercepted(rules, specs, *how):
-            eval_shapes(functools.partial(self.model.init, **kwargs), jax.random.key(0), *args)
-        if kwargs.get("method") is None:
+            yield rules
+        if method is None:
             rules.check_all_matched()
             specs.check_all_matched()
-        return table(rules.layers)
 
 
 def _patterns(rules: Rules, specs: train.SpecsByPath) -> tuple[RecipesByPath, PathPatterns]:

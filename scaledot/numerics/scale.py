@@ -298,7 +298,7 @@ def _e4m3_scale(
         relative = jnp.maximum(relative, np.float32(format.quirks.least_scale))
     stored = encode(relative, FORMATS["fp8_e4m3"])
     if candidate is not None and format.search != "four_over_six":  # whose candidates may be 0
-        stored = _e4m3_neighbour(stored, candidate.offset, amax != 0)
+        stored = _neighbour_of_scale(stored, candidate.offset, amax != 0)
     if format.quirks.empty_scale is not None:
         is_empty = (amax == 0) | (stored.astype(jnp.float32) == 0)
         stored = jnp.where(is_empty, jnp.asarray(format.quirks.empty_scale, stored.dtype), stored)
@@ -309,11 +309,17 @@ def _e4m3_scale(
     return stored, value
 
 
-def _e4m3_neighbour(scale: jax.Array, offset, where: jax.Array) -> jax.Array:
-    """The E4M3 scales whose codes are `offset` larger, but at least the smallest scale above 0 and at most 448."""
-    code = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-    code = jnp.where(where, jnp.clip(jnp.maximum(code, 1) + offset, 1, _E4M3_MAX_CODE), code)
+def _neighbour_of_scale(scale: jax.Array, offset, where: jax.Array) -> jax.Array:
+    """`e4m3_neighbour` of scales in E4M3."""
+    code = e4m3_neighbour(lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.uint32), offset, where)
     return lax.bitcast_convert_type(code.astype(jnp.uint8), scale.dtype)
+
+
+def e4m3_neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
+    """The uint32 E4M3 code `offset` larger, from that of the smallest scale above 0 to that of 448."""
+    moved = jnp.maximum(code, np.uint32(1)).astype(jnp.int32) + offset
+    moved = jnp.clip(moved, np.int32(1), np.int32(_E4M3_MAX_CODE))
+    return jnp.where(where, moved.astype(jnp.uint32), code)
 
 
 def _e4m3_cast(

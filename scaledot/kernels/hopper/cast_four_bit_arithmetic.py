@@ -1,6 +1,6 @@
 """Codes, scales and rounding errors of blocks of 16 elements, in the registers of the four-bit cast kernel.
 
-Arrays are (n, 128), n elements of each thread of a warpgroup: 16 for a block, 1 for its scale.
+Arrays have shape (n, 128): n elements in each of the 128 threads of a warpgroup, 16 for a block and 1 for its scale.
 """
 
 import functools
@@ -18,7 +18,7 @@ from scaledot.numerics.bits import INFINITY, SIGN, bits_of, float_of
 from scaledot.numerics.scale_search import fraction_bits
 
 E4M3 = FORMATS["fp8_e4m3"]
-NAN_SCALE, LARGEST_SCALE = np.uint32(0x7F), np.uint32(0x7E)  # codes of E4M3
+NAN_SCALE = np.uint32(0x7F)  # a code of E4M3
 SECOND_ELEMENT = np.uint32(0x80)  # the sign bit of a stored scale: its codes are of the second element
 LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
 ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
@@ -32,14 +32,15 @@ def rows_of(x: jax.Array) -> list[jax.Array]:
 
 
 def spread(per_thread: jax.Array, count: int = BLOCK) -> jax.Array:
-    """One number per thread, (1, 128), for `count` elements of it, by default those of a block."""
+    """Repeats one number per thread (1, 128) for `count` elements, by default those of a block: (count, 128)."""
     return jnp.concatenate([per_thread] * count)
 
 
 def after(first: jax.Array, x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Returns x with a false dependence on `first`, after which ptxas then schedules the uses of x.
+    """Returns x unchanged, with a false dependence on `first`, so that ptxas schedules the uses of x after `first`.
 
-    With fewer instructions in flight it allocates fewer registers. zero: words that are 0 at run time.
+    That shortens live ranges, and ptxas allocates fewer registers. zero: uint32 zeros that the compiler cannot prove to
+    be zeros.
     """
     return float_of(bits_of(x) | (bits_of(first) & zero))
 
@@ -53,28 +54,28 @@ def sum_of(x: jax.Array) -> jax.Array:
 
 
 def entry(values: tuple[float, ...], i) -> Any:
-    """The number at index i, which is known at run time; up to 8 integers from -8 to 7 are packed into a word."""
+    """Returns values[i] for an i that is known at run time only, without an array in memory.
+
+    Up to 8 integers from -8 to 7 are packed into a constant word and extracted by shifts.
+    """
     if all(isinstance(value, int) for value in values):
         word = np.uint32(sum((int(value) + 8) << 4 * n for n, value in enumerate(values)))
         return ((word >> (4 * i).astype(jnp.uint32)) & np.uint32(15)).astype(jnp.int32) - 8
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
-def neighbour(code: jax.Array, offset, where: jax.Array) -> jax.Array:
-    """The E4M3 code `offset` larger, at least that of the smallest scale above 0 and at most that of 448."""
-    moved = jnp.maximum(code, np.uint32(1)).astype(jnp.int32) + offset
-    moved = jnp.clip(moved, np.int32(1), LARGEST_SCALE.astype(np.int32))
-    return jnp.where(where, moved.astype(jnp.uint32), code)
-
-
 def error_of(magnitude: jax.Array, element: str) -> jax.Array:
-    """Rounding errors of scaled magnitudes to an element, integers in units of 1 / ERROR_UNIT, as float32.
+    """Returns rounding errors of scaled magnitudes, as float32 integers: multiples of 1 / ERROR_UNIT of a code.
 
-    Up to their sign, they are those of `numerics.scale_search.squared_error`. With magnitudes in those units, x is 2^23
-    plus the magnitude, a sum that is rounded to an integer. c - (c - x) rounds x to a multiple of the last bit of
-    c - x, and c is so large that this bit is a step of the element: for int4 a constant, and for E2M1 2^23 plus
-    2^22 + 1 times the larger of the magnitude and 1 (Veltkamp's splitting). Which way a tie is rounded does not change
-    the magnitude of the error.
+    Their squares equal `numerics.scale_search.squared_error`; their signs may differ. With all numbers in units of
+    1 / ERROR_UNIT:
+
+        x = magnitude + 2^23    is rounded to an integer, because float32 numbers in [2^23, 2^24) are integers
+        c - (c - x)             is x, rounded to a multiple of the ulp of c - x
+
+    c is chosen so that this ulp is the step between codes. For int4 it is a constant. For E2M1, whose steps double with
+    the binade, it is 2^23 + (2^22 + 1) * max(magnitude, ERROR_UNIT), Veltkamp's splitting. A tie has the same absolute
+    error in either direction.
     """
     x = magnitude * ERROR_UNIT + TWO_23
     if element == "int4":
@@ -87,9 +88,10 @@ def error_of(magnitude: jax.Array, element: str) -> jax.Array:
 
 
 def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (saturated magnitudes + shift, shift, binade): a sum whose last bit is a step of E2M1, so it is rounded.
+    """Returns (saturated magnitudes + shift, shift, binade); the sum is rounded to E2M1, because its ulp is a step.
 
-    Steps are half the power of two below the magnitude, and 1/2 below 1. The shift is 2^23 + 2 steps.
+    A step is half the largest power of two that the magnitude reaches, and 1/2 below 1. The shift is 2^23 + 2 times the
+    step.
     """
     clipped = jnp.minimum(magnitude, np.float32(LARGEST_CODE["float4_e2m1fn"]))
     binade = bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY
@@ -98,7 +100,10 @@ def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
-    """Returns scaled elements rounded to values of an element, and their 4-bit codes, uint32; NaN has any code."""
+    """Rounds scaled elements to an element dtype; returns the values, float32, and their 4-bit codes, uint32.
+
+    The code of NaN is arbitrary: the block has a NaN scale.
+    """
     if element == "int4":
         integers = _int4(scaled)
         return integers.astype(jnp.float32), lax.bitcast_convert_type(integers, jnp.uint32) & np.uint32(15)
@@ -111,7 +116,7 @@ def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
 
 
 def packed(codes: jax.Array) -> jax.Array:
-    """Packs two neighbours of each column, 4-bit codes in uint32 (2 n, 128), to bytes (n, 128)."""
+    """Packs 4-bit codes in uint32 (2 n, 128) to bytes (n, 128): rows 2 i in the low bits, rows 2 i + 1 in the high."""
     rows = rows_of(codes)
     return jnp.concatenate([even | (odd << 4) for even, odd in zip(rows[::2], rows[1::2], strict=True)]).astype(
         jnp.uint8
@@ -125,10 +130,10 @@ def _int4(scaled: jax.Array) -> jax.Array:
 
 
 def sum_of_squares(shifted: jax.Array) -> jax.Array:
-    """The sum of the squares of x rounded to integers, (1, 128) modulo 2^32, from x + ROUNDER.
+    """Returns the sum over elements of x^2, with x rounded to integers, modulo 2^32 (1, 128). shifted: x + ROUNDER.
 
-    With the bits b of that sum and r of ROUNDER, it is the sum of (b - r)^2 = b^2 - 2 r b + r^2, where r^2 is 0 modulo
-    2^32; sums of b take half as many instructions as subtractions of r, because the hardware adds three numbers.
+    With the bits b of `shifted` and r of ROUNDER, x^2 = (b - r)^2 = b^2 - 2 r b + r^2, where r^2 is 0 modulo 2^32.
+    Summing b first takes half as many instructions as subtracting r from each, because IADD3 adds three numbers.
     """
     bits = bits_of(shifted)
     return sum_of(bits * bits) - (ROUNDER.view(np.uint32) << np.uint32(1)) * sum_of(bits)

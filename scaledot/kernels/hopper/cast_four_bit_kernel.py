@@ -1,15 +1,15 @@
-"""Casts a matrix to 4-bit codes with E4M3 scales per 16 elements, which are searched or corrected, after rotations.
+"""Casts a matrix to 4-bit codes with one E4M3 scale per 16 elements, for recipes with scale searches or MS-EDEN.
 
-It computes what `cast_microscaled_kernel` does not: scales of the least squared error, by both searches of
-`numerics.scale_search`, blocks that choose between two elements, rotations of 128 elements whose signs are drawn, and
-scales that MS-EDEN corrects (`numerics.eden`). Outputs are packed codes and the bytes of their scales, or bfloat16
-values (code times block scale, which is exact).
+It supports what `cast_microscaled_kernel` does not: block scales of least squared error, by both searches of
+`numerics.scale_search`; a choice between two element dtypes per block; Hadamard rotations of 128 elements with drawn
+signs; and the scale correction of MS-EDEN (`numerics.eden`). Outputs are packed codes with E4M3 scales as bytes, or
+dequantised bfloat16 values (code times block scale, which is exact).
 
 Grid and CTA: one CTA of two warpgroups (of 128 threads) for a tile of 128×128 elements, a whole number of rotated
 groups in both directions. For each output, the CTA loads the tile from GMEM (from L2 after the first), converts it to
-float32 and stores it to SMEM in rows of 129 words. A thread of each warpgroup then owns half a column of the tile, or
-half a row if blocks run along rows; with that row length neither has bank conflicts, so one code path serves both. The
-thread works on blocks of its 16 neighbouring elements in registers:
+float32 and stores it to SMEM with a pitch of 129 words. Each thread then owns half a column of the tile, or half a row
+if blocks run along rows; that pitch avoids bank conflicts in both, so one code path serves both. A thread loads one
+block of 16 elements at a time to registers:
 
     rotation     adds elements 64, 32 and 16 apart between GMEM and SMEM, or in place in SMEM if blocks run along rows,
                  and 8, 4, 2 and 1 apart in the registers of a block
@@ -19,10 +19,10 @@ thread works on blocks of its 16 neighbouring elements in registers:
     MS-EDEN      accumulates two sums over the 8 blocks of a group, 4 in each warpgroup, and corrects their scales
     output       threads that own columns write packed codes, two rows to a byte, or bfloat16 values to GMEM. Threads
                  that own rows write them to SMEM, codes in 32-bit words, and all threads write rows from there to GMEM.
-                 Values whose scales are corrected wait in SMEM
+                 Under MS-EDEN, bfloat16 values stay in SMEM until the scales of their group are corrected
 
-It is bound by instructions, not by memory. XLA computes the amax of the tensor, which its tensor scale needs, before
-the cast.
+The kernel is limited by instruction issue, not by HBM bandwidth. XLA computes the amax of the tensor, for the tensor
+scale, before the cast.
 
 Codes and scales are bit-identical to the reference, except that intermediate values of a rotation below 2^-126 are not
 flushed to zero. NaN and infinities give a NaN scale, in a rotation to all blocks of the group.
@@ -54,7 +54,6 @@ from scaledot.kernels.hopper.cast_four_bit_arithmetic import (
     entry,
     error_of,
     max_of,
-    neighbour,
     packed,
     spread,
     sum_of,
@@ -86,6 +85,7 @@ from scaledot.kernels.hopper.support import kernel_name
 from scaledot.numerics.bits import SIGN, amax_of_bits, bits_of, float_of
 from scaledot.numerics.eden import CODE_STEPS, STEPS, correction
 from scaledot.numerics.encode import decode_float, float_code
+from scaledot.numerics.scale import e4m3_neighbour
 from scaledot.numerics.scale_search import LARGEST_ERROR, OFFSETS, RATIOS
 
 # Threads read what others wrote to SMEM only after an explicit barrier, `Cta.sync`.
@@ -95,10 +95,10 @@ _PARAMETERS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.La
 class OutputSpec(NamedTuple):
     """One output of the kernel.
 
-    elements: dtype names of the codes; of two, each block uses the one with the smaller error. targets: for each, the
-    magnitude that the block amax is mapped to. search: `Format.search`, which says which scales are tried. along:
-    blocks run along rows, otherwise down columns. dequantized: bfloat16 values instead of codes and scales. rotated,
-    corrected: see the module.
+    elements: one element dtype name, or two, of which each block uses the one with the smaller error. targets: for each
+    element dtype, the magnitude that the block amax is mapped to. search: `Format.search`. along: blocks run along
+    rows, otherwise down columns. dequantized: bfloat16 values instead of codes and scales. rotated: by a Hadamard
+    matrix in groups of 128. corrected: MS-EDEN corrects the block scales.
     """
 
     elements: tuple[str, ...]
@@ -111,7 +111,7 @@ class OutputSpec(NamedTuple):
 
 
 class CodesAndScales(NamedTuple):
-    """Codes packed by row pairs and the bytes of their scales; or bfloat16 values, and None."""
+    """Codes, two rows to a byte, and E4M3 scales as bytes; or dequantised bfloat16 values, and None."""
 
     data: jax.Array
     scale: jax.Array | None
@@ -128,13 +128,13 @@ def cast(
     row_length: int,
     column_sums: bool = False,
 ) -> tuple[tuple[CodesAndScales, ...], jax.Array | None]:
-    """Casts x (M, K), multiples of 128, to these outputs; returns them, and partial sums over rows (M / 64, K) or None.
+    """Casts x (M, K), both multiples of 128; returns the outputs, and partial column sums (M / 64, K) or None.
 
     tensor_multipliers: for each output, the quantisation multiplier of the tensor and its reciprocal, float32
     (outputs, 2). seeds: of corrected outputs, uint32 (outputs, 2). signs: of rotated ones, float32 (outputs, 128), see
-    `in_kernel_order`. mean: float32 (1, K), subtracted from x first. rows: of x before its padding, whose elements stay
-    0. row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums: whether to
-    return sums, float32.
+    `in_kernel_order`. mean: float32 (1, K), subtracted from x first, except from padding. rows: the number of rows of x
+    without padding. row_length: columns of the unpadded (global) array, for the flat index of an element. column_sums:
+    whether to return the float32 sums, each over 64 rows.
     """
     m, k = x.shape
     has = tuple(each is not None for each in (seeds, signs, mean))
@@ -199,10 +199,10 @@ def _output_types(m: int, k: int, spec: OutputSpec) -> list[jax.ShapeDtypeStruct
 
 
 class Scale(NamedTuple):
-    """The scale of a block of each thread, (1, 128) each.
+    """The block scale of each thread; all arrays are (1, 128).
 
-    code: of E4M3, uint32, without a sign. multiplier: the quantisation multiplier. is_second: whether the codes are of
-    the second element; None if there is only one.
+    code: the E4M3 code without its sign bit, uint32. multiplier: the quantisation multiplier. is_second: whether the
+    block uses the second element dtype; None if there is only one.
     """
 
     code: jax.Array
@@ -251,9 +251,9 @@ class Output(NamedTuple):
             self._write()
 
     def _cast_block(self, block, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Writes the codes and the scale of a block, or its values; returns the sums over blocks for the correction.
+        """Writes the codes and the scale of a block, or its values; returns updated sums for the correction of MS-EDEN.
 
-        These are the squares of the scaled elements, in steps, and their products with the codes.
+        sums: of the squares of the scaled elements, in units of 1 / STEPS, and of their products with the values.
         """
         spec, tile = self.spec, self.tile
         x = tile.add_neighbours(block) if spec.rotated else tile.load_block(block)
@@ -359,7 +359,7 @@ class Output(NamedTuple):
             return RATIOS, lambda ratio: self._amax_code(amax * ratio, target)
         from_amax = self._amax_code(amax, target)
         offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
-        return offsets, lambda offset: neighbour(from_amax, offset, amax != 0)
+        return offsets, lambda offset: e4m3_neighbour(from_amax, offset, amax != 0)
 
     def _amax_code(self, amax: jax.Array, target: float) -> jax.Array:
         """The E4M3 code of the scale that maps the block amax to `target`."""
