@@ -32,15 +32,16 @@ def with_last_blocks(
 ) -> dict[str, str | Recipe | None]:
     """Returns `rules` with another recipe, or None for full precision, for the last blocks of a model.
 
-    The first rules that are None stay first, so that the layers they exclude are in full precision in the last blocks
-    too. The new rules come before all others.
+    The first rule that matches a layer applies. Rules of None at the start of `rules` stay at the start, so that the
+    layers they exclude stay in full precision inside the last blocks as well; the new rules follow them.
 
     >>> with_last_blocks({"*/router": None, "*": "nvfp4"}, "block_{}/*", blocks=12, recipe="mxfp8")
     {'*/router': None, 'block_11/*': 'mxfp8', '*': 'nvfp4'}
 
     Args:
       rules: of all other layers, as in `scaledot.linen.with_recipe`.
-      path: the pattern of the layers of one block, with {} for the block's index, from 0; or {:02d} for two digits.
+      path: the pattern of the layers of one block, as a Python format string of the block's index, which counts from
+        0: "block_{}/*", or "block_{:02d}/*" for two digits.
       blocks: the number of blocks. last: how many of them get `recipe`.
     """
     for name, count in (("blocks", blocks), ("last", last)):
@@ -57,7 +58,7 @@ def with_last_blocks(
 
 
 def _pattern(path: str, index: int) -> str:
-    """The pattern of one block."""
+    """Returns the path pattern of the block with this index."""
     try:
         pattern, other = path.format(index), path.format(index + 1)
     except (LookupError, ValueError) as error:
@@ -91,7 +92,7 @@ class Phase(NamedTuple):
 
 
 def _copied(rules: Rules | None) -> Rules:
-    """A copy that later changes of `rules` do not reach; {"*": None} for None."""
+    """Copies a mapping, so that the caller may change the original; None becomes {"*": None}."""
     return dict(rules) if isinstance(rules, Mapping) else {"*": None} if rules is None else rules
 
 
@@ -99,7 +100,7 @@ def _copied(rules: Rules | None) -> Rules:
 class Schedule:
     """Rules by the step from which they apply, such as {0: "nvfp4", 9000: "mxfp8"}.
 
-    None is full precision, and becomes {"*": None}.
+    Rules of None mean full precision and are stored as {"*": None}.
     """
 
     rules_from: Mapping[int, Rules | None]

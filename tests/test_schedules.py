@@ -30,7 +30,7 @@ def test_the_last_blocks_override_rules_of_their_own():
 
 
 def test_layers_excluded_first_stay_excluded_in_the_last_blocks():
-    """A rule of None elsewhere does not: only the first can move without changing what the others match."""
+    """A later rule of None stays in place: ahead of the rules before it, it would take layers from them."""
     rules = {"*/router": None, "b2": None, "*/mlp": "mxfp8", "*/attention": None, "*": "nvfp4"}
     changed = with_last_blocks(rules, "b{:02d}/*", blocks=11, recipe="mxfp8")
     assert list(changed.items()) == [("*/router", None), ("b2", None), ("b10/*", "mxfp8"), *list(rules.items())[2:]]
@@ -44,7 +44,7 @@ def test_the_last_blocks_override_an_exclusion_of_the_same_pattern():
 
 
 def test_schedules_are_values():
-    """They can be saved with a run, sent to other processes, and be static arguments."""
+    """They are equal to their pickles and copies, with equal hashes, and do not change with the caller's mapping."""
     rules = {"*": "mxfp8"}
     schedule = Schedule({np.int64(5): rules, 0: "nvfp4"})
     rules["*"] = None

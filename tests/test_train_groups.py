@@ -45,7 +45,7 @@ def test_a_ragged_dot_is_a_dense_per_group(recipe):
 
 
 def test_traced_sizes_are_clipped_to_the_rows():
-    """Concrete ones raise; `align_groups` of wgrad would read rows that do not exist."""
+    """As in jax.lax.ragged_dot. Unclipped, wgrad would index rows past the end."""
     x, w, g = normal(0, (40, 32)), normal(1, (4, 32, 16)), normal(2, (40, 16))
 
     @jax.jit

@@ -79,7 +79,7 @@ def quantize_tiles_leaves(
 
 
 def clipped_sizes(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Returns group sizes without the rows past the last one, as `jax.lax.ragged_dot` reads them.
+    """Returns group sizes clipped so that no group ends after the last row, as in `jax.lax.ragged_dot`.
 
     >>> clipped_sizes(jnp.array([3, 2, 1]), 4)
     Array([3, 1, 0], dtype=int32)

@@ -1,8 +1,9 @@
 """Instructions of the four-bit cast kernel that Pallas does not offer.
 
-They load by index, flush subnormals as part of an instruction, and compute on pairs of bfloat16 numbers in words.
-Arrays are (n, 128) in `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`, n elements of each thread, except those of
-`rows_from_pairs`. Each function has a second implementation in array arithmetic, for JAX's interpreter.
+They gather from SMEM, flush subnormals (`.ftz`), and multiply packed bfloat16 pairs. Arrays have shape (n, 128) and the
+register layout `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`: thread t of a warpgroup holds column t in n registers.
+`rows_from_pairs` has another layout. Each function has a second implementation in array arithmetic, for Pallas'
+interpret mode.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def look_up(table: Any, index: jax.Array) -> jax.Array:
 
 
 def load_for_all(ref: Any) -> jax.Array:
-    """Returns (n, 128): every thread loads all n numbers of a float32 ref (n,). n is a multiple of 4."""
+    """Loads a float32 ref (n,) to every thread: the result (n, 128) has equal columns. n must be a multiple of 4."""
     (count,) = ref.shape
     if support.is_interpreted():
         return jnp.broadcast_to(ref[...][:, None], (count, THREADS))
@@ -83,9 +84,9 @@ def _ftz(instruction: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def to_pairs(values: jax.Array) -> jax.Array:
-    """Packs neighbours of each column, float32 numbers (2 n, 128) that are exact in bfloat16, to uint32 words (n, 128).
+    """Packs float32 numbers (2 n, 128) that are exact in bfloat16 to bfloat16 pairs in uint32 words (n, 128).
 
-    The first of both is in the low half of a word.
+    Rows 2 i are the low halves of words, rows 2 i + 1 the high halves.
     """
     if support.is_interpreted():
         halves = bits_of(values) >> 16
@@ -119,7 +120,7 @@ def scaled_pairs(pairs: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def from_pairs(pairs: jax.Array) -> jax.Array:
-    """Unpacks words (n, 128) of bfloat16 pairs, neighbours of a column, to bfloat16 (2 n, 128)."""
+    """Unpacks bfloat16 pairs in words (n, 128), as `to_pairs` packs them, to bfloat16 (2 n, 128)."""
     shape = 2 * pairs.shape[0], pairs.shape[1]
     if support.is_interpreted():
         return lax.bitcast_convert_type(pairs, jnp.bfloat16).swapaxes(1, 2).reshape(shape)
@@ -133,7 +134,10 @@ def from_pairs(pairs: jax.Array) -> jax.Array:
 
 
 def rows_from_pairs(pairs: jax.Array) -> jax.Array:
-    """Unpacks words (n, 32) of bfloat16 pairs, neighbours of a row in `PAIRS_OF_ROWS`, to bfloat16 (n, 64)."""
+    """Unpacks words (n, 32), each a bfloat16 pair of neighbours in a row, to bfloat16 (n, 64).
+
+    The layout of the words is `PAIRS_OF_ROWS`.
+    """
     shape = pairs.shape[0], 2 * pairs.shape[1]
     if support.is_interpreted():
         return lax.bitcast_convert_type(pairs, jnp.bfloat16).reshape(shape)
@@ -154,13 +158,13 @@ def _type(shape: tuple[int, ...], dtype) -> Any:
 
 
 def _map(f: Callable[..., Any], *arrays: Any) -> Any:
-    """The FragmentedArray of f of each element of FragmentedArrays of one shape."""
+    """Applies f elementwise to FragmentedArrays of one shape."""
     registers = zip(*(array.registers.flat for array in arrays), strict=True)
     return _columns([f(*(element(register, 0) for register in each)) for each in registers])
 
 
 def _columns(elements: list[Any]) -> Any:
-    """The FragmentedArray (n, 128) of the elements of a thread."""
+    """Returns the FragmentedArray (n, 128) of which each thread holds these n scalars."""
     layout = COLUMN_PER_THREAD.to_mgpu()
     registers = np.empty(len(elements), dtype=object)
     registers[:] = [vector_of_one(each) for each in elements]

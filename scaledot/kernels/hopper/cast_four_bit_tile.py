@@ -38,11 +38,12 @@ FIRST_ROWS = 2
 
 
 class Cta(NamedTuple):
-    """What the warpgroups of a CTA share besides the tile. warpgroup: the index of this one.
+    """SMEM that the warpgroups of a CTA share besides the tile. warpgroup: the index of the calling one.
 
-    scales: the stored scales of the tile before their correction, float32 (8, 128), negative for codes of the second
-    element. sums: bits of each warpgroup's sums for the correction, uint32 (4, 128). scale_table: the quantisation
-    multiplier and the value of each E4M3 code, float32 (2, 128). barrier: an arrival of each warpgroup.
+    scales: the block scales of the tile before MS-EDEN corrects them, float32 (8, 128), negative for blocks that use
+    the second element dtype. sums: each warpgroup's two sums for the correction, as bits, uint32 (4, 128). scale_table:
+    the quantisation multiplier and the value of each E4M3 code, float32 (2, 128). barrier: with one arrival per
+    warpgroup.
     """
 
     warpgroup: Any
@@ -73,10 +74,10 @@ class Cta(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tile of x in GMEM, of which a thread loads a column.
+    """A tile of x in GMEM, of which each thread loads a column.
 
-    mean: of its columns, (1, 128), or None. rows: of x from the first of the tile on, without its padding; None if that
-    has none.
+    mean: of the tile's columns, (1, 128), or None. rows: the number of rows of x without padding, counted from the
+    first row of the tile; None if x has no padding.
     """
 
     x: Any
@@ -84,10 +85,10 @@ class Source(NamedTuple):
     rows: Any
 
     def load(self, first, signs: jax.Array, block: int = 0) -> jax.Array:
-        """Returns rows as float32 without subnormals, less the mean, times `signs`, which are 1 or -1, (count, 128).
+        """Returns (x - mean) * signs of rows from first + 16 * block on, float32 (count, 128), with subnormals flushed.
 
-        The first row is `first + 16 * block`. The second slice starts at a constant, which becomes the immediate
-        offset of the load instruction.
+        signs: 1 or -1, (count, 128). The ref is sliced twice because the constant start of the second slice becomes the
+        immediate offset of the load instruction.
         """
         count, offset = signs.shape[0], block * BLOCK
         ref = self.x.at[pl.ds(first, offset + count)].at[pl.ds(offset, count)]
@@ -103,9 +104,9 @@ class Source(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile in SMEM, float32 (128, 129). along: whether threads own rows. row, column: of the tile in the matrix.
+    """A tile in SMEM, float32 (128, 129). along: threads own rows, otherwise columns. row, column: its grid indices.
 
-    Arrays in registers are (n, 128): n elements of each thread.
+    Arrays in registers have shape (n, 128): n elements of each thread.
     """
 
     cta: Cta
@@ -115,7 +116,7 @@ class Tile(NamedTuple):
     column: Any
 
     def elements(self, first, count: int, offset: int = 0) -> Any:
-        """The ref of `count` neighbouring elements of each thread from `first + offset` on, (count, 128)."""
+        """The SMEM ref (count, 128) of `count` neighbouring elements of each thread, from `first + offset` on."""
         threads = pl.ds(0, TILE)
         if self.along:
             return self.smem.at[threads, pl.ds(first, offset + count)].at[threads, pl.ds(offset, count)].T
@@ -131,9 +132,10 @@ class Tile(NamedTuple):
         self.elements(block * BLOCK, BLOCK)[...] = values
 
     def store_pairs(self, block, pairs: jax.Array) -> None:
-        """Stores words (8, 128) of a block once its warpgroup has loaded this block and those before it.
+        """Stores the 16 bfloat16 values of a block as words (8, 128), over elements that are no longer needed.
 
-        The words of the k-th block of a warpgroup replace elements 8 k to 8 k + 7 of the 64 of each thread.
+        The words of a warpgroup's k-th block replace elements 8 k to 8 k + 7 of the 64 of each thread: the warpgroup
+        must have loaded blocks 0 to k.
         """
         self.elements(self._first_pair(block), BLOCK // 2)[...] = float_of(pairs)
 
@@ -145,7 +147,7 @@ class Tile(NamedTuple):
         return first_block * BLOCK + (block - first_block) * (BLOCK // 2)
 
     def load_rows(self, first, count: int) -> jax.Array:
-        """Rows of the tile, whatever the threads own."""
+        """Returns rows of the tile (count, 128), of which each thread gets a column, also if it owns a row."""
         return load(self.smem.at[pl.ds(first, count), pl.ds(0, TILE)], COLUMN_PER_THREAD, optimized=False)
 
     def load_rows_of_pairs(self, first, count: int, warpgroup: int) -> jax.Array:
@@ -159,11 +161,11 @@ class Tile(NamedTuple):
         return pl.ds(self.column * TILE, TILE)
 
     def copy_from(self, x_gmem, mean_gmem, signs_gmem, row_count: int) -> jax.Array:
-        """Copies the tile from x, as float32 without subnormals.
+        """Copies the tile from x in GMEM to SMEM, as float32 with subnormals flushed.
 
-        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: float32 (1, 128), see
-        `in_kernel_order`; the tile is then rotated, except for the stages of `add_neighbours`. None: it is not. Returns
-        the sums over the rows that the warpgroup copied, (1, 128).
+        mean_gmem: subtracted from the first `row_count` rows of x, or None. signs_gmem: those of a rotation, float32
+        (1, 128), see `in_kernel_order`, or None; the tile is rotated except for the stages of `add_neighbours`. Returns
+        column sums, before the rotation, over the rows that this warpgroup copied, (1, 128).
         """
         mean = None
         if mean_gmem is not None:
@@ -226,21 +228,20 @@ class Tile(NamedTuple):
 
 
 def in_kernel_order(signs: jax.Array, along: bool) -> jax.Array:
-    """The signs of a rotation, 1 or -1 in float32 (128,), as the kernel reads them.
+    """Returns the signs of a rotation, 1 or -1 in float32 (128,), in the order in which the kernel reads them.
 
-    along: blocks run along rows; the order is then that of elements. Otherwise that of
-    element i + 16 j is at 8 i + j.
+    They are unchanged if blocks run along rows (`along`). Otherwise the sign of element i + 16 j is at index 8 i + j.
     """
     return signs if along else signs.reshape(BLOCKS, BLOCK).T.reshape(TILE)
 
 
 def splat(value, dtype=jnp.float32) -> jax.Array:
-    """One number for all threads, (1, 128)."""
+    """Returns (1, 128): the same number in all threads."""
     return plgpu.layout_cast(jnp.full((1, TILE), value, dtype), COLUMN_PER_THREAD)
 
 
 def uniform_of_block(tile: Tile, seeds_gmem, row_length: int, block) -> jax.Array:
-    """Random numbers in [0, 1) for the scales of a block, those of its first element."""
+    """Returns random numbers in [0, 1) for the block scales, (1, 128), hashed from the index of the first element."""
     thread = plgpu.broadcasted_iota(jnp.int32, (1, TILE), 1, layout=COLUMN_PER_THREAD)
     row, column = tile.row * TILE, tile.column * TILE
     if tile.along:

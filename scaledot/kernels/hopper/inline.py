@@ -1,4 +1,4 @@
-"""Parts of a kernel in MLIR and PTX, for instructions that Pallas does not offer."""
+"""Inline PTX and MLIR in Pallas kernels, for instructions that Pallas does not offer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +15,20 @@ def inline_mgpu(layouts: tuple, return_type: Any) -> Callable[[Callable[..., Any
 
 
 def ptx(instructions: str, *operands: Any, result_type: Any) -> Any:
-    """Inserts PTX instructions. $0 is the result, $1 and so on are the operands, MLIR values of one register each."""
+    """Emits inline PTX. $0 is the result and $1, $2, ... are the operands, MLIR values of one register each."""
     return mgpu_utils.inline_ptx(instructions, *operands, result_types=result_type)  # pyright: ignore  (before jax 0.11.2)
 
 
 def bfloat16_pair(word: Any) -> Any:
-    """A word as a vector of two bfloat16 values."""
+    """Bitcasts a 32-bit word to a vector of two bfloat16 values."""
     return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
 
 
 def vector_of_one(scalar: Any) -> Any:
-    """A vector of one element."""
+    """Returns a scalar as a vector of one element."""
     return vector.broadcast(ir.VectorType.get((1,), scalar.type), scalar)
 
 
 def element(values: Any, index: int) -> Any:
-    """An element of a vector in a register."""
+    """Extracts an element of a vector."""
     return vector.extract(values, [], [index])

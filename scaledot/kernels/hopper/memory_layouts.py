@@ -13,8 +13,8 @@ THREADS = LANES * WARPS  # of a warpgroup
 COLUMN_PER_THREAD = plgpu.Layout.TILED(  # of (rows, 128)
     plgpu.Tiling(((1, THREADS), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
-# The same, but Mosaic does not recognise a layout for ldmatrix, which needs rows at multiples of 16 bytes: it does not
-# check that.
+# The same elements per thread, in a tiling that Mosaic does not lower to ldmatrix. ldmatrix needs rows aligned to 16
+# bytes, which Mosaic does not check.
 UNALIGNED_COLUMN_PER_THREAD = plgpu.Layout.TILED(
     plgpu.Tiling(((1, THREADS), (LANES,), (2,), (1,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1
 )
@@ -41,9 +41,10 @@ def row_vector_layout(size: int, vector: int) -> Any:
 
 
 def row_per_warp_layout(vector: int) -> Any:
-    """Returns the register layout of arrays (rows, 32 * vector): warp w holds rows 4 i + w, a lane `vector` neighbours.
+    """Returns the register layout of arrays (rows, 32 * vector) whose rows 4 i + w are held by warp w.
 
-    As for `UNALIGNED_COLUMN_PER_THREAD`, the additional tile of two lanes keeps Mosaic from using ldmatrix.
+    Each lane holds `vector` neighbours of a row. As in `UNALIGNED_COLUMN_PER_THREAD`, the additional tile of two lanes
+    keeps Mosaic from using ldmatrix.
     """
     tiling = plgpu.Tiling(((WARPS, LANES * vector), (2 * vector,), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
