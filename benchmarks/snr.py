@@ -23,7 +23,7 @@ FORMATS = {
     "if4": sd.FORMATS["if4"],
     'if4, search="scales"': replace(sd.FORMATS["if4"], search="scales"),
 }
-# The best five of the eight scales that `search="scales"` tries, under another name, so that no cached program is reused.
+# The best five of the eight scales that `search="scales"` tries. Another name, so that no cached program is reused.
 FIVE_SCALES = replace(sd.FORMATS["nvfp4"], name="nvfp4_five_scales", search="scales")
 FIVE_OFFSETS = (0, -1, 1, 4, 5)
 SAMPLES = {
