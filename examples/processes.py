@@ -41,6 +41,7 @@ DEVICES = math.prod(gpt_sharded.AXES.values())
 COUNTS = [count for count in range(1, DEVICES + 1) if DEVICES % count == 0]  # possible numbers of processes
 PROGRAM = "examples.processes"
 GRACE = 5.0  # seconds until the other processes are killed after one has died
+SIGNAL_GRACE = 1.0  # seconds after a failure in which a peer that was killed by a signal is recognised as its cause
 COMPILATION = 600  # timeout of compilation in seconds
 
 
@@ -120,20 +121,29 @@ def checkpoints_of(args: argparse.Namespace) -> Path:
 
 
 def watch(processes: list[Process], events: queue.Queue) -> Process | None:
-    """Prints reports until all processes have exited; returns the first that failed, or None."""
-    running = len(processes)
+    """Prints reports until all processes have exited; returns the one whose failure ended the run, or None.
+
+    That is the first to fail, unless another was killed by a signal: its peers then fail with broken connections, and
+    their ends may be noticed before its own.
+    """
+    running, failed, deadline = len(processes), None, math.inf
     while running:
-        process, report = events.get()
+        try:
+            process, report = events.get(timeout=None if failed is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return failed
         if report is None:
             running -= 1
-            if process.popen.returncode:
+            if process.popen.returncode < 0:
                 return process
+            if process.popen.returncode and failed is None:
+                failed, deadline = process, time.monotonic() + SIGNAL_GRACE
             continue
         process.step = report.step
         if process.index == 0:  # nine digits identify every float32, so that runs can be compared exactly
             saved = "  saved" if report.saved else ""
             print(f"step {report.step:>4}  excess {report.excess:.9g}{saved}", flush=True)
-    return None
+    return failed
 
 
 def stop(processes: list[Process]) -> None:

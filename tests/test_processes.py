@@ -6,12 +6,14 @@ two operands, so that its order does not matter.
 
 import contextlib
 import os
+import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -111,6 +113,16 @@ def test_fewer_processes_resume_after_one_was_killed_while_saving(curve, tmp_pat
     assert launcher.returncode == 0, errors
     assert curve_of(printed) == {step: curve[step] for step in range(last + 1, RUN.steps + 1)}
     assert {path.name for path in checkpoints.iterdir()} == {"8", "12"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_killed_process_is_the_cause_whichever_end_is_noticed_first(order):
+    popens = types.SimpleNamespace(returncode=1), types.SimpleNamespace(returncode=-signal.SIGKILL)
+    ended = [types.SimpleNamespace(index=index, popen=popen) for index, popen in enumerate(popens)]
+    events = queue.Queue()
+    for index in order:
+        events.put((ended[index], None))
+    assert processes.watch(ended, events) is ended[1]
 
 
 def kill_while_saving(launcher, pid, checkpoints):
