@@ -211,8 +211,8 @@ class Grid(NamedTuple):
 
 
 GRIDS = {
-    "e2m1": Grid(6, lambda x, uniform=None: round_float(x, E2M1, uniform), (0, -1, 1, -2, 3, 4, 5, 6)),
-    "uniform": Grid(7, lambda x, uniform=None: round_integer(x, 7, uniform), (0, -1, 1, -2, 2, -3)),
+    "e2m1": Grid(6, lambda x, uniform=None: round_float(x, E2M1, uniform), (0, -1, -2, 1, 3, 4, 5, 6)),
+    "uniform": Grid(7, lambda x, uniform=None: round_integer(x, 7, uniform), (0, -1, -2, -3, 1, 2)),
 }
 GRIDS["four_over_six"] = GRIDS["e2m1"]._replace(ratios=(1.0, 1.5))
 GRIDS_OF = {

@@ -65,9 +65,10 @@ def test_search_errors_of_the_kernel_are_those_of_the_reference(grid):
     ties = np.arange(0.25, limit, 0.25, np.float32).view(np.uint32)
     near = (ties[:, None] + np.arange(-300, 300)).astype(np.uint32).view(np.float32)
     magnitude = np.append(near.ravel(), np.linspace(0, limit, 100_001, dtype=np.float32))
-    magnitude = jnp.asarray(magnitude[magnitude <= limit])
-    errors = jax.jit(lambda x: cast_four_bit_arithmetic.error_of(x, grid.element) ** 2)(magnitude)
-    np.testing.assert_array_equal(errors, scale_search.squared_error(magnitude, grid, scale_search.fraction_bits(16)))
+    for largest, saturates in ((limit, True), (grid.largest_code, False)):
+        below = jnp.asarray(magnitude[magnitude <= largest])
+        errors = jax.jit(lambda x, s=saturates: cast_four_bit_arithmetic.error_of(x, grid.element, s) ** 2)(below)
+        np.testing.assert_array_equal(errors, scale_search.squared_error(below, grid, scale_search.fraction_bits(16)))
 
 
 @needs_mosaic
@@ -82,6 +83,17 @@ def test_four_over_six_of_small_blocks_is_bit_identical_to_the_reference(hopper)
     cast.require_same("", found, expected)
     scale = np.asarray(expected.scale, np.float32)
     assert {0.0, 2.0**-9} < set(scale.ravel().tolist())
+
+
+@needs_mosaic
+@pytest.mark.exhaustive  # slow in the interpreter
+def test_the_grids_of_a_format_may_be_in_either_order(hopper):
+    from benchmarks.gpu import cast
+
+    if4 = sd.FORMATS["if4"]
+    format = dataclasses.replace(if4, name="reversed", grids=if4.grids[::-1], search="scales")
+    outputs = cast.MatrixCast(format, (1, 16), 1), cast.MatrixCast(format, (16, 1), 0, True)
+    cast.check(cast.Case("", jnp.bfloat16, outputs), (146, 300))
 
 
 @needs_mosaic

@@ -196,6 +196,7 @@ def test_ragged_casts_are_those_of_each_group(name):
             "is for float8_e4m3fn block scales of float4_e2m1fn",
         ),
         (replace(sd.FORMATS["if4"], grids=("int4", "int8")), {}, "must be two of float4_e2m1fn, int4, with uint4"),
+        (replace(sd.FORMATS["if4"], grids=("int4", "int4")), {}, "must be two of float4_e2m1fn, int4, with uint4"),
         (replace(sd.FORMATS["if4"], scale="float32", rule="f_over_amax", two_level=False), {}, "whose sign says which"),
         (sd.FORMATS["if4"], {"calibration": "absmax,0.9"}, "whose scales are searched; drop it"),
         (replace(NVFP4, search="best"), {}, "use 'four_over_six', 'scales' or None"),

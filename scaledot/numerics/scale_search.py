@@ -25,13 +25,14 @@ from scaledot.numerics.encode import round_to_element
 from scaledot.numerics.rounding import round_integer
 from scaledot.numerics.scale import Candidate
 
-# For each element, differences of E4M3 codes from the abs-max scale, by distance: the first of equal errors is kept.
+# For each element, differences of E4M3 codes from the abs-max scale; the first of equal errors is kept. Those above 0,
+# whose scales do not saturate elements, come last, because kernels compute their errors with fewer instructions.
 # SNR on N(0,1) of 1×16 and 16×16 blocks, in dB, by number of candidates, from a sweep over -8 to 10:
 #   E2M1 1: 20.44, 19.08   3 (0 -1 5): 21.53   5 (+ 1 4): 21.75   8 (+ -2 3 6): 21.81, 19.45   all: 21.81, 19.46
 #   int4 1: 21.28, 17.97   4 (0 -1 1 2): 21.75, 18.67   6 (+ -2 -3): 21.75, 19.15   all: 21.76, 19.18
 OFFSETS: dict[str, tuple[int, ...]] = {
-    "float4_e2m1fn": (0, -1, 1, -2, 3, 4, 5, 6),
-    "int4": (0, -1, 1, -2, 2, -3),
+    "float4_e2m1fn": (0, -1, -2, 1, 3, 4, 5, 6),
+    "int4": (0, -1, -2, -3, 1, 2),
 }
 # What "four_over_six" multiplies the amax by, for E2M1; SNR as above: 21.22, 19.08.
 RATIOS = (1.0, 1.5)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from scaledot.formats import FORMATS
 from scaledot.kernels.hopper import support
@@ -25,6 +24,7 @@ ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are i
 TWO_23 = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 ROUNDER = np.float32(1.5 * 2.0**23)
+STEP_OF_1 = np.float32(2.0).view(np.uint32)  # the binade in `_rounded` whose step is 1
 
 
 def rows_of(x: jax.Array) -> list[jax.Array]:
@@ -64,11 +64,11 @@ def entry(values: tuple[float, ...], i) -> Any:
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
-def error_of(magnitude: jax.Array, element: str) -> jax.Array:
+def error_of(magnitude: jax.Array, element: str, saturates: bool = True) -> jax.Array:
     """Returns rounding errors of scaled magnitudes, as float32 integers: multiples of 1 / ERROR_UNIT of a code.
 
-    Their squares equal `numerics.scale_search.squared_error`; their signs may differ. With all numbers in units of
-    1 / ERROR_UNIT:
+    Their squares equal `numerics.scale_search.squared_error`; their signs may differ. saturates: whether a magnitude
+    may exceed the largest code. With all numbers in units of 1 / ERROR_UNIT:
 
         x = magnitude + 2^23    is rounded to an integer, because float32 numbers in [2^23, 2^24) are integers
         c - (c - x)             is x, rounded to a multiple of the ulp of c - x
@@ -83,20 +83,10 @@ def error_of(magnitude: jax.Array, element: str) -> jax.Array:
     else:
         splitter = np.float32(2.0**22 + 1) * ERROR_UNIT
         c = jnp.maximum(magnitude * splitter + TWO_23, splitter + TWO_23)
-    largest = np.float32(LARGEST_CODE[element]) * ERROR_UNIT + TWO_23
-    return x - jnp.minimum(c - (c - x), largest)
-
-
-def _shifted_e2m1(magnitude: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (saturated magnitudes + shift, shift, binade); the sum is rounded to E2M1, because its ulp is a step.
-
-    A step is half the largest power of two that the magnitude reaches, and 1/2 below 1. The shift is 2^23 + 2 times the
-    step.
-    """
-    clipped = jnp.minimum(magnitude, np.float32(LARGEST_CODE["float4_e2m1fn"]))
-    binade = bits_of(jnp.maximum(clipped, np.float32(1))) & INFINITY
-    shift = float_of(binade) * np.float32(2.0**22 + 1)
-    return clipped + shift, shift, binade
+    rounded = c - (c - x)
+    if saturates:
+        rounded = jnp.minimum(rounded, np.float32(LARGEST_CODE[element]) * ERROR_UNIT + TWO_23)
+    return x - rounded
 
 
 def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
@@ -105,14 +95,52 @@ def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
     The code of NaN is arbitrary: the block has a NaN scale.
     """
     if element == "int4":
-        integers = _int4(scaled)
-        return integers.astype(jnp.float32), lax.bitcast_convert_type(integers, jnp.uint32) & np.uint32(15)
-    shifted, shift, binade = _shifted_e2m1(jnp.abs(scaled))
-    sign = bits_of(scaled) & SIGN
-    # The low bits of the sum are the number of steps plus 2. Codes of the first two binades, [0, 1) and [1, 2), are the
-    # number of steps; each further binade adds 2. Twice the exponent of the first, 2 · 127, is 6 modulo 8.
+        values, _, _ = _rounded(scaled, np.float32(LARGEST_CODE[element]), np.uint32(0), STEP_OF_1)
+        return values, _int4_code(values)
+    values, shifted, binade = _rounded(scaled, np.float32(LARGEST_CODE[element]), INFINITY, np.uint32(0))
+    return values, _e2m1_code(scaled, shifted, binade)
+
+
+def encode_either(scaled: jax.Array, is_int4: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `encode`, to int4 in blocks for which `is_int4` (1, 128) is true, otherwise to E2M1.
+
+    Values of int4 may be -0, which has the code of 0.
+    """
+    count = scaled.shape[0]
+    largest = jnp.where(is_int4, *(np.float32(LARGEST_CODE[element]) for element in ("int4", "float4_e2m1fn")))
+    binade_mask = jnp.where(is_int4, np.uint32(0), INFINITY)
+    step = jnp.where(is_int4, STEP_OF_1, np.uint32(0))
+    values, shifted, binade = _rounded(scaled, *(spread(each, count) for each in (largest, binade_mask, step)))
+    code_is_int4 = spread(is_int4.astype(jnp.uint32), count) == 1
+    return values, jnp.where(code_is_int4, _int4_code(values), _e2m1_code(scaled, shifted, binade))
+
+
+def _rounded(scaled: jax.Array, largest, binade_mask, constant_binade) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (rounded and saturated elements, saturated magnitudes + shift, binade).
+
+    The shift is 2^23 + 2 steps, so that the ulp of the sum is a step between codes. A step is half of the binade, a
+    power of two given as its bits: with the mask INFINITY the largest that the magnitude reaches, at least 1, as in
+    E2M1; with the mask 0 `constant_binade`.
+    """
+    magnitude = jnp.minimum(jnp.abs(scaled), largest)
+    binade = (bits_of(jnp.maximum(magnitude, np.float32(1))) & binade_mask) | constant_binade
+    shift = float_of(binade) * np.float32(2.0**22 + 1)
+    shifted = magnitude + shift
+    return float_of(bits_of(shifted - shift) | (bits_of(scaled) & SIGN)), shifted, binade
+
+
+def _e2m1_code(scaled: jax.Array, shifted: jax.Array, binade: jax.Array) -> jax.Array:
+    """The codes of elements from the results of `_rounded`.
+
+    The low bits of `shifted` are the number of steps plus 2. Codes of the first two binades, [0, 1) and [1, 2), are the
+    number of steps; each further binade adds 2. Twice the exponent of the first, 2 * 127, is 6 modulo 8.
+    """
     code = bits_of(shifted) + (binade >> 22)
-    return float_of(bits_of(shifted - shift) | sign), (code & np.uint32(7)) | (sign >> 28)
+    return (code & np.uint32(7)) | ((bits_of(scaled) & SIGN) >> 28)
+
+
+def _int4_code(values: jax.Array) -> jax.Array:
+    return bits_of(values + ROUNDER) & np.uint32(15)
 
 
 def packed(codes: jax.Array) -> jax.Array:
@@ -123,12 +151,6 @@ def packed(codes: jax.Array) -> jax.Array:
     )
 
 
-def _int4(scaled: jax.Array) -> jax.Array:
-    finite = jnp.where(scaled == scaled, scaled, np.float32(0))
-    largest = np.float32(LARGEST_CODE["int4"])
-    return integer_of(jnp.clip(finite, -largest, largest) + ROUNDER)
-
-
 def sum_of_squares(shifted: jax.Array) -> jax.Array:
     """Returns the sum over elements of x^2, with x rounded to integers, modulo 2^32 (1, 128). shifted: x + ROUNDER.
 
@@ -137,11 +159,6 @@ def sum_of_squares(shifted: jax.Array) -> jax.Array:
     """
     bits = bits_of(shifted)
     return sum_of(bits * bits) - (ROUNDER.view(np.uint32) << np.uint32(1)) * sum_of(bits)
-
-
-def integer_of(shifted: jax.Array) -> jax.Array:
-    """Returns x rounded to int32, from x + ROUNDER."""
-    return lax.bitcast_convert_type(shifted, jnp.int32) - ROUNDER.view(np.int32)
 
 
 def without_rounder(shifted: jax.Array) -> jax.Array:

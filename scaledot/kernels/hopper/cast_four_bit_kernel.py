@@ -32,7 +32,6 @@ is (64, 112), a CTA uses 72 KB of SMEM, and three CTAs run on an SM.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +50,7 @@ from scaledot.kernels.hopper.cast_four_bit_arithmetic import (
     SECOND_ELEMENT,
     after,
     encode,
+    encode_either,
     entry,
     error_of,
     max_of,
@@ -300,7 +300,7 @@ class Output(NamedTuple):
         """
         tile, first = self.tile, self.tile.row * BLOCKS + block
         if pairs is not None:
-            pairs = scaled_pairs(pairs, self._value(stored))
+            pairs = scaled_pairs(pairs, self._value(stored), self._zero(stored))
             if tile.along:
                 tile.store_pairs(block, pairs)
             else:
@@ -317,49 +317,64 @@ class Output(NamedTuple):
         if spec.search is None and len(spec.elements) == 1:
             code = self._amax_code(amax, spec.targets[0])
             return Scale(code, self._multiplier(code), None)
-        magnitude, best = jnp.abs(x), None
-        for index, (element, target) in enumerate(zip(spec.elements, spec.targets, strict=True)):
-            best = self._search(magnitude, amax, element, target, index, best)
-        assert best is not None
-        _, code, is_second = best
-        return Scale(code, self._multiplier(code), is_second == 1 if len(spec.elements) > 1 else None)
+        magnitude = jnp.abs(x)
+        least, code = self._search(magnitude, amax, spec.elements[0], spec.targets[0])
+        is_second = None
+        if len(spec.elements) > 1:
+            error, second = self._search(magnitude, amax, spec.elements[1], spec.targets[1])
+            is_second = error < least
+            code = jnp.where(is_second, second, code)
+        return Scale(code, self._multiplier(code), is_second)
 
-    def _search(self, magnitude, amax, element: str, target: float, index: int, best):
-        """Returns (least error, code, index of the element) of this element's candidates and of `best`.
-
-        The errors of the second half of a block are computed after those of the first (`after`).
-        """
-        values, code_of = self._candidates(amax, element, target)
-        zero = bits_of(splat(self.tensor_multipliers[0])) & SIGN  # of a positive number, which the compiler cannot know
-        limit = np.float32(LARGEST_CODE[element] + LARGEST_ERROR)
-
-        def compare(i, best):
-            least, code, chosen = best
-            candidate = code_of(entry(values, i))
-            multiplier, value, squares = self._multiplier(candidate), self._value(candidate), splat(0)
-            for half in (magnitude[: BLOCK // 2], magnitude[BLOCK // 2 :]):
-                errors = error_of(half * spread(after(squares, multiplier, zero), BLOCK // 2), element)
-                squares = squares + sum_of(errors * errors)
-            error, largest = squares * (value * value), amax * multiplier
-            error = jnp.where((largest > 0) & (largest <= limit), error, np.float32(np.inf))
-            is_less = error < least
-            return (
-                jnp.where(is_less, error, least),
-                jnp.where(is_less, candidate, code),
-                jnp.where(is_less, np.uint32(index), chosen),
-            )
-
-        if best is None:
-            best = splat(np.inf), code_of(values[0]), splat(0, jnp.uint32)
-        return lax.fori_loop(0, len(values), compare, best)
-
-    def _candidates(self, amax, element: str, target: float) -> tuple[tuple[float, ...], Callable[..., jax.Array]]:
-        """Returns what the search tries, and a function from one of these numbers to the E4M3 code of its scale."""
-        if self.spec.search == "four_over_six":
-            return RATIOS, lambda ratio: self._amax_code(amax * ratio, target)
+    def _search(
+        self, magnitude: jax.Array, amax: jax.Array, element: str, target: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the least error of this element dtype's candidates, and the E4M3 code of its scale."""
         from_amax = self._amax_code(amax, target)
-        offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
-        return offsets, lambda offset: e4m3_neighbour(from_amax, offset, amax != 0)
+        is_ratio = self.spec.search == "four_over_six"
+
+        def code_of(candidate) -> jax.Array:
+            if is_ratio:
+                return self._amax_code(amax * candidate, target)
+            return e4m3_neighbour(from_amax, candidate.astype(jnp.int32), amax != 0)
+
+        def compare(candidates: tuple[float, ...], saturates: bool, i, best):
+            least, chosen = best
+            candidate = entry(candidates, i)
+            error = self._error(magnitude, amax, element, code_of(candidate), saturates)
+            is_less = error < least
+            return jnp.where(is_less, error, least), jnp.where(is_less, candidate.astype(chosen.dtype), chosen)
+
+        if is_ratio:
+            passes, first = [(RATIOS, True)], splat(RATIOS[0])
+        else:
+            offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
+            falling, rising = (tuple(offset for offset in offsets if (offset > 0) == above) for above in (False, True))
+            passes, first = [(falling, True), (rising, False)], splat(0, jnp.uint32)
+            assert offsets == falling + rising, "the first of equal errors is kept"
+        best = splat(np.inf), first
+        for candidates, saturates in passes:
+            best = lax.fori_loop(0, len(candidates), functools.partial(compare, candidates, saturates), best)
+        least, chosen = best
+        return least, code_of(chosen)
+
+    def _error(
+        self, magnitude: jax.Array, amax: jax.Array, element: str, code: jax.Array, saturates: bool
+    ) -> jax.Array:
+        """Returns the squared error of a block with the scale of an E4M3 code; infinity if it is not considered.
+
+        saturates: whether the scale may saturate elements. One that is larger than that of the amax does only if both
+        exceed the largest of E4M3; then they are equal, and this one need not be considered. The errors of the second
+        half of the block are computed after those of the first (`after`).
+        """
+        multiplier, value, squares = self._multiplier(code), self._scale_value(code), splat(0)
+        zero = bits_of(splat(self.tensor_multipliers[0])) & SIGN  # of a positive number, which the compiler cannot know
+        for half in (magnitude[: BLOCK // 2], magnitude[BLOCK // 2 :]):
+            errors = error_of(half * spread(after(squares, multiplier, zero), BLOCK // 2), element, saturates)
+            squares = squares + sum_of(errors * errors)
+        error, largest = squares * (value * value), amax * multiplier
+        limit = np.float32(LARGEST_CODE[element] + (LARGEST_ERROR if saturates else 0))
+        return jnp.where((largest > 0) & (largest <= limit), error, np.float32(np.inf))
 
     def _amax_code(self, amax: jax.Array, target: float) -> jax.Array:
         """The E4M3 code of the scale that maps the block amax to `target`."""
@@ -369,18 +384,30 @@ class Output(NamedTuple):
         """The quantisation multiplier for the E4M3 code of a scale; 0 for a scale of 0."""
         return look_up(self.tile.cta.scale_table.at[MULTIPLIERS], code)
 
+    def _scale_value(self, code: jax.Array) -> jax.Array:
+        return look_up(self.tile.cta.scale_table.at[VALUES], code)
+
     def _value(self, stored: jax.Array) -> jax.Array:
         """The value of a stored scale, without its sign."""
-        return look_up(self.tile.cta.scale_table.at[VALUES], stored & ~SECOND_ELEMENT)
+        return self._scale_value(stored & ~SECOND_ELEMENT)
+
+    def _zero(self, stored: jax.Array) -> jax.Array:
+        """A pair of bfloat16 zeros that, added to values of a block with this stored scale, changes -0 of int4 to 0."""
+        is_int4 = self._is_int4((stored & SECOND_ELEMENT) != 0)
+        return jnp.where(is_int4, np.uint32(0), np.uint32(0x80008000))
+
+    def _is_int4(self, is_second: jax.Array) -> jax.Array:
+        """Whether blocks have int4 codes instead of E2M1, from whether they use the second element dtype."""
+        first, second = self.spec.elements[0], self.spec.elements[-1]
+        if first == second:
+            return splat(first == "int4", jnp.uint32) != 0
+        return is_second if second == "int4" else ~is_second
 
     def _encode(self, scaled: jax.Array, is_second: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns the decoded values of the codes of scaled elements, and the codes, uint32."""
-        results = [encode(scaled, element) for element in self.spec.elements]
         if is_second is None:
-            return results[0]
-        uses_second = spread(is_second.astype(jnp.uint32)) == 1
-        (first, first_code), (second, second_code) = results
-        return jnp.where(uses_second, second, first), jnp.where(uses_second, second_code, first_code)
+            return encode(scaled, self.spec.elements[0])
+        return encode_either(scaled, self._is_int4(is_second))
 
     def _write(self) -> None:
         """Writes codes or values of threads that own rows from SMEM to GMEM, in rows."""

@@ -102,21 +102,25 @@ def to_pairs(values: jax.Array) -> jax.Array:
     return pack(values)
 
 
-def scaled_pairs(pairs: jax.Array, scale: jax.Array) -> jax.Array:
-    """Multiplies bfloat16 pairs, words (n, 128), by float32 numbers (1, 128) that are exact in bfloat16."""
+def scaled_pairs(pairs: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
+    """Returns pairs * scale + zero in bfloat16: pairs in words (n, 128), as `to_pairs` packs them.
+
+    scale: float32 (1, 128), exact in bfloat16. zero: a pair of zeros, uint32 (1, 128). Zeros of positive sign change
+    -0 to 0; those of negative sign change nothing.
+    """
     scales = to_pairs(jnp.concatenate([scale, scale]))
     if support.is_interpreted():
-        x, y = (lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32) for words in (pairs, scales))
-        return lax.bitcast_convert_type((x * y).astype(jnp.bfloat16), jnp.uint32)
+        x, y, z = (lax.bitcast_convert_type(each, jnp.bfloat16).astype(jnp.float32) for each in (pairs, scales, zero))
+        return lax.bitcast_convert_type((x * y + z).astype(jnp.bfloat16), jnp.uint32)
 
-    @inline_mgpu((COLUMN_PER_THREAD, COLUMN_PER_THREAD), _type(pairs.shape, jnp.uint32))
-    def multiply(_, pairs, scales):
-        def of_words(pair, scale):
-            return ptx("mul.rn.bf16x2 $0, $1, $2;", pair, scale, result_type=pair.type)
+    @inline_mgpu((COLUMN_PER_THREAD,) * 3, _type(pairs.shape, jnp.uint32))
+    def multiply_add(_, *arrays):
+        def of_words(pair, scale, zero):
+            return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", pair, scale, zero, result_type=pair.type)
 
-        return _map(of_words, pairs, scales)
+        return _map(of_words, *arrays)
 
-    return multiply(pairs, jnp.concatenate([scales] * pairs.shape[0]))
+    return multiply_add(pairs, *(jnp.concatenate([each] * pairs.shape[0]) for each in (scales, zero)))
 
 
 def from_pairs(pairs: jax.Array) -> jax.Array:
