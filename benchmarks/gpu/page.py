@@ -186,7 +186,8 @@ def _earlier_suites(results: dict[str, Any]) -> str:
     """A sentence on the suites with casts that were measured before amaxes were computed by XLA, or ""."""
     suites = []
     for suite in SUITES_WITH_CASTS:
-        later = [case["case"] for case in results[suite]["cases"] if not report.is_before_amax_change(case)]
+        cases = [case for case in results[suite]["cases"] if not report.is_before_amax_change(case)]
+        later = [case["case"].partition(":")[0] for case in cases]
         if len(later) < len(results[suite]["cases"]):
             suites.append(f"`{suite}`" + (f" (except {'; '.join(later)})" if later else ""))
     if not suites:

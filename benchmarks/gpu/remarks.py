@@ -58,12 +58,13 @@ and one more addition.
 """
 _FOUR_BITS = """
 Matmuls run in bfloat16; what is slower than bfloat16 is casts. This layer has twice as many elements to cast per FLOP
-as the larger one. Casts of nvfp4_plus and if4 are bound by instructions: a search evaluates eight scales for each block
-(if4: 14), in ten instructions per scale and element. Tried and adopted: two warpgroups per CTA, the first stages of the
-rotation between GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, and sums of g in
-the kernel that casts it. Adopted after these measurements and not timed yet: a table of the reciprocals of all block
-scales, nine instructions per scale and element, subnormals flushed by the instruction that multiplies, and two bfloat16
-values per word of SMEM. Five scales instead of eight would lose 0.06 dB
+as the larger one. Casts of nvfp4_plus and if4 are bound by instruction issue: for each block, a search computes the
+errors of eight scales (if4: 14), in eight or nine instructions per scale and element (six or seven for 4-bit integers),
+and if4 compares its two grids in the backward pass as well. Tried and adopted: two warpgroups per CTA, the first stages
+of the rotation between GMEM and SMEM, E2M1 codes that are read from the low bits of x + 2^k, which rounds x, sums of g
+in the kernel that casts it, a table of the reciprocals of all block scales, subnormals flushed by the instruction that
+multiplies, two bfloat16 values per word of SMEM, one rounding for both grids of if4, and errors without saturation for
+scales above that of the amax. Five scales instead of eight would lose 0.06 dB
 ([results](../../benchmarks/results/snr-jax0.10.2.json)); their speed was not measured.
 """
 _FEW_BYTES = """

@@ -11,16 +11,25 @@ FINDINGS = (
     """`nvfp4_plus` has {ratio_plus} times the gap of `nvfp4`, and `if4` {ratio_if4} times, which these seeds do not
     tell apart ({change_grid}). `quartet_ii` has {ratio_quartet} times, and `mxfp8`, with nearly twice the bits,
     {ratio_mxfp8} times.""",
-    """Nearly all of the gap is due to fwd. With only dgrad and wgrad quantised, `nvfp4_plus` without means has a gap of
-    {gap_backward}. MS-EDEN instead of stochastic rounding makes no difference that these runs could show: {change_eden}
-    for `nvfp4`, {change_eden_searched} with 1×16 weights and a searched fwd. It is chosen because it is unbiased with
-    less noise ([bias and stalls](convergence.md)).""",
+    """Most of the gap is due to fwd. With only fwd quantised, `nvfp4` has a gap of {gap_forward} and `nvfp4_plus` of
+    {gap_forward_plus}; with only dgrad and wgrad, `nvfp4` has {gap_backward} and `nvfp4_plus` without means
+    {gap_backward_plus}. Of the operands of fwd, x alone causes {gap_x} under `nvfp4_plus`, and w alone {gap_w}.""",
     """Two parts of fwd reduce the gap of `nvfp4_plus`: without the scale search it changes by {change_unsearched}, and
     the mean of x changes it by {change_mean}. Subtracting the mean of g as well does not help ({change_mean_g}), nor do
-    1×16 blocks of weights alone ({change_blocks}).""",
-    """The better the recipe, the less higher precision in the last block gains: {change_last_nvfp4} for `nvfp4`, and
-    {change_last} for `nvfp4_plus`, to {ratio_last} times the gap of `nvfp4`; that of `if4` becomes {ratio_last_if4}
-    times.""",
+    1×16 blocks of weights alone ({change_blocks}). On top of `nvfp4`, the two means (`averis`) change the gap by
+    {change_averis}, and scales chosen from two (`nvfp4_four_over_six`) by {change_four_over_six}: too little for one
+    seed to show.""",
+    """No change of the backward pass made a difference that these runs could show: MS-EDEN instead of stochastic
+    rounding {change_eden} for `nvfp4`, {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in
+    dgrad and wgrad {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}.
+    MS-EDEN is chosen because it is unbiased with less noise ([bias and stalls](convergence.md)).""",
+    """Blocks of 4-bit integers instead of E2M1 are no better (`nvint4_plus`, {ratio_int} times the gap of `nvfp4`),
+    with a rotation in fwd or without ({change_rotated}).""",
+    """Most effective is higher precision at the end of the run: with the last fifth in bf16, the gap of `nvfp4` changes
+    by {change_switch_nvfp4}, and that of `nvfp4_plus` by {change_switch}, to {ratio_switch} times the gap of `nvfp4`;
+    those models are evaluated in bf16 as well.
+    The last block in mxfp8 changes that of `nvfp4` by {change_last_nvfp4} and that of `nvfp4_plus` by {change_last}, to
+    {ratio_last} times the gap of `nvfp4`; that of `if4` becomes {ratio_last_if4} times.""",
     """Part of a gap is the quantisation error of the evaluation. Evaluated in bf16, the weights of `quartet_ii` have a
     gap of {weights_quartet} and those of `nvfp4_plus` of {weights_plus}: the smaller gap of `nvfp4_plus` comes from its
     more accurate forward pass, from which deployment benefits only if inference quantises x in the same way.""",
@@ -32,8 +41,17 @@ RATIOS = {
     "mxfp8": "mxfp8",
     "last": "nvfp4_plus, last block mxfp8",
     "last_if4": "if4, last block mxfp8",
+    "int": "nvint4_plus",
+    "switch": "nvfp4_plus, bf16 from 80 %",
 }
-GAPS = {"backward": "nvfp4_plus, no mean, backward only"}
+GAPS = {
+    "forward": "nvfp4, forward only",
+    "forward_plus": "nvfp4_plus, forward only",
+    "backward": "nvfp4, backward only",
+    "backward_plus": "nvfp4_plus, no mean, backward only",
+    "x": "nvfp4_plus, only x of fwd",
+    "w": "nvfp4_plus, only w of fwd",
+}
 WEIGHTS = {"quartet": "quartet_ii", "plus": "nvfp4_plus"}
 CHANGES = {  # the second row's gap minus the first one's
     "eden": ("nvfp4", "nvfp4, MS-EDEN backward"),
@@ -42,7 +60,14 @@ CHANGES = {  # the second row's gap minus the first one's
     "mean": ("nvfp4_plus, no mean", "nvfp4_plus"),
     "mean_g": ("nvfp4_plus", "nvfp4_plus, means of x and g"),
     "blocks": ("nvfp4", "nvfp4, 1x16 weights"),
+    "averis": ("nvfp4", "averis"),
+    "four_over_six": ("nvfp4", "nvfp4_four_over_six"),
+    "searched_backward": ("nvfp4_plus", "nvfp4_plus, searched backward"),
+    "requantised": ("nvfp4_plus, no mean", "nvfp4_plus, no mean, requantised"),
+    "rotated": ("nvint4_plus", "nvint4_plus, rotated forward"),
     "grid": ("nvfp4_plus", "if4"),
+    "switch_nvfp4": ("nvfp4", "nvfp4, bf16 from 80 %"),
+    "switch": ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %"),
     "last_nvfp4": ("nvfp4", "nvfp4, last block mxfp8"),
     "last": ("nvfp4_plus", "nvfp4_plus, last block mxfp8"),
 }

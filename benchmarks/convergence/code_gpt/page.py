@@ -105,6 +105,7 @@ COMPARISONS = (
     ("nvfp4", "nvfp4, 1x16 weights", "weights in 1×16 blocks instead of 16×16"),
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward", "a scale search in fwd"),
     ("nvfp4", "nvfp4, MS-EDEN backward", "MS-EDEN in 1×16 blocks for stochastic rounding"),
+    ("nvfp4", "nvfp4_four_over_six", "scales of x and w that map the amax to 4 or 6"),
     ("nvfp4", "averis", "the means of x and g subtracted"),
     ("nvfp4", "nvfp4, last block mxfp8", "the last block in mxfp8"),
     ("nvfp4", "nvfp4, bf16 from 80 %", "the last fifth of the run in bf16"),
@@ -234,7 +235,8 @@ def figure_of(results: Results) -> Figure:
     group = main_group(results)
     runs = current_runs(results, group)
     chunk = Config(**results.read()["configs"][group.config]).chunk
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    shown = [row for row in statistics.summaries(losses_of(runs)) if row.gap is not None][::-1]
+    figure = Figure(figsize=(12, max(4.8, 0.2 * len(shown))), layout="constrained")
     curves, gaps = figure.subplots(1, 2, width_ratios=(1.1, 1))
     for name, colour in COLOURS.items():
         if points := _curve_gap(runs, name):
@@ -243,7 +245,6 @@ def figure_of(results: Results) -> Figure:
     curves.set(xlabel="step", ylabel="nats above bf16, training loss", title="Gap during training")
     curves.set_ylim(bottom=0)
     curves.legend(frameon=False, fontsize=9)
-    shown = [row for row in statistics.summaries(losses_of(runs)) if row.gap is not None][::-1]
     errors = [(row.gap.error or 0) if row.gap else 0 for row in shown]
     gaps.barh(range(len(shown)), [row.gap.value if row.gap else 0 for row in shown], xerr=errors, height=0.7)
     gaps.set_yticks(range(len(shown)), [f"{row.row} ({row.seeds})" for row in shown], fontsize=8)
