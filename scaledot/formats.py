@@ -124,8 +124,8 @@ class Format:
     guard: map the block amax to 16/17 of the element maximum, so that no element saturates when the block scale is
         rounded down.
     search: "four_over_six" also tries to map the block amax of FP4 to 4 and keeps the smaller squared error; "scales"
-        tries E4M3 scales around that of the amax and keeps the one with the smallest squared error of the block, the
-        one nearest to that of the amax at a tie (`numerics.scale_search`).
+        tries E4M3 scales around that of the amax and keeps the one with the smallest squared error of the block
+        (`numerics.scale_search`).
     target: the magnitude of a code, possibly between two codes, that the block amax is mapped to; None: the largest.
     scale_max: the largest E4M3 block scale of a two-level format before a search or a correction increases it: the
         tensor scale maps the tensor's amax to target × scale_max. Scales above it are headroom, up to 448.

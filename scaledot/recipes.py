@@ -488,8 +488,8 @@ def _searched(name: str, format: str, backward: Cast) -> Recipe:
     """Scales of least squared error in fwd, MS-EDEN in the backward pass, and differences to the mean for x.
 
     Operands of the backward pass are cast from x and w themselves, not from the operands of fwd: they are saved at 4
-    bits either way. Their scales are not searched and g keeps its mean, because nearly all of the loss gap is that of
-    the forward casts.
+    bits either way. Their scales are not searched and g keeps its mean, because most of the loss gap is that of the
+    forward casts.
     """
     forward = Cast(dataclasses.replace(FORMATS[format], name=f"{format}_search", search="scales", scale_max=256.0))
     return Recipe(

@@ -60,7 +60,10 @@ def test_casts_are_bit_identical_to_the_reference(hopper, case):
 
 @pytest.mark.parametrize("grid", sd.FORMATS["if4"].grid_formats, ids=lambda grid: grid.element)
 def test_search_errors_of_the_kernel_are_those_of_the_reference(grid):
-    """For numbers up to the largest that a search considers, ties of the grid and numbers next to them among them."""
+    """For numbers up to the largest that a search considers, and without saturation up to the largest code.
+
+    Ties of the grid and numbers next to them are among them.
+    """
     limit = grid.largest_code + scale_search.LARGEST_ERROR
     ties = np.arange(0.25, limit, 0.25, np.float32).view(np.uint32)
     near = (ties[:, None] + np.arange(-300, 300)).astype(np.uint32).view(np.float32)
@@ -83,6 +86,20 @@ def test_four_over_six_of_small_blocks_is_bit_identical_to_the_reference(hopper)
     cast.require_same("", found, expected)
     scale = np.asarray(expected.scale, np.float32)
     assert {0.0, 2.0**-9} < set(scale.ravel().tolist())
+
+
+@needs_mosaic
+def test_a_search_with_a_target_above_the_largest_code_is_bit_identical_to_the_reference(hopper):
+    """Also scales above that of the amax saturate elements."""
+    from benchmarks.gpu import cast
+
+    format = dataclasses.replace(sd.FORMATS["nvfp4"], search="scales", target=12.0)
+    case = cast.Case("", jnp.float32, (cast.MatrixCast(format, (1, 16), 1, is_residual=True),))
+    x, key = normal(0, (128, 128)), jax.random.key(0)
+    (found,), (expected,) = case.by_kernel(x, key).arrays, case.by_xla(x, key)
+    cast.require_same("", found, expected)
+    blocks = np.abs(np.asarray(x)).reshape(-1, 16).max(1) / (np.asarray(expected.scale, np.float32).ravel())
+    assert np.any(blocks / float(expected.tensor_scale) > 6.5), "no chosen scale saturates elements"
 
 
 @needs_mosaic

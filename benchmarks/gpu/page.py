@@ -121,10 +121,11 @@ weights exceed L2 and come from HBM. *GB/s* counts codes and scales.
 
 ## Casts
 
-One kernel reads a matrix and writes the operands of both of its matmuls; for current scaling and NVFP4, the amax is
-computed before that, here in another pass over the matrix. Bytes read and written are counted once; *of copy* is the
-bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with scales; *dequantised* results are
-the dequantised values in bfloat16. In delayed scaling, the quantisation multiplier is an input and amax an output.
+One kernel reads a matrix and writes the operands of both of its matmuls (of quartet_ii only that of fwd); for current
+scaling and NVFP4, the amax is computed before that, here in another pass over the matrix. Bytes read and written are
+counted once; *of copy* is the bandwidth relative to a device-to-device copy in the same run. *Codes* are stored with
+scales; *dequantised* results are the dequantised values in bfloat16. In delayed scaling, the quantisation multiplier is
+an input and amax an output.
 
 {cast}
 

@@ -236,7 +236,7 @@ def _check_search(format: Format) -> None:
 
 
 def _check_grids(format: Format, grids: tuple[str, ...]) -> None:
-    if len(grids) != 2 or len(set(grids)) != 2 or not set(grids) <= set(OFFSETS) or format.element != "uint4":
+    if len(grids) != 2 or len(set(grids) & set(OFFSETS)) != 2 or format.element != "uint4":
         raise ValueError(
             f"`grids` {grids} of {format.name} must be two of {', '.join(OFFSETS)}, with uint4 codes, not "
             f"{format.element}"

@@ -6,30 +6,32 @@ from benchmarks.convergence.code_gpt import statistics
 from benchmarks.convergence.code_gpt.rows import ROWS
 from benchmarks.convergence.code_gpt.statistics import Losses, gap_text, ratio_text
 
-# Placeholders are the keys of RATIOS, GAPS, WEIGHTS and CHANGES, with their prefix.
+# Placeholders are the keys of RATIOS, GAPS, CHANGES, WEIGHTS and WEIGHT_CHANGES, with their prefix.
 FINDINGS = (
     """`nvfp4_plus` has {ratio_plus} times the gap of `nvfp4`, and `if4` {ratio_if4} times, which these seeds do not
     tell apart ({change_grid}). `quartet_ii` has {ratio_quartet} times, and `mxfp8`, with nearly twice the bits,
     {ratio_mxfp8} times.""",
     """Most of the gap is due to fwd. With only fwd quantised, `nvfp4` has a gap of {gap_forward} and `nvfp4_plus` of
     {gap_forward_plus}; with only dgrad and wgrad, `nvfp4` has {gap_backward} and `nvfp4_plus` without means
-    {gap_backward_plus}. Of the operands of fwd, x alone causes {gap_x} under `nvfp4_plus`, and w alone {gap_w}.""",
-    """Two parts of fwd reduce the gap of `nvfp4_plus`: without the scale search it changes by {change_unsearched}, and
-    the mean of x changes it by {change_mean}. Subtracting the mean of g as well does not help ({change_mean_g}), nor do
-    1×16 blocks of weights alone ({change_blocks}). On top of `nvfp4`, the two means (`averis`) change the gap by
-    {change_averis}, and scales chosen from two (`nvfp4_four_over_six`) by {change_four_over_six}: too little for one
-    seed to show.""",
-    """No change of the backward pass made a difference that these runs could show: MS-EDEN instead of stochastic
-    rounding {change_eden} for `nvfp4`, {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in
-    dgrad and wgrad {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}.
-    MS-EDEN is chosen because it is unbiased with less noise ([bias and stalls](convergence.md)).""",
-    """Blocks of 4-bit integers instead of E2M1 are no better (`nvint4_plus`, {ratio_int} times the gap of `nvfp4`),
-    with a rotation in fwd or without ({change_rotated}).""",
-    """Most effective is higher precision at the end of the run: with the last fifth in bf16, the gap of `nvfp4` changes
-    by {change_switch_nvfp4}, and that of `nvfp4_plus` by {change_switch}, to {ratio_switch} times the gap of `nvfp4`;
-    those models are evaluated in bf16 as well.
-    The last block in mxfp8 changes that of `nvfp4` by {change_last_nvfp4} and that of `nvfp4_plus` by {change_last}, to
-    {ratio_last} times the gap of `nvfp4`; that of `if4` becomes {ratio_last_if4} times.""",
+    {gap_backward_plus}. With only x of fwd quantised, `nvfp4_plus` has a gap of {gap_x}, with only w {gap_w}: gaps of
+    parts do not add up.""",
+    """Two parts of fwd probably reduce the gap of `nvfp4_plus`: without the scale search it changes by
+    {change_unsearched}, just above the noise, and the mean of x changes it by {change_mean}.""",
+    """In one seed each, these make no difference that could be told from noise: the mean of g in addition to that of x
+    ({change_mean_g}), 1×16 blocks of weights alone ({change_blocks}), on top of `nvfp4` both means (`averis`,
+    {change_averis}) or block scales that map the amax to 4 or 6, whichever has the smaller error
+    (`nvfp4_four_over_six`, {change_four_over_six}), 4-bit integers instead of E2M1 (`nvint4_plus`, {change_int}), and a
+    rotation in its fwd ({change_rotated}).""",
+    """Nor does any change of the backward pass: MS-EDEN instead of stochastic rounding {change_eden} for `nvfp4`,
+    {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in dgrad and wgrad
+    {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}. MS-EDEN is chosen
+    because it is unbiased with less noise ([bias and stalls](convergence.md)).""",
+    """Higher precision in the last block changes the gap of `nvfp4` by {change_last_nvfp4} and that of `nvfp4_plus` by
+    {change_last}, to {ratio_last} times the gap of `nvfp4`. With the last block in mxfp8, `if4` has {ratio_last_if4}
+    times the gap of `nvfp4`.""",
+    """With the last fifth of the run in bf16, the gap of `nvfp4` changes by {change_switch_nvfp4} and that of
+    `nvfp4_plus` by {change_switch}, to {ratio_switch} times the gap of `nvfp4`. Part of this is the evaluation, which
+    is then in bf16 as well: compared with `nvfp4_plus` evaluated in bf16, the change is {weight_change_switch}.""",
     """Part of a gap is the quantisation error of the evaluation. Evaluated in bf16, the weights of `quartet_ii` have a
     gap of {weights_quartet} and those of `nvfp4_plus` of {weights_plus}: the smaller gap of `nvfp4_plus` comes from its
     more accurate forward pass, from which deployment benefits only if inference quantises x in the same way.""",
@@ -41,7 +43,6 @@ RATIOS = {
     "mxfp8": "mxfp8",
     "last": "nvfp4_plus, last block mxfp8",
     "last_if4": "if4, last block mxfp8",
-    "int": "nvint4_plus",
     "switch": "nvfp4_plus, bf16 from 80 %",
 }
 GAPS = {
@@ -52,7 +53,6 @@ GAPS = {
     "x": "nvfp4_plus, only x of fwd",
     "w": "nvfp4_plus, only w of fwd",
 }
-WEIGHTS = {"quartet": "quartet_ii", "plus": "nvfp4_plus"}
 CHANGES = {  # the second row's gap minus the first one's
     "eden": ("nvfp4", "nvfp4, MS-EDEN backward"),
     "eden_searched": ("nvfp4, 1x16 weights, searched forward", "nvfp4_plus, no mean"),
@@ -64,6 +64,7 @@ CHANGES = {  # the second row's gap minus the first one's
     "four_over_six": ("nvfp4", "nvfp4_four_over_six"),
     "searched_backward": ("nvfp4_plus", "nvfp4_plus, searched backward"),
     "requantised": ("nvfp4_plus, no mean", "nvfp4_plus, no mean, requantised"),
+    "int": ("nvfp4_plus", "nvint4_plus"),
     "rotated": ("nvint4_plus", "nvint4_plus, rotated forward"),
     "grid": ("nvfp4_plus", "if4"),
     "switch_nvfp4": ("nvfp4", "nvfp4, bf16 from 80 %"),
@@ -71,6 +72,9 @@ CHANGES = {  # the second row's gap minus the first one's
     "last_nvfp4": ("nvfp4", "nvfp4, last block mxfp8"),
     "last": ("nvfp4_plus", "nvfp4_plus, last block mxfp8"),
 }
+# Of the weights, evaluated in bf16.
+WEIGHTS = {"quartet": "quartet_ii", "plus": "nvfp4_plus"}
+WEIGHT_CHANGES = {"switch": ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %")}
 UNTRAINED = "Rows that are defined, but were not trained: {}."
 
 
@@ -83,6 +87,7 @@ def text(losses: Losses, in_bf16: Losses) -> str:
         f"weights_{key}": _with_seeds(gap_text(weights[row].gap), weights[row].seeds) for key, row in WEIGHTS.items()
     }
     values |= {f"change_{key}": _change(losses, *pair) for key, pair in CHANGES.items()}
+    values |= {f"weight_change_{key}": _change(in_bf16, *pair) for key, pair in WEIGHT_CHANGES.items()}
     findings = [" ".join(finding.split()).format(**values) for finding in FINDINGS]
     if untrained := [f"`{row.name}`" for row in ROWS if row.name not in rows]:
         findings.append(UNTRAINED.format(", ".join(untrained)))
@@ -97,4 +102,5 @@ def _change(losses: Losses, row: str, changed: str) -> str:
 
 
 def _with_seeds(text: str, seeds: int) -> str:
-    return f"{text} (one seed)" if seeds == 1 else text
+    few = {1: " (one seed)", 2: " (two seeds)"}
+    return text + few.get(seeds, "")

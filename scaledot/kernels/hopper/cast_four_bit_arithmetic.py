@@ -24,7 +24,7 @@ ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are i
 TWO_23 = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 ROUNDER = np.float32(1.5 * 2.0**23)
-STEP_OF_1 = np.float32(2.0).view(np.uint32)  # the binade in `_rounded` whose step is 1
+BINADE_OF_STEP_1 = np.float32(2.0).view(np.uint32)  # in `_rounded`, a step is half a binade
 
 
 def rows_of(x: jax.Array) -> list[jax.Array]:
@@ -64,7 +64,7 @@ def entry(values: tuple[float, ...], i) -> Any:
     return functools.reduce(lambda found, n: jnp.where(i == n, values[n], found), range(1, len(values)), values[0])
 
 
-def error_of(magnitude: jax.Array, element: str, saturates: bool = True) -> jax.Array:
+def error_of(magnitude: jax.Array, element: str, saturates: bool) -> jax.Array:
     """Returns rounding errors of scaled magnitudes, as float32 integers: multiples of 1 / ERROR_UNIT of a code.
 
     Their squares equal `numerics.scale_search.squared_error`; their signs may differ. saturates: whether a magnitude
@@ -92,35 +92,32 @@ def error_of(magnitude: jax.Array, element: str, saturates: bool = True) -> jax.
 def encode(scaled: jax.Array, element: str) -> tuple[jax.Array, jax.Array]:
     """Rounds scaled elements to an element dtype; returns the values, float32, and their 4-bit codes, uint32.
 
-    The code of NaN is arbitrary: the block has a NaN scale.
+    Values of int4 may be -0, which has the code of 0. The code of NaN is arbitrary: the block has a NaN scale.
     """
+    largest = np.float32(LARGEST_CODE[element])
     if element == "int4":
-        values, _, _ = _rounded(scaled, np.float32(LARGEST_CODE[element]), np.uint32(0), STEP_OF_1)
+        values, _, _ = _rounded(scaled, largest, np.uint32(0), BINADE_OF_STEP_1)
         return values, _int4_code(values)
-    values, shifted, binade = _rounded(scaled, np.float32(LARGEST_CODE[element]), INFINITY, np.uint32(0))
+    values, shifted, binade = _rounded(scaled, largest, INFINITY, np.uint32(0))
     return values, _e2m1_code(scaled, shifted, binade)
 
 
 def encode_either(scaled: jax.Array, is_int4: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `encode`, to int4 in blocks for which `is_int4` (1, 128) is true, otherwise to E2M1.
-
-    Values of int4 may be -0, which has the code of 0.
-    """
-    count = scaled.shape[0]
+    """As `encode`, to int4 in blocks for which `is_int4` (1, 128) is true, otherwise to E2M1."""
     largest = jnp.where(is_int4, *(np.float32(LARGEST_CODE[element]) for element in ("int4", "float4_e2m1fn")))
-    binade_mask = jnp.where(is_int4, np.uint32(0), INFINITY)
-    step = jnp.where(is_int4, STEP_OF_1, np.uint32(0))
-    values, shifted, binade = _rounded(scaled, *(spread(each, count) for each in (largest, binade_mask, step)))
-    code_is_int4 = spread(is_int4.astype(jnp.uint32), count) == 1
-    return values, jnp.where(code_is_int4, _int4_code(values), _e2m1_code(scaled, shifted, binade))
+    mask = jnp.where(is_int4, np.uint32(0), INFINITY)
+    constant = jnp.where(is_int4, BINADE_OF_STEP_1, np.uint32(0))
+    values, shifted, binade = _rounded(scaled, *(spread(each, scaled.shape[0]) for each in (largest, mask, constant)))
+    has_int4_code = spread(is_int4.astype(jnp.uint32), scaled.shape[0]) == 1
+    return values, jnp.where(has_int4_code, _int4_code(values), _e2m1_code(scaled, shifted, binade))
 
 
 def _rounded(scaled: jax.Array, largest, binade_mask, constant_binade) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (rounded and saturated elements, saturated magnitudes + shift, binade).
+    """Rounds to multiples of a step of half a binade; returns (values, saturated magnitudes + shift, binade).
 
-    The shift is 2^23 + 2 steps, so that the ulp of the sum is a step between codes. A step is half of the binade, a
-    power of two given as its bits: with the mask INFINITY the largest that the magnitude reaches, at least 1, as in
-    E2M1; with the mask 0 `constant_binade`.
+    The shift is (2^23 + 2) * step, so that the ulp of magnitude + shift is the step. A binade is given as the bits of a
+    power of two. With binade_mask INFINITY and constant_binade 0, as for E2M1, it is the largest one that does not
+    exceed the magnitude, at least 1; with binade_mask 0 it is `constant_binade`.
     """
     magnitude = jnp.minimum(jnp.abs(scaled), largest)
     binade = (bits_of(jnp.maximum(magnitude, np.float32(1))) & binade_mask) | constant_binade
@@ -130,10 +127,10 @@ def _rounded(scaled: jax.Array, largest, binade_mask, constant_binade) -> tuple[
 
 
 def _e2m1_code(scaled: jax.Array, shifted: jax.Array, binade: jax.Array) -> jax.Array:
-    """The codes of elements from the results of `_rounded`.
+    """The E2M1 codes of elements, from the results of `_rounded`.
 
-    The low bits of `shifted` are the number of steps plus 2. Codes of the first two binades, [0, 1) and [1, 2), are the
-    number of steps; each further binade adds 2. Twice the exponent of the first, 2 * 127, is 6 modulo 8.
+    The low bits of `shifted` are n + 2 for a magnitude of n steps. Codes of the first two binades, [0, 1) and [1, 2),
+    are n; each further binade adds 2. Twice the exponent of the first, 2 * 127, is 6 modulo 8.
     """
     code = bits_of(shifted) + (binade >> 22)
     return (code & np.uint32(7)) | ((bits_of(scaled) & SIGN) >> 28)

@@ -350,11 +350,13 @@ class Output(NamedTuple):
         else:
             offsets = OFFSETS[element] if self.spec.search == "scales" else (0,)
             falling, rising = (tuple(offset for offset in offsets if (offset > 0) == above) for above in (False, True))
-            passes, first = [(falling, True), (rising, False)], splat(0, jnp.uint32)
-            assert offsets == falling + rising, "the first of equal errors is kept"
+            assert offsets == falling + rising, "OFFSETS must end with those above 0: the first of equal errors is kept"
+            # Scales above that of the amax saturate no element, unless `target` is above the largest code.
+            passes, first = [(falling, True), (rising, target > LARGEST_CODE[element])], splat(0, jnp.uint32)
         best = splat(np.inf), first
         for candidates, saturates in passes:
-            best = lax.fori_loop(0, len(candidates), functools.partial(compare, candidates, saturates), best)
+            if candidates:
+                best = lax.fori_loop(0, len(candidates), functools.partial(compare, candidates, saturates), best)
         least, chosen = best
         return least, code_of(chosen)
 
@@ -363,9 +365,10 @@ class Output(NamedTuple):
     ) -> jax.Array:
         """Returns the squared error of a block with the scale of an E4M3 code; infinity if it is not considered.
 
-        saturates: whether the scale may saturate elements. One that is larger than that of the amax does only if both
-        exceed the largest of E4M3; then they are equal, and this one need not be considered. The errors of the second
-        half of the block are computed after those of the first (`after`).
+        saturates: whether the scale may saturate elements; if not, the error of one that does is infinity. A scale
+        above that of the amax does so only if it is the largest of E4M3 or its multiplier the largest float32; its
+        error is then not smaller than that of an earlier candidate. The errors of the second half of the block are
+        computed after those of the first (`after`).
         """
         multiplier, value, squares = self._multiplier(code), self._scale_value(code), splat(0)
         zero = bits_of(splat(self.tensor_multipliers[0])) & SIGN  # of a positive number, which the compiler cannot know

@@ -1,9 +1,9 @@
 """Instructions of the four-bit cast kernel that Pallas does not offer.
 
-They gather from SMEM, flush subnormals (`.ftz`), and multiply packed bfloat16 pairs. Arrays have shape (n, 128) and the
-register layout `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`: thread t of a warpgroup holds column t in n registers.
-`rows_from_pairs` has another layout. Each function has a second implementation in array arithmetic, for Pallas'
-interpret mode.
+They gather from SMEM, flush subnormals (`.ftz`), and multiply and add packed bfloat16 pairs. Arrays have shape (n, 128)
+and the register layout `memory_layouts.UNALIGNED_COLUMN_PER_THREAD`: thread t of a warpgroup holds column t in n
+registers. `rows_from_pairs` has another layout. Each function has a second implementation in array arithmetic, for
+Pallas' interpret mode.
 """
 
 from collections.abc import Callable
