@@ -43,8 +43,8 @@ the mean over {last} evaluations in its last tenth, with the quantised forward p
 and the quantisation error of the evaluation. Where a recipe subtracts means, they are over all tokens of a batch, later
 ones included, in the evaluation as well. The last column is the gap with all weights evaluated in bf16; it is empty for
 runs that were made before it was computed. Losses and gaps are means over the seeds of a row, ratios and t over those
-that both rows have: compare rows with different seeds by their ratios. ± is the standard error over seeds, which with
-two seeds may be much too small by chance.{noise}{from_scratch}
+that both rows have: compare rows with different seeds by their ratios. ± is the standard error over seeds, which two
+seeds may underestimate by far.{noise}{from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
 
