@@ -67,7 +67,7 @@ sd.nnx.with_recipe(model, "fp8_current", rngs=nnx.Rngs(sr_rng=0))  # Flax NNX, i
 <p>Or run other examples from this repository:</p>
 <pre>python -m examples.demo --steps 1000             # the same comparison, trained for longer
 python -m examples.gpt_nnx --recipe fp8_block    # another recipe, in Flax NNX
-make formats                                     # size and error of each format on transformer-like tensors
+make formats                                     # size and error of each format
 make decode                                      # generate text with 4-bit weights
 make moe                                         # a mixture of experts in fp8</pre>
 <p>Read how to <a href="docs/howto/train-in-fp8.md">train in fp8</a>,
