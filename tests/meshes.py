@@ -122,13 +122,17 @@ def first_state(recipe: Recipe):
     return init_state(recipe) if recipe.delayed else {}
 
 
-def summation_order_bound(magnitude, k: int, dtype=jnp.float32):
+def summation_order_bound(magnitude, k: int, expected) -> np.ndarray:
     """The largest difference of two matmuls over K elements that accumulate in float32 in different orders.
 
     magnitude: the matmul of the operands' magnitudes. An accumulation in any order is within k * 2^-24 * magnitude of
-    the exact result; quantised magnitudes are at most twice those of the operands; both results are rounded to dtype.
+    the exact result; quantised magnitudes are at most twice those of the operands. expected: one of the results, both
+    of which are rounded to its dtype.
     """
-    return 2 * magnitude * (2 * k * 2.0**-24 + float(jnp.finfo(dtype).eps))
+    unit = float(jnp.finfo(expected.dtype).eps) / 2
+    accumulation = 2 * 2 * k * 2.0**-24 * np.asarray(magnitude, np.float64)
+    rounded = np.abs(np.asarray(expected, np.float64)).reshape(accumulation.shape)
+    return (1 + unit) * accumulation + 2 * unit / (1 - unit) * rounded
 
 
 def assert_equal_up_to_summation_order(found, expected, plain, x, w, k: int):
@@ -136,11 +140,11 @@ def assert_equal_up_to_summation_order(found, expected, plain, x, w, k: int):
     y, pullback = jax.vjp(plain, jnp.abs(x).astype(jnp.float32), jnp.abs(w).astype(jnp.float32))
     for a, b, magnitude in zip(found, expected, (y, *pullback(jnp.ones_like(y))), strict=True):
         difference = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        assert (difference <= summation_order_bound(np.asarray(magnitude, np.float64), k, a.dtype)).all()
+        assert (difference <= summation_order_bound(magnitude, k, b)).all()
 
 
-def bound(result: str, arrays: Arrays, dtype) -> np.ndarray:
-    """`summation_order_bound` of y, dx, dw or db of a step."""
+def bound(result: str, arrays: Arrays, expected) -> np.ndarray:
+    """`summation_order_bound` of y, dx, dw or db of a step, in the shape of a matrix."""
     x, w, bias, g = (np.abs(np.asarray(a, np.float64)) for a in arrays)
     x, g = (a.reshape(-1, a.shape[-1]) for a in (x, g))
     magnitude_and_k = {
@@ -149,7 +153,7 @@ def bound(result: str, arrays: Arrays, dtype) -> np.ndarray:
         "dw": (x.T @ g, len(x)),
         "db": (g.sum(0), len(g)),
     }
-    return summation_order_bound(*magnitude_and_k[result], dtype)
+    return summation_order_bound(*magnitude_and_k[result], expected)
 
 
 @functools.cache
@@ -163,7 +167,7 @@ def require_same(name: str, found, state):
     expected, next_state = on_one_device(name)
     for result, value in found.items():
         difference = np.abs(np.asarray(value, np.float64) - np.asarray(expected[result], np.float64))
-        allowed = bound(result, arrays(), value.dtype).reshape(difference.shape)
+        allowed = bound(result, arrays(), expected[result]).reshape(difference.shape)
         assert (difference <= allowed).all(), f"{result} differs by {np.max(difference / allowed):.3g} x the bound"
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(next_state), strict=True):
         np.testing.assert_array_equal(a, b)

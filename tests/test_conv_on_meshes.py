@@ -78,14 +78,13 @@ def on_one_device(name: str):
 
 
 @functools.cache
-def bounds() -> list[np.ndarray]:
-    """meshes.summation_order_bound of y, dx and dw."""
+def magnitudes_and_k() -> list[tuple[jax.Array, int]]:
+    """The convolutions of the operands' magnitudes for y, dx and dw, and the elements that each accumulates."""
     x, w, g = map(np.abs, arrays())
     y, pullback = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
     window = KERNEL[0] * KERNEL[1]
     sizes_of_k = window * KERNEL[2], window * KERNEL[3], RESULT[0] * RESULT[1] * RESULT[2]
-    magnitudes = (y, *pullback(jnp.asarray(g)))
-    return [summation_order_bound(np.asarray(m), k) for m, k in zip(magnitudes, sizes_of_k, strict=True)]
+    return list(zip((y, *pullback(jnp.asarray(g))), sizes_of_k, strict=True))
 
 
 def explicit(specs: train.Specs, recipe):
@@ -126,10 +125,11 @@ def test_a_convolution_on_a_mesh_matches_one_device(name, layout, mode):
     specs = LAYOUTS[layout]
     found, state = MODES[mode](specs, RECIPES[name])
     expected, next_state = on_one_device(name)
-    for result, value, other, allowed, spec in zip(
-        ("y", "dx", "dw"), found, expected, bounds(), (specs.y, specs.x, specs.w), strict=True
+    for result, value, other, (magnitude, k), spec in zip(
+        ("y", "dx", "dw"), found, expected, magnitudes_and_k(), (specs.y, specs.x, specs.w), strict=True
     ):
         difference = np.abs(np.asarray(value) - np.asarray(other))
+        allowed = summation_order_bound(magnitude, k, other)
         assert (difference <= allowed).all(), f"{result} differs by {np.max(difference / allowed):.3g} x the bound"
         assert value.sharding.is_equivalent_to(NamedSharding(value.sharding.mesh, spec), value.ndim), result
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(next_state), strict=True):

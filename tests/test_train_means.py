@@ -340,7 +340,7 @@ def test_a_step_on_a_mesh_subtracts_the_mean_of_all_tokens(layout_name, mode):
     placed = layout.y, layout.x, layout.w, layout.bias
     results = zip(found, dense_step(subtracting(MXFP8))(*arrays), magnitudes(*arrays), placed, strict=True)
     for a, e, (magnitude, added), spec in results:
-        bound = summation_order_bound(magnitude.reshape(a.shape), added, a.dtype)
+        bound = summation_order_bound(magnitude.reshape(a.shape), added, e)
         assert (np.abs(exact(a) - exact(e)) <= bound).all()
         assert mode == "automatic" or a.sharding.is_equivalent_to(NamedSharding(mesh, spec), a.ndim)
 

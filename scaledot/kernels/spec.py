@@ -305,8 +305,8 @@ class CastArguments(NamedTuple):
     """The arrays that a cast reads in addition to x; None for those that are computed or not needed.
 
     keys: random keys, indexed by `CastOutput.key`. uniforms: random numbers in [0, 1) that replace keys; each is None
-    or has the shape of x. multiplier, scale, tensor_scale, zero: as in `sd.quantize`. group_sizes: (groups,); the
-    multiplier is then (1, 1) for all groups, or (groups, 1).
+    or has the shape of x, padded for the rotation of the cast. multiplier, scale, tensor_scale, zero: as in
+    `sd.quantize`. group_sizes: (groups,); the multiplier is then (1, 1) for all groups, or (groups, 1).
     offset: if x is a shard, the flat index of its first element in the whole matrix, uint32 ().
     signs: of rotations that draw them, indexed by `CastOutput.signs`; each is None or float32 (size of the rotation,).
     mean: float32, subtracted from x in float32 before the cast. Its shape broadcasts to that of x; with groups it is

@@ -361,9 +361,7 @@ def _cast_weights(request: CastRequest, resolved: ResolvedCast, w: jax.Array) ->
     quantize = functools.partial(resolved.quantize, amax_axes=axes, kernel=table.XLA_CAST.name, signs=signs)
     multiplier = request.multiplier
     axes = (0, 0 if multiplier is not None and multiplier.ndim else None, 0, 0)
-    codes = jax.vmap(lambda w, multiplier, key, uniform: quantize(w, multiplier, key, None, uniform), axes)(
-        w, multiplier, keys, uniform
-    )
+    codes = jax.vmap(quantize, axes)(w, multiplier, keys, uniform)
     return CastResult((codes,))
 
 

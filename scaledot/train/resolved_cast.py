@@ -19,14 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot.array import ScaledArray
+from scaledot.kernels.spec import CastArguments
 from scaledot.numerics import blocks, calibrate
 from scaledot.numerics.cast import CastSpec
 from scaledot.numerics.rounding import flushed_float32
 from scaledot.numerics.scale import scale_values
-from scaledot.ops.cast_spec import checked_amax_axes, make_cast_spec, propagate_nonfinite, with_rounding
+from scaledot.ops.cast_spec import (
+    checked_amax_axes,
+    checked_multiplier,
+    make_cast_spec,
+    propagate_nonfinite,
+    with_rounding,
+)
 from scaledot.ops.casts import run_casts
 from scaledot.ops.operands import KernelChoice
-from scaledot.ops.quantize import make_cast_arguments, single_output
+from scaledot.ops.quantize import single_output
 from scaledot.recipes import Cast
 
 
@@ -101,7 +108,6 @@ class ResolvedCast:
         x: jax.Array,
         multiplier: jax.Array | None = None,
         key: jax.Array | None = None,
-        tensor_scale=None,
         uniform: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
         kernel: KernelChoice = None,
@@ -109,12 +115,14 @@ class ResolvedCast:
     ) -> ScaledArray:
         """x quantised in a pass of its own, in logical layout.
 
-        tensor_scale: that of a two-level format, if known. signs: of a rotation that draws them.
+        uniform: random numbers that replace the key, in the shape of x after it is padded for a rotation. signs: of a
+        rotation that draws them.
         """
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
-        key = None if rounding == "nearest" else key
-        options = {"tensor_scale": tensor_scale, "multiplier": multiplier}
-        arguments = make_cast_arguments(spec, x, rounding, key, uniform, **options)._replace(signs=(signs,))
+        key = None if rounding == "nearest" or uniform is not None else key
+        assert rounding == "nearest" or key is not None or uniform is not None
+        multiplier = checked_multiplier(spec, x, None, multiplier)
+        arguments = CastArguments((key,), (uniform,), multiplier, signs=(signs,))
         output = dataclasses.replace(single_output(spec, rounding), signs=None if signs is None else 0)
         return run_casts(x, (output,), arguments, kernel).arrays[0]
 
