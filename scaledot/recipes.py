@@ -122,7 +122,7 @@ class Cast:
 
     def _check_eden(self) -> None:
         free, contracting = self.block_2d
-        reason = eden.unsupported(self.format, self.rotation, contracting, (free,))
+        reason = eden.unsupported(self.format, calibrate.parse(self.calibration), self.rotation, contracting, (free,))
         if reason is None and self.rotation is not None and not self.rotation.draws_signs:
             reason = "is unbiased over new signs in each step: it needs a rotation such as Hadamard(128, mask=None)"
         if reason is not None:
@@ -274,6 +274,11 @@ class Recipe:
                 raise ValueError(
                     f"{tensor} of {matmul} in {self.name} is `requantized`, which needs a forward cast of the same "
                     "tensor: it is for x of wgrad and w of dgrad, if fwd casts them"
+                )
+            if cast.delayed != of_forward.delayed:
+                raise ValueError(
+                    f"{tensor} of {matmul} in {self.name} is `requantized` from the operand of fwd, so both casts need "
+                    f"the same `delayed`, not {cast.delayed} and {of_forward.delayed}"
                 )
             if of_forward.rotation is not None and of_forward.rotation.draws_signs:
                 raise ValueError(
@@ -484,7 +489,7 @@ def _without_mean(cast: Cast) -> Cast:
     return dataclasses.replace(cast, subtract_mean=True)
 
 
-def _searched(name: str, format: str, backward: Cast) -> Recipe:
+def _plus(name: str, format: str, backward: Cast) -> Recipe:
     """Scales of least squared error in fwd, MS-EDEN in the backward pass, and differences to the mean for x.
 
     Operands of the backward pass are cast from x and w themselves, not from the operands of fwd: they are saved at 4
@@ -536,8 +541,8 @@ UFP4 = Recipe(
     dgrad=Gemm(_stochastic(_UNIFORM_ROTATED), _UNIFORM_ROTATED),
     wgrad=Gemm(_UNIFORM_ROTATED, _stochastic(_UNIFORM_ROTATED)),
 )
-NVFP4_PLUS = _searched("nvfp4_plus", "nvfp4", _EDEN)
-IF4 = _searched("if4", "if4", _IF4_EDEN)
+NVFP4_PLUS = _plus("nvfp4_plus", "nvfp4", _EDEN)
+IF4 = _plus("if4", "if4", _IF4_EDEN)
 INT8 = of_tensors("int8", _INT8, _INT8, _stochastic(_INT8))
 INT8_BLOCK = Recipe(
     "int8_block",

@@ -22,6 +22,7 @@ NVFP4 = sd.FORMATS["nvfp4"]
 EDEN = QUARTET_II.dgrad.lhs
 TARGET = {"target": EDEN.format.target, "scale_max": EDEN.format.scale_max}
 ROTATION = Hadamard(128, mask=0)
+EDEN_FIELDS = {"rounding": "ms_eden", "rotation": Hadamard(128, mask=None)}
 
 
 def samples():
@@ -106,7 +107,26 @@ def test_a_requantised_operand_is_cast_from_the_codes_of_fwd():
         (lambda: Cast(NVFP4, rounding="ms_eden", rotation=Hadamard(128)), "mask=None"),
         (
             lambda: Cast("mxfp8", rounding="ms_eden", rotation=Hadamard(128, None)),
-            "4-bit format with E4M3 .* not mxfp8",
+            "E4M3 block scales and E2M1 or int4 codes, .* not mxfp8",
+        ),
+        (
+            lambda: Cast(dataclasses.replace(sd.FORMATS["nf4"], scale="float8_e4m3fn", block=(16,)), **EDEN_FIELDS),
+            "E2M1 or int4 codes, .* not nf4",
+        ),
+        (
+            lambda: Cast(dataclasses.replace(NVFP4, target=7.5), **EDEN_FIELDS),
+            "elements of at most 11 units of a code, but in nvfp4 they reach 11.25; lower its `target`, 7.5",
+        ),
+        (
+            lambda: Cast(dataclasses.replace(sd.FORMATS["nvint4"], search="scales", bound="half"), **EDEN_FIELDS),
+            "in nvint4 they reach 11.5",
+        ),
+        (lambda: Cast(NVFP4, calibration="absmax,0.25", **EDEN_FIELDS), "not calibration 'absmax,0.25'"),
+        (
+            lambda: sd.quantize(
+                jnp.ones((2, 128)), NVFP4, rounding="ms_eden", rotation=ROTATION, key=KEY, tensor_scale=1e-3
+            ),
+            "from the amax of x; drop `tensor_scale`",
         ),
         (lambda: Cast(NVFP4, (16, 16), "ms_eden", Hadamard(128, None)), r"1-D blocks .* not of blocks of \(16, 16\)"),
         (lambda: sd.quantize(jnp.ones((2, 128)), NVFP4, rotation=Hadamard(128, None)), "drawn in each training step"),
@@ -117,6 +137,15 @@ def test_a_requantised_operand_is_cast_from_the_codes_of_fwd():
         (
             lambda: Recipe("r", Gemm(), Gemm(None, Cast(NVFP4, requantized=True)), Gemm()),
             "w of dgrad in r is `requantized`, which needs a forward cast",
+        ),
+        (
+            lambda: Recipe(
+                "r",
+                Gemm(Cast("fp8_e4m3", delayed=sd.Delayed()), Cast("fp8_e4m3")),
+                Gemm(),
+                Gemm(Cast("mxfp8", requantized=True), Cast("mxfp8")),
+            ),
+            "x of wgrad in r is `requantized` .* same `delayed`, not None and Delayed",
         ),
         (lambda: dense(jnp.ones((2, 128)), jnp.ones((128, 2)), recipe=ROTATED), "uses random numbers for x of fwd"),
     ],

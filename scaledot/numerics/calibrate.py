@@ -57,6 +57,9 @@ class Calibration:
         """Whether the calibration is a range, with a zero point, instead of a magnitude."""
         return self.method == "minmax" or len(self.values) == 2
 
+    def __str__(self) -> str:
+        return ",".join([self.method, *(f"{value:g}" for value in self.values)])
+
 
 def parse(text: str) -> Calibration:
     """Parses a calibration string.

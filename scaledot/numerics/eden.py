@@ -11,7 +11,8 @@ It is unbiased to the extent that the direction of a rotated group is uniform: f
 not for a group with one dominant element, which all rotations map to codes of equal magnitude.
 
 Both inner products are sums of integers, the elements in steps of 2^-9, so that every order of summation and every
-backend gives the same bits; the rounding to such steps changes a correction by about 1e-4.
+backend gives the same bits; the rounding to such steps changes a correction by about 1e-4. The sums fit 32 bits only
+for elements of at most LARGEST_ELEMENT, so scales must follow from the amax of their blocks.
 """
 
 from collections.abc import Sequence
@@ -24,22 +25,35 @@ from jax import lax
 from scaledot.formats import FORMATS, Format
 from scaledot.numerics import blocks
 from scaledot.numerics.bits import divide
-from scaledot.numerics.calibrate import block_sum
+from scaledot.numerics.calibrate import Calibration, block_sum
 from scaledot.numerics.encode import encode
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import Key, Positions, flat_index, seeds_of, uniform_at
+from scaledot.numerics.scale_search import LARGEST_ERROR
 
-STEPS = np.float32(2.0**9)  # per unit of a code: 128 squares of at most 11 units fit uint32
-CODE_STEPS = np.float32(2)  # the codes of FP4 and of 4-bit integers are multiples of 1/2
+STEPS = np.float32(2.0**9)  # per unit of a code
+CODE_STEPS = np.float32(2)  # the codes of ELEMENTS are multiples of 1/2
+ELEMENTS = {"float4_e2m1fn", "int4"}
 MAX_GROUP = 128
+LARGEST_ELEMENT = 11  # units of a code: MAX_GROUP squares of it, in STEPS, fit uint32
+# Rounding an E4M3 block scale increases the scaled elements by up to 1.5, if a subnormal scale of 1.5 steps becomes 1.
+SCALE_ROUNDING = 1.5
 
 
 def unsupported(
-    format: Format, rotation: Hadamard | None, rotated_block: int, other_blocks: Sequence[int]
+    format: Format, calibration: Calibration, rotation: Hadamard | None, rotated_block: int, other_blocks: Sequence[int]
 ) -> str | None:
     """Why a cast cannot correct its scales, or None. rotated_block: the block entry of the rotated axis."""
-    if format.scale != "float8_e4m3fn" or format.bits != 4:
-        return f"needs a 4-bit format with E4M3 block scales, such as nvfp4, not {format.name}"
+    if format.scale != "float8_e4m3fn" or not {grid.element for grid in format.grid_formats} <= ELEMENTS:
+        return f"needs E4M3 block scales and E2M1 or int4 codes, such as those of nvfp4, not {format.name}"
+    if calibration != Calibration("absmax"):
+        return f"needs block scales that follow from the amax, not calibration '{calibration}'"
+    largest = max(map(_largest_element, format.grid_formats))
+    if largest > LARGEST_ELEMENT:
+        return (
+            f"adds squares of elements of at most {LARGEST_ELEMENT} units of a code, but in {format.name} they reach "
+            f"{largest:g}; lower its `target`, {format.max:g}"
+        )
     if rotation is None or not rotated_block < rotation.size <= MAX_GROUP:
         size = "none" if rotation is None else f"one of {rotation.size}"
         return (
@@ -50,6 +64,12 @@ def unsupported(
             f"corrects the scales of 1-D blocks along the rotation, not of blocks of {(*other_blocks, rotated_block)}"
         )
     return None
+
+
+def _largest_element(grid: Format) -> float:
+    """The largest magnitude of an element divided by its block scale."""
+    searched = grid.largest_code + LARGEST_ERROR if grid.search == "scales" else 0.0
+    return max(SCALE_ROUNDING * grid.max, searched)
 
 
 def corrected_scale(

@@ -318,7 +318,7 @@ def with_rounding(spec: CastSpec, rounding: str) -> CastSpec:
         return spec
     rotated = spec.rotation.axis if spec.rotation is not None else -1
     sizes = list(blocks.expand(spec.block, max(len(spec.block), -rotated)))
-    reason = eden.unsupported(spec.format, spec.rotation, sizes.pop(rotated), sizes)
+    reason = eden.unsupported(spec.format, spec.calibration, spec.rotation, sizes.pop(rotated), sizes)
     if reason is not None:
         raise ValueError(f"`rounding` 'ms_eden' {reason}")
     return dataclasses.replace(spec, eden=True)

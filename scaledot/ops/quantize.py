@@ -131,6 +131,9 @@ def make_cast_arguments(
     """The checked array arguments of a cast, other than x."""
     if rounding == "nearest" and uniform is scale is tensor_scale is zero is multiplier is None:
         return _NO_ARGUMENTS
+    if rounding == "ms_eden" and (scale is not None or tensor_scale is not None):
+        name = "scale" if scale is not None else "tensor_scale"
+        raise ValueError(f"`rounding` 'ms_eden' computes its scales from the amax of x; drop `{name}`")
     uniform = checked_uniform(rounding, uniform, x.shape)
     key = None if uniform is not None else checked_key(rounding, key)
     scale, tensor_scale = checked_scales(spec, x, scale, tensor_scale)
