@@ -16,6 +16,7 @@ initialise it anew where a phase has another one.
 
 import bisect
 import dataclasses
+import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ def with_last_blocks(
     """Returns `rules` with another recipe, or None for full precision, for the last blocks of a model.
 
     The first rule that matches a layer applies. Rules of None at the start of `rules` stay at the start, so that the
-    layers they exclude stay in full precision inside the last blocks as well; the new rules follow them.
+    layers they exclude stay in full precision inside the last blocks as well; the new rules follow them. Those that
+    exclude all of a last block, such as {"*": None}, come after the new rules.
 
     >>> with_last_blocks({"*/router": None, "*": "nvfp4"}, "block_{}/*", blocks=12, recipe="mxfp8")
     {'*/router': None, 'block_11/*': 'mxfp8', '*': 'nvfp4'}
@@ -51,10 +53,11 @@ def with_last_blocks(
         raise ValueError(f"`last` {last} must be between 0 and the number of `blocks`, {blocks}")
     _check_recipes(rules)
     _check_recipes(recipe)
-    others = dict(rules) if isinstance(rules, Mapping) else {"*": rules}
+    others: dict[str, Any] = dict(rules) if isinstance(rules, Mapping) else {"*": rules}
     chosen = {_pattern(path, index): recipe for index in range(blocks - last, blocks)}
     excluded = dict(itertools.takewhile(lambda rule: rule[1] is None, others.items()))
-    return {**{pattern: None for pattern in excluded if pattern not in chosen}, **chosen, **(others | chosen)}
+    inside_blocks = {pattern: None for pattern in excluded if not any(fnmatch.fnmatchcase(c, pattern) for c in chosen)}
+    return {**inside_blocks, **chosen, **(others | chosen)}
 
 
 def _pattern(path: str, index: int) -> str:
@@ -96,7 +99,7 @@ def _copied(rules: Rules | None) -> Rules:
     return dict(rules) if isinstance(rules, Mapping) else {"*": None} if rules is None else rules
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
     """Rules by the step from which they apply, such as {0: "nvfp4", 9000: "mxfp8"}.
 
@@ -118,12 +121,18 @@ class Schedule:
         copied = {int(step): _copied(self.rules_from[step]) for step in sorted(self.rules_from)}
         object.__setattr__(self, "rules_from", copied)
 
+    def __eq__(self, other: Any) -> bool:
+        return self._items == other._items if isinstance(other, Schedule) else NotImplemented
+
     def __hash__(self) -> int:
-        return hash(
-            frozenset(
-                (step, frozenset(rules.items()) if isinstance(rules, Mapping) else rules)
-                for step, rules in self.rules_from.items()
-            )
+        return hash(self._items)
+
+    @property
+    def _items(self) -> tuple[Any, ...]:
+        """The rules of each step in their order, in which the first that matches a layer applies."""
+        return tuple(
+            (step, tuple(rules.items()) if isinstance(rules, Mapping) else rules)
+            for step, rules in self.rules_from.items()
         )
 
     def at(self, step: int) -> Rules:

@@ -9,6 +9,7 @@ import pytest
 
 from scaledot import transform
 from scaledot.path_patterns import RecipesByPath
+from scaledot.recipes import MXFP8
 from scaledot.schedules import Phase, Schedule, with_last_blocks
 
 
@@ -43,6 +44,12 @@ def test_the_last_blocks_override_an_exclusion_of_the_same_pattern():
     }
 
 
+@pytest.mark.parametrize("rules", [None, {"*": None}, {"b*": None}, {"b2/*": None}])
+def test_the_last_blocks_of_a_model_in_full_precision_get_their_recipe(rules):
+    by_path = RecipesByPath(with_last_blocks(rules, "b{}/*", blocks=3, recipe="mxfp8"))
+    assert {path: by_path.recipe_for(path) for path in ("b1/mlp", "b2/mlp")} == {"b1/mlp": None, "b2/mlp": MXFP8}
+
+
 def test_schedules_are_values():
     """They are equal to their pickles and copies, with equal hashes, and do not change with the caller's mapping."""
     rules = {"*": "mxfp8"}
@@ -56,6 +63,13 @@ def test_schedules_are_values():
         assert copied == schedule
         assert hash(copied) == hash(schedule)
     assert schedule.at(6) == {"*": "mxfp8"}
+    assert schedule != "nvfp4"
+
+
+def test_schedules_whose_rules_are_in_another_order_differ():
+    """The first rule that matches a layer applies."""
+    rules = {"b*": "mxfp8", "*": "nvfp4"}
+    assert Schedule({0: rules}) != Schedule({0: dict(reversed(rules.items()))})
 
 
 def test_no_last_block_changes_nothing():
