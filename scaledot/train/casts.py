@@ -1,8 +1,8 @@
 """Casts the tensors of one forward or backward pass to the operands of their matmuls.
 
-A tensor that is an operand of two matmuls is cast for each of them, from full precision; if both casts give equal
-codes, it is cast once. Its casts are one CastRequest, so that one kernel can read the tensor once and write all of
-them, unless their delayed scaling differs.
+A tensor that is an operand of two matmuls is cast for each of them, from full precision or, if `requantized`, from the
+operand of fwd; if both casts give equal codes, it is cast once. Its casts are one CastRequest, so that one kernel can
+read the tensor once and write all of them, unless their delayed scaling differs.
 """
 
 import dataclasses

@@ -11,8 +11,9 @@ recipe does not cast it), masks of unclipped elements for straight-through gradi
 scaling, the group sizes and the key; under mean subtraction (see `means`) also the mean of x if wgrad has a term of
 means, and w itself if dgrad has one.
 
-Both casts of a tensor start from the full-precision tensor; equal casts are computed once. The gradient of the `state`
-of delayed scaling is the next state (see `scaledot.state`). A `TrainOp` casts and multiplies the operands.
+Both casts of a tensor start from the full-precision tensor, unless the recipe says `requantized` (from the operand of
+fwd) or `subtract_mean`; equal casts are computed once. The gradient of the `state` of delayed scaling is the next state
+(see `scaledot.state`). A `TrainOp` casts and multiplies the operands.
 """
 
 import functools

@@ -20,7 +20,7 @@ E4M3 = FORMATS["fp8_e4m3"]
 NAN_SCALE = np.uint32(0x7F)  # a code of E4M3
 SECOND_ELEMENT = np.uint32(0x80)  # the sign bit of a stored scale: its codes are of the second element
 LARGEST_CODE = {grid.element: grid.largest_code for grid in FORMATS["if4"].grid_formats}
-ERROR_UNIT = np.float32(2.0 ** fraction_bits(BLOCK))  # errors of a search are integers in units of 1 / ERROR_UNIT
+ERROR_STEPS = np.float32(2.0 ** fraction_bits(BLOCK))  # per unit of a code: errors of a search are integers
 TWO_23 = np.float32(2.0**23)  # float32 numbers from here to 2^24 are integers
 # Adding it rounds a float32 below 2^22 to an integer, which is then the difference of the bits.
 ROUNDER = np.float32(1.5 * 2.0**23)
@@ -65,27 +65,27 @@ def entry(values: tuple[float, ...], i) -> Any:
 
 
 def error_of(magnitude: jax.Array, element: str, saturates: bool) -> jax.Array:
-    """Returns rounding errors of scaled magnitudes, as float32 integers: multiples of 1 / ERROR_UNIT of a code.
+    """Returns rounding errors of scaled magnitudes, as float32 integers: multiples of 1 / ERROR_STEPS of a code.
 
     Their squares equal `numerics.scale_search.squared_error`; their signs may differ. saturates: whether a magnitude
-    may exceed the largest code. With all numbers in units of 1 / ERROR_UNIT:
+    may exceed the largest code. With all numbers in units of 1 / ERROR_STEPS:
 
         x = magnitude + 2^23    is rounded to an integer, because float32 numbers in [2^23, 2^24) are integers
         c - (c - x)             is x, rounded to a multiple of the ulp of c - x
 
     c is chosen so that this ulp is the step between codes. For int4 it is a constant. For E2M1, whose steps double with
-    the binade, it is 2^23 + (2^22 + 1) * max(magnitude, ERROR_UNIT), Veltkamp's splitting. A tie has the same absolute
+    the binade, it is 2^23 + (2^22 + 1) * max(magnitude, ERROR_STEPS), Veltkamp's splitting. A tie has the same absolute
     error in either direction.
     """
-    x = magnitude * ERROR_UNIT + TWO_23
+    x = magnitude * ERROR_STEPS + TWO_23
     if element == "int4":
-        c = np.float32(1.5) * ERROR_UNIT * TWO_23
+        c = np.float32(1.5) * ERROR_STEPS * TWO_23
     else:
-        splitter = np.float32(2.0**22 + 1) * ERROR_UNIT
+        splitter = np.float32(2.0**22 + 1) * ERROR_STEPS
         c = jnp.maximum(magnitude * splitter + TWO_23, splitter + TWO_23)
     rounded = c - (c - x)
     if saturates:
-        rounded = jnp.minimum(rounded, np.float32(LARGEST_CODE[element]) * ERROR_UNIT + TWO_23)
+        rounded = jnp.minimum(rounded, np.float32(LARGEST_CODE[element]) * ERROR_STEPS + TWO_23)
     return x - rounded
 
 
