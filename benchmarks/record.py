@@ -1,6 +1,7 @@
 """The environment of a benchmark run, and its JSON file."""
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +23,14 @@ def environment() -> dict:
         "python": platform.python_version(),
         **{package: version(package) for package in _PACKAGES},
     }
+
+
+def source() -> str:
+    """Returns 16 hexadecimal digits of the SHA-256 of the library's Python files, which its version does not tell."""
+    package = Path(scaledot.__file__).parent
+    files = sorted(path for path in package.rglob("*.py"))
+    contents = (f"{path.relative_to(package)}\n".encode() + path.read_bytes() for path in files)
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def write(name: str, record: dict) -> str:

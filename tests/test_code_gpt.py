@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -36,7 +37,7 @@ def standard_promotion_in_all_threads():
         jax.config.update(name, value)
 
 
-GROUP = results.Group("config", "corpus", "cpu")
+GROUP = results.Group("config", "corpus", "cpu", "0.11.2")
 
 
 def write_sources(folder, count: int = 300) -> dict[str, bytes]:
@@ -149,12 +150,102 @@ def test_names_of_rows_are_unique_and_their_runs_differ():
     assert len({row.name for row in rows.ROWS}) == len({row.digest(Config()) for row in rows.ROWS}) == len(rows.ROWS)
 
 
-def test_ablations_quantise_the_matmuls_they_are_named_for():
-    casts = {row.name: row.phases(TINY)[0][1][0] for row in rows.ROWS if row.name.startswith("nvfp4, ")}
-    of = {name: {matmul for matmul, _, _ in recipe.casts()} for name, recipe in casts.items()}
-    assert of["nvfp4, forward only"] == {"fwd"}
-    assert of["nvfp4, backward only"] == {"dgrad", "wgrad"}
-    assert {cast.block_2d for _, _, cast in casts["nvfp4, 1x16 weights"].casts()} == {(1, 16)}
+FORWARD, BACKWARD = ("fwd.x", "fwd.w"), ("dgrad.g", "dgrad.w", "wgrad.x", "wgrad.g")
+X, W, G = ("fwd.x", "wgrad.x"), ("fwd.w", "dgrad.w"), ("dgrad.g", "wgrad.g")
+SEARCH = dict.fromkeys(("search", "scale_max"), FORWARD)
+EDEN = dict.fromkeys(("rounding", "rotation", "target", "scale_max"), BACKWARD)
+GRIDS = {"element": FORWARD + BACKWARD, "target": BACKWARD, "grids": FORWARD + BACKWARD}
+CHANGES: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {  # what differs, field by field, and in which operands
+    ("nvfp4", "nvfp4, forward only"): {"cast": BACKWARD},
+    ("nvfp4", "nvfp4, backward only"): {"cast": FORWARD},
+    ("nvfp4", "nvfp4, 1x16 weights"): {"block": W},
+    ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward"): SEARCH,
+    ("nvfp4", "nvfp4, MS-EDEN backward"): {**EDEN, "block": ("dgrad.w",)},
+    ("nvfp4", "nvfp4_four_over_six"): {"search": (*FORWARD, "dgrad.w")},
+    ("nvfp4", "averis"): {"subtract_mean": X + G},
+    ("nvfp4", "nvfp4, last block mxfp8"): {},
+    ("nvfp4", "nvfp4, bf16 from 80 %"): {},
+    ("nvfp4, last block mxfp8", "nvfp4_plus, last block mxfp8"): {
+        **EDEN,
+        "scale_max": FORWARD + BACKWARD,
+        "search": FORWARD,
+        "block": W,
+        "subtract_mean": X,
+    },
+    ("nvfp4, 1x16 weights, searched forward", "nvfp4_plus, no mean"): EDEN,
+    ("nvfp4_plus, no mean", "nvfp4_plus"): {"subtract_mean": X},
+    ("nvfp4_plus, no mean", "nvfp4_plus, means of x and g"): {"subtract_mean": X + G},
+    ("nvfp4_plus, no mean", "nvfp4_plus, no mean, requantised"): {"requantized": ("dgrad.w", "wgrad.x")},
+    ("nvfp4_plus, no mean", "nvfp4_plus, no mean, forward only"): {"cast": BACKWARD},
+    ("nvfp4_plus, no mean", "nvfp4_plus, no mean, backward only"): {"cast": FORWARD},
+    ("nvfp4_plus, no mean", "nvfp4_plus, no mean, last block mxfp8"): {},
+    ("nvfp4_plus", "nvfp4_plus, no search forward"): SEARCH,
+    ("nvfp4_plus", "nvfp4_plus, searched backward"): dict.fromkeys(("search", "target"), BACKWARD),
+    ("nvfp4_plus", "nvfp4_plus, forward only"): {"cast": BACKWARD},
+    ("nvfp4_plus", "nvfp4_plus, only x of fwd"): {"cast": ("fwd.w", *BACKWARD)},
+    ("nvfp4_plus", "nvfp4_plus, only w of fwd"): {"cast": ("fwd.x", *BACKWARD)},
+    ("nvfp4_plus", "nvfp4_plus, last block mxfp8"): {},
+    ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %"): {},
+    ("nvfp4_plus", "nvint4_plus"): {"element": FORWARD + BACKWARD, "target": BACKWARD},
+    ("nvint4_plus", "nvint4_plus, rotated forward"): {"rotation": FORWARD},
+    ("nvfp4_plus", "if4"): GRIDS,
+    ("nvfp4_plus, no mean", "if4, no mean"): GRIDS,
+    ("if4, no mean", "if4"): {"subtract_mean": X},
+    ("if4", "if4, last block mxfp8"): {},
+}
+CHANGES["nvfp4, bf16 from 80 %", "nvfp4_plus, bf16 from 80 %"] = CHANGES[
+    "nvfp4, last block mxfp8", "nvfp4_plus, last block mxfp8"
+]
+
+
+def fields_of(row: rows.Row) -> dict[str, dict[str, object]]:
+    """The fields of the casts of the first block, with those of their formats, by operand."""
+
+    def fields(cast):
+        own = {field.name: getattr(cast, field.name) for field in dataclasses.fields(cast)}
+        return {**own, **{field.name: getattr(cast.format, field.name) for field in dataclasses.fields(cast.format)}}
+
+    casts = row.phases(Config())[0][1][0].casts()
+    return {f"{matmul}.{tensor}": fields(cast) | {"block": cast.block_2d} for matmul, tensor, cast in casts}
+
+
+@pytest.mark.parametrize(("name", "changed"), [comparison[:2] for comparison in page.COMPARISONS])
+def test_compared_rows_differ_in_what_the_page_says(name, changed):
+    by_name = {row.name: row for row in rows.ROWS}
+    casts, others = fields_of(by_name[name]), fields_of(by_name[changed])
+    differing: dict[str, set[str]] = {}
+    for operand in casts.keys() | others.keys():
+        if operand not in casts or operand not in others:
+            differing.setdefault("cast", set()).add(operand)
+            continue
+        for field in casts[operand].keys() - {"format", "name"}:
+            if casts[operand][field] != others[operand][field]:
+                differing.setdefault(field, set()).add(operand)
+    assert differing == {field: set(operands) for field, operands in CHANGES[name, changed].items()}
+
+
+@pytest.mark.parametrize(("row", "last"), [(row.name, row.last) for row in rows.ROWS if row.last])
+def test_rows_named_for_their_last_block_train_it_under_that_recipe(row, last):
+    (chosen,) = rows.selected(row)
+    *others, final = chosen.phases(Config())[0][1]
+    assert (final, last in row) == (MXFP8, True)
+    assert MXFP8 not in others
+
+
+TRAINED = {run["row"] for run in results.Results(RESULTS / page.FILE).runs()}
+EVERY_ROW = [  # rows with results can be trained, up to later changes
+    pytest.param(row, id=row.name, marks=pytest.mark.exhaustive if row.name in TRAINED else ()) for row in rows.ROWS
+]
+
+
+@pytest.mark.parametrize("row", EVERY_ROW)
+def test_the_gradient_of_every_row_traces(row):
+    config = dataclasses.replace(TINY, blocks=1)
+    for _, recipes in row.phases(config):
+        loss = functools.partial(model.loss, recipes=recipes, config=config)
+        params, _ = training.abstract_state(config)
+        windows = jax.ShapeDtypeStruct((config.batch, config.tokens + 1), jnp.uint8)
+        jax.eval_shape(jax.grad(loss), params, windows, jax.random.key(0))
 
 
 LOSSES = {
@@ -202,6 +293,36 @@ def test_the_page_is_generated_from_the_results():
     assert page.FIGURE.stat().st_size > 10_000
 
 
+def copied_results(tmp_path, change) -> results.Results:
+    """The results of the page, with `change` applied to every run of its comparison."""
+    contents = json.loads((RESULTS / page.FILE).read_text())
+    group = page.main_group(results.Results(RESULTS / page.FILE))
+    for run in contents["runs"]:
+        if results.Group.of(run) == group:
+            change(run)
+    path = tmp_path / page.FILE
+    path.write_text(json.dumps(contents))
+    return results.Results(path)
+
+
+def test_a_page_is_not_generated_from_losses_that_contradict_its_words(tmp_path):
+    def raise_losses(run):
+        if run["row"] == "averis":
+            run["held_out"] = {fraction: loss + 0.01 for fraction, loss in run["held_out"].items()}
+
+    with pytest.raises(ValueError, match=r"'averis', \+0.0090, exceeds the noise"):
+        page.text(copied_results(tmp_path, raise_losses))
+
+
+def test_a_page_is_not_generated_from_runs_that_start_from_different_parameters(tmp_path):
+    def change_start(run):
+        if (run["row"], run["seed"]) == ("if4", 1):
+            run["start"] = "other"
+
+    with pytest.raises(ValueError, match="runs of seed 1 start from different parameters"):
+        page.text(copied_results(tmp_path, change_start))
+
+
 def test_the_command_of_the_page_trains_the_rows_of_its_table():
     file = results.Results(RESULTS / page.FILE)
     runs = command.current_runs(file, page.main_group(file))
@@ -233,7 +354,8 @@ def test_the_table_says_where_a_second_seed_is_needed():
 
 
 def run_of(row: str, seed: int, recipe: str = "r", **changes):
-    group = dataclasses.asdict(GROUP)
+    group = {"config": GROUP.config, "corpus": GROUP.corpus, "device": GROUP.device}
+    group["environment"] = {"jax": GROUP.jax}
     times = {"run_s": 10.0, "compile_s": 5.0, "held_out": {"1": 1.0}}
     return {"row": row, "seed": seed, "recipe": recipe, **group, **times, **changes}
 
@@ -243,11 +365,12 @@ def test_runs_accumulate_and_those_of_other_groups_are_kept_apart(tmp_path):
     assert file.runs() == []
     file.add(run_of("a", 0), configs={"config": {"steps": 4}})
     file.add(run_of("a", 1, config="other"), configs={"other": {"steps": 8}})
+    file.add(newer := run_of("a", 0, environment={"jax": "0.12"}))
     reread = results.Results(file.path)
-    assert reread.runs() == [run_of("a", 0), run_of("a", 1, config="other")]
+    assert reread.runs() == [run_of("a", 0), run_of("a", 1, config="other"), newer]
     assert reread.read()["configs"] == {"config": {"steps": 4}, "other": {"steps": 8}}
     assert reread.seeds(GROUP, "a", "r") == {0}
-    assert len(reread.groups()) == 2
+    assert len(reread.groups()) == 3
 
 
 def test_a_kill_while_writing_leaves_the_earlier_runs(tmp_path, monkeypatch):

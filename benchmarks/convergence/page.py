@@ -32,10 +32,9 @@ TEXT = """# Does it train?
 
 Three tests that separate good recipes from bad ones. The first was run by `python -m benchmarks.convergence --seeds
 {seeds}` on {device} with jax {jax}, {date}: [{results}](../../benchmarks/results/{results}). The other two show effects
-that the loss curve of a short run does not. They cast small arrays, on which all devices compute the same bits, and
-were run by `python -m benchmarks.convergence --tests bias stall` on a CPU with jax {cast_jax}, {cast_date}:
-[{casts}](../../benchmarks/results/{casts}). Recipes with finer differences are compared on another page,
-[Which four bits?](four-bit-training.md)
+that the loss curve of a short run does not. They cast small arrays and were run by `python -m benchmarks.convergence
+--tests bias stall` on a CPU with jax {cast_jax}, {cast_date}: [{casts}](../../benchmarks/results/{casts}). Recipes with
+finer differences are compared on another page, [Which four bits?](four-bit-training.md)
 
 ## A tiny GPT on a source of known entropy
 
@@ -54,7 +53,8 @@ two rows that a recipe without scaling is detected. Most ablations of NVFP4's re
 {relations}
 
 In such a short run, the effects of stochastic rounding, the Hadamard transform, four-over-six and the shape of weight
-blocks are little larger than the standard error. That of leaving the last block in float32 is larger. In the row
+blocks on `nvfp4` are at most twice the standard error of the paired differences. That of leaving the last block in
+float32 is larger. In the row
 "nvfp4, guarded" the amax of a block is mapped to 16/17 of the element maximum, so that no element saturates when the
 block scale is rounded down. "mxfp4" is NVFP4's recipe with MXFP4 casts, under the scale rule `ceil`; "nvfp4, no tensor
 scale" has block scales only, and "fp8, no scaling" casts to E4M3 with scale 1.
@@ -82,10 +82,10 @@ recipe has a guard: `nvfp4` is the recipe of NVIDIA's
 [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149), as in TransformerEngine.
 
 MS-EDEN (`nvfp4_eden` and `if4_eden`, the backward casts of `quartet_ii`, `nvfp4_plus` and `if4`) rounds codes to
-nearest and corrects the block scales. It is unbiased on normal and Student-t3 numbers, and the error of a single draw
-is smaller than that of stochastic rounding. A group with one dominant element is rotated to elements of nearly equal
-magnitude by every choice of signs, so that nothing averages its error out; stochastic rounding to NVFP4 without a
-rotation is biased there, too.
+nearest and corrects the block scales. It is unbiased on normal and Student-t3 numbers, and there the error of a single
+draw is smaller than that of stochastic rounding. A group with one dominant element is rotated to elements of nearly
+equal magnitude by every choice of signs, so that nothing averages its error out. Stochastic rounding to NVFP4 without a
+rotation is as biased there; with hadamard16, as in `nvfp4`'s wgrad, it hardly is.
 
 ## Stall probe
 

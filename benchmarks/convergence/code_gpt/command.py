@@ -108,7 +108,8 @@ def command_of(options: argparse.Namespace) -> str:
 def environment(processes: int) -> dict:
     """processes: that train on the device at the same time, which each run takes longer for."""
     versions = {package: record.version(package) for package in PACKAGES}
-    return {**record.environment(), **versions, "device": jax.devices()[0].device_kind, "processes": processes}
+    device = jax.devices()[0].device_kind
+    return {**record.environment(), **versions, "source": record.source(), "device": device, "processes": processes}
 
 
 def run(options: argparse.Namespace, results: Results, deadline: Deadline) -> list[str]:
@@ -187,7 +188,7 @@ def report(results: Results) -> str:
 def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> str:
     config, runs = Config(**configs[group.config]), current_runs(results, group)
     losses, outdated = losses_of(runs), len(results.runs(group)) - len(runs)
-    about = f"{group.device}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
+    about = f"{group.device}, jax {group.jax}, config {group.config} ({config.steps} steps), corpus {group.corpus[:16]}"
     note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
     if seeds := unequal_starts(runs):
         note += f"\nnot all runs of seed {', '.join(map(str, seeds))} start from the same parameters: gaps vary more"

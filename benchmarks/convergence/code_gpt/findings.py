@@ -3,39 +3,46 @@
 import textwrap
 
 from benchmarks.convergence.code_gpt import statistics
-from benchmarks.convergence.code_gpt.rows import ROWS
-from benchmarks.convergence.code_gpt.statistics import Losses, gap_text, ratio_text
+from benchmarks.convergence.code_gpt.rows import REFERENCE, ROWS
+from benchmarks.convergence.code_gpt.statistics import Difference, Losses, gap_text, ratio_text
 
 # Placeholders are the keys of RATIOS, GAPS, CHANGES, WEIGHTS and WEIGHT_CHANGES, with their prefix.
 FINDINGS = (
-    """`nvfp4_plus` has {ratio_plus} times the gap of `nvfp4`, and `if4` {ratio_if4} times, which these seeds do not
-    tell apart ({change_grid}). `quartet_ii` has {ratio_quartet} times, and `mxfp8`, with nearly twice the bits,
-    {ratio_mxfp8} times.""",
+    """`nvfp4_plus` has {ratio_plus} times the gap of `nvfp4`, and `if4` {ratio_if4} times; the difference of the two
+    ({change_grid}) cannot be distinguished from noise with these seeds. `quartet_ii` has {ratio_quartet} times, and
+    `mxfp8`, with nearly twice the bits, {ratio_mxfp8} times.""",
     """Most of the gap is due to fwd. With only fwd quantised, `nvfp4` has a gap of {gap_forward} and `nvfp4_plus` of
     {gap_forward_plus}; with only dgrad and wgrad, `nvfp4` has {gap_backward} and `nvfp4_plus` without means
     {gap_backward_plus}. With only x of fwd quantised, `nvfp4_plus` has a gap of {gap_x}, with only w {gap_w}: gaps of
     parts do not add up.""",
-    """Two parts of fwd probably reduce the gap of `nvfp4_plus`: without the scale search it changes by
-    {change_unsearched}, just above the noise, and the mean of x changes it by {change_mean}.""",
-    """In one seed each, these make no difference that could be told from noise: the mean of g in addition to that of x
+    """The parts of `nvfp4_plus` with the largest effects are two of its fwd: without the scale search its gap changes
+    by {change_unsearched}, and the mean of x changes it by {change_mean}. Neither alone is significant with these
+    seeds; all parts together are.""",
+    """In one seed each, these differences cannot be distinguished from noise: the mean of g in addition to that of x
     ({change_mean_g}), 1×16 blocks of weights alone ({change_blocks}), on top of `nvfp4` both means (`averis`,
     {change_averis}) or block scales that map the amax to 4 or 6, whichever has the smaller error
     (`nvfp4_four_over_six`, {change_four_over_six}), 4-bit integers instead of E2M1 (`nvint4_plus`, {change_int}), and a
     rotation in its fwd ({change_rotated}).""",
-    """Nor does any change of the backward pass: MS-EDEN instead of stochastic rounding {change_eden} for `nvfp4`,
+    """Nor can any change of the backward pass: MS-EDEN instead of stochastic rounding {change_eden} for `nvfp4`,
     {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in dgrad and wgrad
     {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}. MS-EDEN is chosen
-    because it is unbiased with less noise ([bias and stalls](convergence.md)).""",
+    because it is unbiased with less noise, except for groups with one dominant element
+    ([bias and stalls](convergence.md)).""",
     """Higher precision in the last block changes the gap of `nvfp4` by {change_last_nvfp4} and that of `nvfp4_plus` by
-    {change_last}, to {ratio_last} times the gap of `nvfp4`. With the last block in mxfp8, `if4` has {ratio_last_if4}
-    times the gap of `nvfp4`.""",
+    {change_last}, to {ratio_last} times the gap that `nvfp4` has without it; if both have it, `nvfp4_plus` differs from
+    `nvfp4` by {change_plus_last}. With the last block in mxfp8, `if4` has {ratio_last_if4} times the gap of
+    `nvfp4`.""",
     """With the last fifth of the run in bf16, the gap of `nvfp4` changes by {change_switch_nvfp4} and that of
-    `nvfp4_plus` by {change_switch}, to {ratio_switch} times the gap of `nvfp4`. Part of this is the evaluation, which
-    is then in bf16 as well: compared with `nvfp4_plus` evaluated in bf16, the change is {weight_change_switch}.""",
+    `nvfp4_plus` by {change_switch}, to {ratio_switch} times the gap that `nvfp4` has without it; if both end in bf16,
+    their difference, {change_plus_switch}, cannot be distinguished from noise.""",
     """Part of a gap is the quantisation error of the evaluation. Evaluated in bf16, the weights of `quartet_ii` have a
     gap of {weights_quartet} and those of `nvfp4_plus` of {weights_plus}: the smaller gap of `nvfp4_plus` comes from its
-    more accurate forward pass, from which deployment benefits only if inference quantises x in the same way.""",
+    more accurate forward pass, from which deployment benefits only if inference also subtracts the mean of x and
+    multiplies it by unquantised weights. The weights of `nvfp4_plus` gain little from a last block in mxfp8
+    ({weight_change_last}) or a last fifth in bf16 ({weight_change_switch}).""",
 )
+UNEVALUATED = """The weights of `nvfp4` were not evaluated in bf16: how much of the ratio of `nvfp4_plus` is due to
+better weights is not known."""
 RATIOS = {
     "plus": "nvfp4_plus",
     "if4": "if4",
@@ -71,15 +78,28 @@ CHANGES = {  # the second row's gap minus the first one's
     "switch": ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %"),
     "last_nvfp4": ("nvfp4", "nvfp4, last block mxfp8"),
     "last": ("nvfp4_plus", "nvfp4_plus, last block mxfp8"),
+    "plus_last": ("nvfp4, last block mxfp8", "nvfp4_plus, last block mxfp8"),
+    "plus_switch": ("nvfp4, bf16 from 80 %", "nvfp4_plus, bf16 from 80 %"),
 }
+# Differences that FINDINGS says are within the noise, and those of them of which it says "in one seed each".
+ONE_SEED = ("mean_g", "blocks", "averis", "four_over_six", "int", "rotated")
+WITHIN_NOISE = (*ONE_SEED, "eden", "eden_searched", "searched_backward", "requantised", "grid", "plus_switch")
 # Of the weights, evaluated in bf16.
 WEIGHTS = {"quartet": "quartet_ii", "plus": "nvfp4_plus"}
-WEIGHT_CHANGES = {"switch": ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %")}
-UNTRAINED = "Rows that are defined, but were not trained: {}."
+WEIGHT_CHANGES = {
+    "last": ("nvfp4_plus", "nvfp4_plus, last block mxfp8"),
+    "switch": ("nvfp4_plus", "nvfp4_plus, bf16 from 80 %"),
+}
+UNTRAINED = "Rows that are defined, but were not trained after shared steps: {}."
 
 
-def text(losses: Losses, in_bf16: Losses) -> str:
-    """Returns the findings as a list in Markdown. in_bf16: losses of the same weights, evaluated in bf16."""
+def text(losses: Losses, in_bf16: Losses, noise: float) -> str:
+    """Returns the findings as a list in Markdown; raises ValueError if the losses contradict them.
+
+    in_bf16: losses of the same weights, evaluated in bf16. noise: a difference over one seed is within the noise below
+    it.
+    """
+    _check(losses, noise)
     rows, weights = ({row.row: row for row in statistics.summaries(each)} for each in (losses, in_bf16))
     values = {f"ratio_{key}": _with_seeds(ratio_text(rows[row].ratio), rows[row].seeds) for key, row in RATIOS.items()}
     values |= {f"gap_{key}": _with_seeds(gap_text(rows[row].gap), rows[row].seeds) for key, row in GAPS.items()}
@@ -88,16 +108,32 @@ def text(losses: Losses, in_bf16: Losses) -> str:
     }
     values |= {f"change_{key}": _change(losses, *pair) for key, pair in CHANGES.items()}
     values |= {f"weight_change_{key}": _change(in_bf16, *pair) for key, pair in WEIGHT_CHANGES.items()}
-    findings = [" ".join(finding.split()).format(**values) for finding in FINDINGS]
+    findings = [finding.format(**values) for finding in FINDINGS]
+    findings += [] if REFERENCE in weights else [UNEVALUATED]
     if untrained := [f"`{row.name}`" for row in ROWS if row.name not in rows]:
         findings.append(UNTRAINED.format(", ".join(untrained)))
-    return "\n".join(textwrap.fill(f"* {finding}", 120, subsequent_indent="  ") for finding in findings)
+    return "\n".join(textwrap.fill(" ".join(f"* {each}".split()), 120, subsequent_indent="  ") for each in findings)
 
 
-def _change(losses: Losses, row: str, changed: str) -> str:
+def _check(losses: Losses, noise: float) -> None:
+    """Raises ValueError if the words of FINDINGS are not those of these losses."""
+    for key in WITHIN_NOISE:
+        found = _difference(losses, *CHANGES[key])
+        if key in ONE_SEED and found.seeds > 1:
+            raise ValueError(f"{key!r} has {found.seeds} seeds: reword 'In one seed each' of FINDINGS")
+        if not statistics.is_within_noise(found, noise):
+            raise ValueError(f"{key!r}, {gap_text(found.difference)}, exceeds the noise: reword FINDINGS")
+
+
+def _difference(losses: Losses, row: str, changed: str) -> Difference:
     found = statistics.difference(losses, row, changed)
     if found is None:
         raise ValueError(f"{row!r} and {changed!r} were not trained with the same seed")
+    return found
+
+
+def _change(losses: Losses, row: str, changed: str) -> str:
+    found = _difference(losses, row, changed)
     return _with_seeds(gap_text(found.difference), found.seeds)
 
 

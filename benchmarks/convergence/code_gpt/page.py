@@ -10,12 +10,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.convergence.code_gpt import findings, statistics
-from benchmarks.convergence.code_gpt.command import current_runs, losses_of
+from benchmarks.convergence.code_gpt.command import current_runs, losses_of, unequal_starts
 from benchmarks.convergence.code_gpt.config import Config
 from benchmarks.convergence.code_gpt.results import Group, Results, Run, final_loss, final_loss_in_bf16, last_losses
 from benchmarks.convergence.code_gpt.rows import BASELINE
 from benchmarks.convergence.code_gpt.statistics import Losses, Summary, gap_text, ratio_text
 from benchmarks.record import RESULTS
+from scaledot.numerics.scale_search import OFFSETS
 
 DOCS = RESULTS.parent.parent / "docs"
 PAGE, FIGURE = DOCS / "notes" / "four-bit-training.md", DOCS / "images" / "four-bit-training.png"
@@ -42,9 +43,10 @@ batches from there: the gap to bf16 is the mean over seeds of the difference of 
 the mean over {last} evaluations in its last tenth, with the quantised forward pass: a gap is due to both worse weights
 and the quantisation error of the evaluation. Where a recipe subtracts means, they are over all tokens of a batch, later
 ones included, in the evaluation as well. The last column is the gap with all weights evaluated in bf16; it is empty for
-runs that were made before it was computed. Losses and gaps are means over the seeds of a row, ratios and t over those
+earlier runs, which did not compute it. Losses and gaps are means over the seeds of a row, ratios and t over those
 that both rows have: compare rows with different seeds by their ratios. ± is the standard error over seeds, which two
-seeds may underestimate by far.{noise}{from_scratch}
+seeds may underestimate by far. `unquantised` is a control: the layer of this library without casts.{noise}
+{from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
 
@@ -60,13 +62,16 @@ SHA-256 `{sha256}`.
 
 {table}
 
-t is the t statistic of the paired difference to nvfp4, with seeds - 1 degrees of freedom.
+t is the t statistic of the paired difference to nvfp4, with seeds - 1 degrees of freedom: p < 0.05 needs |t| >
+{t_of_three} with three seeds, {t_of_two} with two.
 
 ## What each part does
 
 Each line compares two rows over the seeds that both were trained with. Gaps are in nats; a negative difference means
-that the change helps. Searched casts and MS-EDEN also limit block scales to 256 instead of 448, as a part of the
-change; MS-EDEN needs 1×16 blocks and a rotation of 128 for all operands of dgrad and wgrad.
+that the change helps. Casts with `search="scales"`, those of `quartet_ii` and MS-EDEN also limit block scales to 256
+instead of 448, as a part of the change; MS-EDEN needs 1×16 blocks and a rotation of 128 for all operands of dgrad and
+wgrad. `nvfp4_four_over_six` keeps the limit of 448, and blocks of 16×16 for w, whose signal-to-noise ratio on normal
+data its search increases by 0.01 dB.
 
 {parts}
 
@@ -78,27 +83,30 @@ change; MS-EDEN needs 1×16 blocks and a rotation of 128 for all operands of dgr
 
 `nvfp4_plus` changes NVIDIA's `nvfp4` in four ways:
 
-* x is quantised after its mean over tokens is subtracted; the mean is multiplied by w in float32 and added to y, and
-  its term is added to dw;
-* in fwd, block scales have the least squared error (`search="scales"`), in 1×16 blocks of x and of w;
+* x is quantised after its mean over tokens is subtracted; the mean is multiplied by the unquantised w in float32 and
+  added to y, and its term is added to dw;
+* in fwd, each 1×16 block of x and of w has the one of {scales} E4M3 scales whose squared error is least
+  (`search="scales"`);
 * in dgrad and wgrad, both operands are multiplied by a random Hadamard matrix in groups of 128 along the contracting
   dim, with signs drawn anew in each step, and then cast by MS-EDEN, whose block amax maps to 6.07;
 * block scales are at most 256 of E4M3's 448 before a search or a correction increases them, as in Quartet II.
 
-All of its operands are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same recipe in the
-format `if4`, whose blocks are E2M1 or 4-bit integers, whichever is closer, and whose block amax maps to the largest
-code; no tensor core multiplies it. The row `nvint4_plus` is the same recipe with 4-bit integers, the format `nvint4`;
-it has no name in RECIPES.
+The operands of its three matmuls are NVFP4: E2M1 codes, E4M3 block scales and one tensor scale. `if4` is the same
+recipe in the format `if4`, after arXiv 2603.28765: a block is E2M1 or 4-bit integers, whichever is closer, by the sign
+bit of its scale, which maps the block amax to the largest code. No tensor core multiplies it. The row `nvint4_plus` is
+the same recipe with 4-bit integers, the format `nvint4`; it has no name in RECIPES.
 
 All three, and `quartet_ii`, compute the tensor scale of rotated operands from a bound of their amax, the amax before
 the rotation times √128; Quartet II as published does from the amax itself.
 """
 NOISE = """ Rows with one
-seed have none: differences below about {twice:.4f} nats, twice the largest standard deviation of a gap over seeds, mean
-nothing there."""
+seed have none: differences below about {noise:.4f} nats, twice the largest standard deviation over seeds of a
+difference between two rows, cannot be distinguished from noise there. With so few seeds this is a rough guide."""
 FROM_SCRATCH = """
-For runs that were quantised from the first step, the standard deviation of a gap over seeds was up to {scratch:.3f}
-nats (earlier runs in the same file): differences that arise while the loss falls steeply remain to the end of a run."""
+Earlier runs in the same file were quantised from the first step. There, the standard deviation of a gap over seeds was
+up to {scratch:.3f} nats, because differences that arise while the loss falls steeply remain to the end of a run:
+`{row}` had {ratio} times the gap of `nvfp4`, over {seeds} seeds."""
+SCRATCH_ROW = "nvfp4_plus, no mean"  # whose result from scratch the page states beside the noise
 
 # (row, row with one change, the change)
 COMPARISONS = (
@@ -111,6 +119,8 @@ COMPARISONS = (
     ("nvfp4", "averis", "the means of x and g subtracted"),
     ("nvfp4", "nvfp4, last block mxfp8", "the last block in mxfp8"),
     ("nvfp4", "nvfp4, bf16 from 80 %", "the last fifth of the run in bf16"),
+    ("nvfp4, last block mxfp8", "nvfp4_plus, last block mxfp8", "nvfp4_plus in the other blocks"),
+    ("nvfp4, bf16 from 80 %", "nvfp4_plus, bf16 from 80 %", "nvfp4_plus until then"),
     ("nvfp4, 1x16 weights, searched forward", "nvfp4_plus, no mean", "MS-EDEN for stochastic rounding"),
     ("nvfp4_plus, no mean", "nvfp4_plus", "the mean of x subtracted"),
     ("nvfp4_plus, no mean", "nvfp4_plus, means of x and g", "the means of x and g subtracted"),
@@ -119,7 +129,7 @@ COMPARISONS = (
     ("nvfp4_plus, no mean", "nvfp4_plus, no mean, backward only", "only dgrad and wgrad quantised"),
     ("nvfp4_plus, no mean", "nvfp4_plus, no mean, last block mxfp8", "the last block in mxfp8"),
     ("nvfp4_plus", "nvfp4_plus, no search forward", "no scale search"),
-    ("nvfp4_plus", "nvfp4_plus, searched backward", "a scale search in dgrad and wgrad as well"),
+    ("nvfp4_plus", "nvfp4_plus, searched backward", "a scale search around a target of 6 in dgrad and wgrad as well"),
     ("nvfp4_plus", "nvfp4_plus, forward only", "only fwd quantised"),
     ("nvfp4_plus", "nvfp4_plus, only x of fwd", "only x of fwd quantised"),
     ("nvfp4_plus", "nvfp4_plus, only w of fwd", "only w of fwd quantised"),
@@ -135,10 +145,13 @@ COMPARISONS = (
 
 
 def text(results: Results) -> str:
-    """Returns the page as Markdown, of the group with most runs."""
+    """Returns the page as Markdown, of the group with most runs; raises ValueError if they cannot be compared."""
     contents, group = results.read(), main_group(results)
     config, runs = Config(**contents["configs"][group.config]), current_runs(results, group)
+    if seeds := unequal_starts(runs):
+        raise ValueError(f"runs of seed {', '.join(map(str, seeds))} start from different parameters: train them again")
     corpus, rows = contents["corpora"][group.corpus], statistics.summaries(losses_of(runs))
+    noise = 2 * _largest_deviation(losses_of(runs))
     dates = sorted({run["environment"]["date"][:10] for run in runs})
     text = TEXT.format(
         parameters=config.block_parameters / 1e6,
@@ -150,8 +163,9 @@ def text(results: Results) -> str:
         device=group.device,
         jax=runs[-1]["environment"]["jax"],
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        noise=_noise(rows),
+        noise=NOISE.format(noise=noise),
         from_scratch=_from_scratch(results, contents["configs"]),
+        scales=len(OFFSETS["float4_e2m1fn"]),
         file=results.path.name,
         command=command_of(runs),
         files=corpus["files"],
@@ -160,7 +174,9 @@ def text(results: Results) -> str:
         sha256=corpus["sha256"],
         table=_table(rows, statistics.summaries(losses_of(runs, _loss_in_bf16))),
         parts=_parts(losses_of(runs)),
-        findings=findings.text(losses_of(runs), losses_of(runs, _loss_in_bf16)),
+        t_of_three=f"{statistics.critical_t(3):.1f}",
+        t_of_two=f"{statistics.critical_t(2):.1f}",
+        findings=findings.text(losses_of(runs), losses_of(runs, _loss_in_bf16), noise),
     )
     return "\n\n".join(map(_wrapped, text.split("\n\n"))).rstrip() + "\n"
 
@@ -176,23 +192,23 @@ def main_group(results: Results) -> Group:
     return max(results.groups(), key=lambda group: (configs[group.config]["version"], len(results.runs(group))))
 
 
-def _noise(rows: list[Summary]) -> str:
-    """A sentence on rows with one seed, if other rows have two."""
-    deviation = _largest_deviation(rows)
-    return "" if deviation is None else NOISE.format(twice=2 * deviation)
-
-
 def _from_scratch(results: Results, configs: dict[str, dict[str, Any]]) -> str:
-    """A sentence on the noise of runs without shared steps, if the file has any."""
-    groups = [group for group in results.groups() if configs[group.config]["shared_steps"] == 0]
-    rows = (statistics.summaries(losses_of(current_runs(results, group))) for group in groups)
-    deviations = [deviation for each in rows if (deviation := _largest_deviation(each)) is not None]
-    return FROM_SCRATCH.format(scratch=max(deviations)) if deviations else ""
+    """A sentence on runs without shared steps, if the file has any."""
+    for group in results.groups():
+        losses = losses_of(current_runs(results, group))
+        rows = {row.row: row for row in statistics.summaries(losses)}
+        if configs[group.config]["shared_steps"] == 0 and SCRATCH_ROW in rows:
+            row, scratch = rows[SCRATCH_ROW], _largest_deviation(losses)
+            return FROM_SCRATCH.format(scratch=scratch, row=row.row, ratio=ratio_text(row.ratio), seeds=row.seeds)
+    return ""
 
 
-def _largest_deviation(rows: list[Summary]) -> float | None:
-    """The largest standard deviation of a row's gap over seeds; None without a row of two seeds."""
-    return max((row.deviation for row in rows if row.deviation is not None), default=None)
+def _largest_deviation(losses: Losses) -> float:
+    """The largest standard deviation over seeds of a gap to bf16 or of a comparison; some row must have two seeds."""
+    gaps = (row.deviation for row in statistics.summaries(losses))
+    compared = (statistics.difference(losses, row, changed) for row, changed, _ in COMPARISONS)
+    deviations = [*gaps, *(found.deviation for found in compared if found)]
+    return max(deviation for deviation in deviations if deviation is not None)
 
 
 def command_of(runs: list[Run]) -> str:
@@ -206,7 +222,7 @@ def _loss_in_bf16(run: Run) -> float | None:
 
 
 def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
-    head = "", "seeds", "held-out loss", "gap to bf16, nats", "%", "gap / nvfp4's", "t to nvfp4", "gap, in bf16"
+    head = "", "seeds", "held-out loss", "gap to bf16, nats", "gap, %", "gap / nvfp4's", "t to nvfp4", "gap, in bf16"
     gaps = {row.row: gap_text(row.gap) for row in in_bf16}
     lines = ((*_cells(row), gaps.get(row.row, "")) for row in rows)
     return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *lines])

@@ -38,21 +38,22 @@ def final_loss_in_bf16(run: Run) -> float | None:
     return statistics.fmean(run["held_out_bf16"].values()) if "held_out_bf16" in run else None
 
 
-def _identity(run: Run) -> tuple[str, ...]:
-    return tuple(str(run[key]) for key in ("config", "corpus", "device", "row", "recipe", "seed"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What runs must share to be compared: hashes of the config and of the corpus, and the kind of device."""
+    """What runs must share to be compared: hashes of the config and of the corpus, device and version of jax."""
 
     config: str
     corpus: str
     device: str
+    jax: str
 
     @classmethod
     def of(cls, run: Run) -> "Group":
-        return cls(run["config"], run["corpus"], run["device"])
+        return cls(run["config"], run["corpus"], run["device"], run["environment"]["jax"])
+
+
+def _identity(run: Run) -> tuple[Any, ...]:
+    return Group.of(run), *(run[key] for key in ("row", "recipe", "seed"))
 
 
 class Results:
@@ -119,15 +120,17 @@ class Session:
 
     @property
     def group(self) -> Group:
-        return Group(self.config.digest(), self.corpus.sha256, self.environment["device"])
+        return Group(self.config.digest(), self.corpus.sha256, self.environment["device"], self.environment["jax"])
 
     def add(self, row: Row, seed: int, outcome: Outcome, compile_s: float, date: str) -> Run:
         """Writes a run, with the date at which it ended, to the file and returns it."""
-        recipe = row.digest(self.config)
+        recipe, group = row.digest(self.config), self.group
         run = {
             "row": row.name,
             "seed": seed,
-            **dataclasses.asdict(self.group),
+            "config": group.config,
+            "corpus": group.corpus,
+            "device": group.device,
             "recipe": recipe,
             "start": outcome.start,
             "held_out": outcome.held_out,

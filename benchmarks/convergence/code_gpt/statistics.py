@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.convergence.code_gpt.rows import BASELINE, REFERENCE
 
 PRECISION = 0.05  # of the reference's gap: the standard error to reach
+CRITICAL_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # by number of seeds
 Losses = Mapping[str, Mapping[int, float]]  # row: seed: loss
 
 
@@ -52,12 +53,16 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The gaps to bf16 of two rows over the seeds that both have, and the second minus the first."""
+    """The gaps to bf16 of two rows over the seeds that both have, and the second minus the first.
+
+    deviation: the standard deviation of the difference over seeds; None with one seed.
+    """
 
     seeds: int
     first: float
     second: float
     difference: Estimate
+    deviation: float | None
 
 
 def difference(losses: Losses, first: str, second: str) -> Difference | None:
@@ -66,7 +71,24 @@ def difference(losses: Losses, first: str, second: str) -> Difference | None:
     if not paired:
         return None
     gap, other = (row - paired[2] for row in paired[:2])
-    return Difference(gap.size, float(gap.mean()), float(other.mean()), Estimate.of(other - gap))
+    differences = other - gap
+    return Difference(
+        gap.size, float(gap.mean()), float(other.mean()), Estimate.of(differences), _deviation(differences)
+    )
+
+
+def is_within_noise(found: Difference, noise: float) -> bool:
+    """Whether a difference is not significant (p > 0.05); over one seed, whether it is below `noise`."""
+    mean, error = abs(found.difference.value), found.difference.error
+    return mean < noise if error is None else mean <= critical_t(found.seeds) * error
+
+
+def critical_t(seeds: int) -> float:
+    """Returns the 97.5 % quantile of Student's t with seeds - 1 degrees of freedom."""
+    try:
+        return CRITICAL_T[seeds]
+    except KeyError:
+        raise ValueError(f"CRITICAL_T has no quantile for {seeds} seeds: add it") from None
 
 
 def summaries(losses: Losses) -> list[Summary]:
@@ -80,7 +102,7 @@ def _summary(row: str, losses: Losses) -> Summary:
     if row != BASELINE and (paired := _paired(own, baseline)):
         gaps = paired[0] - paired[1]
         gap, relative = Estimate.of(gaps), float(100 * gaps.mean() / paired[1].mean())
-        deviation = None if gap.error is None else gap.error * math.sqrt(gaps.size)
+        deviation = _deviation(gaps)
         if of_reference := _paired(reference, baseline):
             more = more_seeds(gaps, float((of_reference[0] - of_reference[1]).mean()))
     if row not in (BASELINE, REFERENCE):
@@ -97,8 +119,14 @@ def _paired(*rows: Mapping[int, float]) -> list[np.ndarray]:
     return [np.array([row[seed] for seed in seeds]) for row in rows] if seeds else []
 
 
+def _deviation(values: np.ndarray) -> float | None:
+    """The standard deviation; None for one value."""
+    return float(values.std(ddof=1)) if values.size > 1 else None
+
+
 def _standard_error(values: np.ndarray) -> float | None:
-    return float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else None
+    deviation = _deviation(values)
+    return None if deviation is None else deviation / math.sqrt(values.size)
 
 
 def ratio_of_means(a: np.ndarray, b: np.ndarray) -> Estimate:
