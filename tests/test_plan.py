@@ -36,7 +36,7 @@ from scaledot.plan.models import MODELS, Model, find_model
 from scaledot.plan.programs import CompiledModule, Job
 from scaledot.plan.rates import RATES, find_rates
 from scaledot.plan.setup import Setup
-from scaledot.recipes import GEMM_OPERANDS
+from scaledot.recipes.casts import GEMM_OPERANDS
 
 pytestmark = pytest.mark.optimized  # collectives depend on XLA's optimization passes
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scaledot import train
-from scaledot.recipes import FP8_DELAYED, GEMM_OPERANDS, Delayed, Gemm, Recipe
+from scaledot.recipes import FP8_DELAYED, Delayed, Gemm, Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 
 KEY = jax.random.key(7)
 PRECISE = {"precision": "highest"}  # tensor cores accumulate FP8 with fewer bits than float32 by default

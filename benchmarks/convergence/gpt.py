@@ -23,7 +23,8 @@ import numpy as np
 import scaledot as sd
 from examples import gpt_linen
 from examples.gpt_training import batches, loss_and_excess
-from scaledot.recipes import GEMM_OPERANDS, MXFP8, NVFP4, RECIPES, Cast, Gemm, Recipe
+from scaledot.recipes import MXFP8, NVFP4, RECIPES, Cast, Gemm, Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 
 CHUNK = 50  # steps per scan
 POINT = 10  # steps averaged per point of a curve

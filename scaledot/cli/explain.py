@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from scaledot.kernels import table
-    from scaledot.recipes import GEMM_OPERANDS
+    from scaledot.recipes.casts import GEMM_OPERANDS
 
     problems = _step_problems(options) if options.recipe else _matmul_problems(options)
     rows = [(role, str(problem), table.verdicts(problem)) for role, problem in problems]

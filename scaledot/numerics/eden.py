@@ -67,7 +67,7 @@ def unsupported(
 
 
 def _largest_element(grid: Format) -> float:
-    """The largest magnitude of an element divided by its block scale."""
+    """How large an element divided by its block scale can be."""
     searched = grid.largest_code + LARGEST_ERROR if grid.search == "scales" else 0.0
     return max(SCALE_ROUNDING * grid.max, searched)
 

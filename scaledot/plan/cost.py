@@ -15,7 +15,8 @@ from scaledot.plan.models import Linear
 from scaledot.plan.programs import CompiledModule
 from scaledot.plan.rates import Rates
 from scaledot.plan.setup import Setup
-from scaledot.recipes import GEMM_OPERANDS, Recipe
+from scaledot.recipes import Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 
 # Bytes of memory traffic per parameter in an Adam update: float32 weight, gradient and two moments are read, and all
 # but the gradient are written.

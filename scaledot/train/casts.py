@@ -26,7 +26,8 @@ from scaledot.ops.casts import run_casts
 from scaledot.ops.quantize import amax
 from scaledot.parallel.types import ONE_DEVICE, Partitioning
 from scaledot.programs import program
-from scaledot.recipes import GEMM_OPERANDS, Cast, Gemm, Recipe
+from scaledot.recipes import Cast, Gemm, Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 from scaledot.state import State
 from scaledot.train.means import reads_mean, token_means
 from scaledot.train.residuals import named

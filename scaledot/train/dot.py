@@ -16,7 +16,8 @@ from scaledot.ops.einsum import two_operands
 from scaledot.ops.operands import contract, float_operand
 from scaledot.parallel.specs import Shardings, shardings_of
 from scaledot.parallel.types import ONE_DEVICE, Partitioning, partitioning_of
-from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
+from scaledot.recipes import Cast, Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 from scaledot.state import State
 from scaledot.train.casts import NonRaggedOp
 from scaledot.train.dot_sharded import ShardedOp, multiply_sharded

@@ -41,7 +41,8 @@ from scaledot.parallel.specs import (
 from scaledot.parallel.transfer_plan import Axes, LabelSharding, spec_of
 from scaledot.parallel.transfers import own_shard
 from scaledot.programs import run_as_program
-from scaledot.recipes import GEMM_OPERANDS, Cast, Recipe
+from scaledot.recipes import Cast, Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 from scaledot.state import State
 from scaledot.train.flatten import FlattenedContraction, Flattening
 from scaledot.train.means import contract_means, token_means

@@ -34,7 +34,8 @@ from scaledot.kernels.operands import Bias, LabeledArray, OuterProduct, align_to
 from scaledot.kernels.spec import accumulation_dtype
 from scaledot.numerics.bits import computed_once, divide
 from scaledot.ops.operands import contract
-from scaledot.recipes import GEMM_OPERANDS, Recipe
+from scaledot.recipes import Recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 from scaledot.train.train_op import MeanTerm, TokenMeans
 
 

@@ -11,17 +11,8 @@ from typing import Any
 from benchmarks.convergence.code_gpt.config import AVERAGED, Config, digest
 from scaledot.formats import FORMATS, row_of
 from scaledot.numerics.hadamard import Hadamard
-from scaledot.recipes import (
-    GEMM_OPERANDS,
-    IF4,
-    NVFP4,
-    NVFP4_PLUS,
-    UNQUANTISED,
-    Cast,
-    Gemm,
-    Recipe,
-    find_recipe,
-)
+from scaledot.recipes import IF4, NVFP4, NVFP4_PLUS, UNQUANTISED, Cast, Gemm, Recipe, find_recipe
+from scaledot.recipes.casts import GEMM_OPERANDS
 
 BASELINE, REFERENCE = "bf16", "nvfp4"  # gaps are differences to the first, and are compared with that of the second
 
