@@ -160,6 +160,8 @@ CHANGES: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {  # what differs, 
     ("nvfp4", "nvfp4, backward only"): {"cast": FORWARD},
     ("nvfp4", "nvfp4, 1x16 weights"): {"block": W},
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward"): SEARCH,
+    ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, nvint4 grid"): {"element": FORWARD + BACKWARD},
+    ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, if4 grid"): dict.fromkeys(("element", "grids"), FORWARD + BACKWARD),
     ("nvfp4", "nvfp4, MS-EDEN backward"): {**EDEN, "block": ("dgrad.w",)},
     ("nvfp4", "nvfp4_four_over_six"): {"search": (*FORWARD, "dgrad.w")},
     ("nvfp4", "averis"): {"subtract_mean": X + G},
@@ -356,7 +358,7 @@ def test_the_table_says_where_a_second_seed_is_needed():
 def run_of(row: str, seed: int, recipe: str = "r", **changes):
     group = {"config": GROUP.config, "corpus": GROUP.corpus, "device": GROUP.device}
     group["environment"] = {"jax": GROUP.jax}
-    times = {"run_s": 10.0, "compile_s": 5.0, "held_out": {"1": 1.0}}
+    times = {"run_s": 10.0, "compile_s": 5.0, "held_out": {"1": 1.0}, "held_out_bf16": {"1": 1.0}}
     return {"row": row, "seed": seed, "recipe": recipe, **group, **times, **changes}
 
 
@@ -401,6 +403,18 @@ def test_runs_that_several_processes_add_at_once_are_all_kept(tmp_path, monkeypa
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda seed: results.Results(tmp_path / "runs.json").add(run_of("a", seed)), range(4)))
     assert sorted(run["seed"] for run in results.Results(tmp_path / "runs.json").runs()) == [0, 1, 2, 3]
+
+
+def test_runs_without_an_evaluation_in_bf16_count_until_they_are_trained_again(tmp_path):
+    file, earlier = results.Results(tmp_path / "runs.json"), run_of("a", 0)
+    del earlier["held_out_bf16"]
+    file.add(earlier)
+    file.add(run_of("b", 0))
+    assert file.runs()[0] == earlier
+    assert file.seeds(GROUP, "a", "r") == set()
+    file.add(run_of("a", 0))
+    assert file.seeds(GROUP, "a", "r") == {0}
+    assert file.runs() == [run_of("b", 0), run_of("a", 0)]
 
 
 def test_a_run_that_another_process_added_is_not_added_again(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.convergence.code_gpt.config import AVERAGED, Config
 from benchmarks.convergence.code_gpt.corpus import Corpus
-from benchmarks.convergence.code_gpt.rows import Row
+from benchmarks.convergence.code_gpt.rows import BASELINE, Row
 from benchmarks.convergence.code_gpt.training import Outcome
 
 Run = dict[str, Any]
@@ -52,6 +52,11 @@ class Group:
         return cls(run["config"], run["corpus"], run["device"], run["environment"]["jax"])
 
 
+def is_complete(run: Run) -> bool:
+    """Whether a run has all losses: those of versions that did not evaluate in bf16 may be trained again."""
+    return run["row"] == BASELINE or "held_out_bf16" in run
+
+
 def _identity(run: Run) -> tuple[Any, ...]:
     return Group.of(run), *(run[key] for key in ("row", "recipe", "seed"))
 
@@ -75,19 +80,23 @@ class Results:
         return list(dict.fromkeys(Group.of(run) for run in self.runs()))
 
     def seeds(self, group: Group, row: str, recipe: str) -> set[int]:
-        """Returns the seeds of finished runs of a row, with casts of the hash `recipe`."""
-        return {run["seed"] for run in self.runs(group) if (run["row"], run["recipe"]) == (row, recipe)}
+        """Returns the seeds of complete runs of a row, with casts of the hash `recipe`."""
+        runs = (run for run in self.runs(group) if (run["row"], run["recipe"]) == (row, recipe))
+        return {run["seed"] for run in runs if is_complete(run)}
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
-        """Appends a run and the entries of `tables` that it refers to, unless the file has the run already."""
+        """Appends a run and the entries of `tables` that it refers to, unless the file has the run already.
+
+        It replaces one that is not complete.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             contents = self.read()
-            if _identity(run) in map(_identity, contents["runs"]):
+            if any(_identity(other) == _identity(run) and is_complete(other) for other in contents["runs"]):
                 return  # another process trained it meanwhile
             for table, entries in tables.items():
                 contents[table] |= entries
-            contents["runs"].append(run)
+            contents["runs"] = [*(other for other in contents["runs"] if _identity(other) != _identity(run)), run]
             self._write(contents)
 
     @contextlib.contextmanager

@@ -124,7 +124,8 @@ def _in_format(recipe: Recipe, format: str, **fields: Any) -> Recipe:
     """The recipe in another format, with the largest code as the target of block amaxes. fields: of its fwd casts."""
 
     def change(matmul: str, tensor: str, cast: Cast) -> Cast:
-        changed = replace(cast.format, name=format, element=FORMATS[format].element, target=None)
+        row = FORMATS[format]
+        changed = replace(cast.format, name=format, element=row.element, grids=row.grids, target=None)
         return replace(cast, format=changed, **(fields if matmul == "fwd" else {}))
 
     return _changed(recipe, format, change)
@@ -164,6 +165,8 @@ ROWS = (
     # Parts alone: nvfp4 with one change.
     Row("nvfp4, 1x16 weights", NVFP4_1X16),
     Row("nvfp4, 1x16 weights, searched forward", NVFP4_SEARCH),
+    Row("nvfp4, 1x16 weights, nvint4 grid", _in_format(NVFP4_1X16, "nvint4")),
+    Row("nvfp4, 1x16 weights, if4 grid", _in_format(NVFP4_1X16, "if4")),
     Row("nvfp4, MS-EDEN backward", NVFP4_EDEN),
     Row("nvfp4, forward only", _only(NVFP4, "forward", *_FORWARD)),
     Row("nvfp4, backward only", _only(NVFP4, "backward", *_BACKWARD)),
