@@ -325,6 +325,17 @@ def test_a_page_is_not_generated_from_runs_that_start_from_different_parameters(
         page.text(copied_results(tmp_path, change_start))
 
 
+def test_the_ratios_of_the_page_on_recipes_are_those_of_the_results():
+    file = results.Results(RESULTS / page.FILE)
+    losses = command.losses_of(command.current_runs(file, page.main_group(file)))
+    ratios = {row.row: statistics.ratio_text(row.ratio) for row in statistics.summaries(losses)}
+    text = (page.DOCS / "howto" / "which-recipe.md").read_text()
+    lines = re.findall(r"^\| `(\w+)`(, last block in `mxfp8`)? \| (\d\.\d\d ± \d\.\d\d) \|", text, re.MULTILINE)
+    assert len(lines) == 4
+    for name, last, ratio in lines:
+        assert ratio == ratios[name + (", last block mxfp8" if last else "")]
+
+
 def test_the_command_of_the_page_trains_the_rows_of_its_table():
     file = results.Results(RESULTS / page.FILE)
     runs = command.current_runs(file, page.main_group(file))
