@@ -26,7 +26,9 @@ from scaledot.numerics.rounding import flushed_float32
 from scaledot.numerics.scale import scale_values
 from scaledot.ops.cast_spec import (
     checked_amax_axes,
+    checked_key,
     checked_multiplier,
+    checked_scales,
     make_cast_spec,
     propagate_nonfinite,
     with_rounding,
@@ -109,20 +111,22 @@ class ResolvedCast:
         multiplier: jax.Array | None = None,
         key: jax.Array | None = None,
         uniform: jax.Array | None = None,
+        *,
+        tensor_scale: jax.Array | None = None,
         amax_axes: tuple[str, ...] = (),
         kernel: KernelChoice = None,
         signs: jax.Array | None = None,
     ) -> ScaledArray:
         """x quantised in a pass of its own, in logical layout.
 
-        uniform: random numbers that replace the key, in the shape of x after it is padded for a rotation. signs: of a
-        rotation that draws them.
+        uniform: random numbers that replace the key, in the shape of x after it is padded for a rotation. tensor_scale:
+        that of a two-level format, if known. signs: of a rotation that draws them.
         """
         spec, rounding = self.spec(x.shape, x.dtype, amax_axes), self.cast.rounding
-        key = None if rounding == "nearest" or uniform is not None else key
-        assert rounding == "nearest" or key is not None or uniform is not None
+        key = None if uniform is not None else checked_key(rounding, key)
         multiplier = checked_multiplier(spec, x, None, multiplier)
-        arguments = CastArguments((key,), (uniform,), multiplier, signs=(signs,))
+        _, tensor_scale = checked_scales(spec, x, None, tensor_scale)
+        arguments = CastArguments((key,), (uniform,), multiplier, tensor_scale=tensor_scale, signs=(signs,))
         output = dataclasses.replace(single_output(spec, rounding), signs=None if signs is None else 0)
         return run_casts(x, (output,), arguments, kernel).arrays[0]
 

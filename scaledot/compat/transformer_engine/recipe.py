@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from scaledot import recipes
 from scaledot.compat.transformer_engine.unsupported import module_getattr
 from scaledot.formats import FORMATS
+from scaledot.numerics.hadamard import Hadamard
 from scaledot.recipes import FP8_CURRENT, FP8_DELAYED, MXFP8, NVFP4, Cast, Delayed, Gemm, find_recipe, of_tensors
 
 _BLOCK = 128
@@ -272,7 +273,7 @@ class NVFP4BlockScaling(Recipe):
         x = Cast(FORMATS["nvfp4"])
         w = x if self.disable_2d_quantization else dataclasses.replace(x, block=(16, 16))
         g = x if self.disable_stochastic_rounding else dataclasses.replace(x, rounding="stochastic")
-        rotation = None if self.disable_rht else recipes.Hadamard()
+        rotation = None if self.disable_rht else Hadamard()
         wgrad = Gemm(*(dataclasses.replace(cast, rotation=rotation) for cast in (x, g)))
         return recipes.Recipe(NVFP4.name, fwd=Gemm(x, w), dgrad=Gemm(g, w), wgrad=wgrad)
 

@@ -234,7 +234,7 @@ class _Casts:
         entry = resolved, is_colwise and cast.rounding == "stochastic"
         if entry not in self.cache:
             key, tensor_scale = self.quantizer.orientation_key(is_colwise), self._tensor_scale(cast)
-            self.cache[entry] = resolved.quantize(self.x, self._multiplier(cast), key, tensor_scale)
+            self.cache[entry] = resolved.quantize(self.x, self._multiplier(cast), key, tensor_scale=tensor_scale)
         return self.cache[entry]
 
     def _multiplier(self, cast: Cast) -> jax.Array | None:
