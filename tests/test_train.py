@@ -382,6 +382,25 @@ def test_vmap_is_a_loop(recipe):
 
 
 @pytest.mark.jax_versions
+def test_weights_of_experts_and_ensembles_have_the_gradients_of_a_loop():
+    """XLA's CPU backend rejects the bfloat16 matmul that is wgrad of both, a batch or a vmap of "km,kn->mn"."""
+    x, ws, g = normal(0, (3, 16, 64)), normal(1, (3, 64, 32)), normal(2, (3, 16, 32))
+
+    def dw(w, x, g, multiply=dense):
+        return jax.vjp(lambda w: multiply(x, w, recipe="mxfp8"), w)[1](g)[0]
+
+    def experts(x, w, recipe):
+        return einsum("ebk,ekn->ben", x, w, recipe=recipe)
+
+    of_experts = jax.jit(functools.partial(dw, multiply=experts))(ws, x, g.swapaxes(0, 1))
+    of_ensemble = jax.jit(jax.vmap(dw, (0, None, 0)))(ws, x[0], g)
+    alone = jax.jit(dw)
+    for i in range(3):
+        assert_same(of_experts[i], alone(ws[i], x[i], g[i]))
+        assert_same(of_ensemble[i], alone(ws[i], x[0], g[i]))
+
+
+@pytest.mark.jax_versions
 @pytest.mark.parametrize("recipe", params_of(["fp8_current", "nvfp4"], ["nvfp4"]))
 def test_scan_over_layers_is_a_loop(recipe):
     x, stack = normal(0, (20, 64)), normal(1, (3, 64, 64), spread=0.1)

@@ -91,7 +91,7 @@ def _dot_ops(problem: Problem) -> ContractionOps:
         )
         if a.dtype == jnp.int8:
             y = _int8_contraction(contraction, contraction.dot_general_out, dot, a, b)
-        elif a.dtype == jnp.bfloat16 and accumulator == jnp.float32 and _fails_on_cpu(contraction):
+        elif a.dtype == jnp.bfloat16 and accumulator == jnp.float32 and _may_fail_on_cpu(contraction):
             y = lax.platform_dependent(a, b, cpu=functools.partial(_in_float32, dot), default=dot)
         else:
             y = dot(a, b)
@@ -107,14 +107,13 @@ def _dot_ops(problem: Problem) -> ContractionOps:
     return ContractionOps(contract, lambda scale: align_to(scale, contraction.out), operand_sums)
 
 
-def _fails_on_cpu(contraction: Contraction) -> bool:
-    """Whether XLA's CPU backend rejects the contraction of bfloat16 operands with a float32 result.
+def _may_fail_on_cpu(contraction: Contraction) -> bool:
+    """Whether XLA's CPU backend may reject the contraction of bfloat16 operands with a float32 result.
 
-    It does ("Unsupported element type for DotThunk::Execute", jax 0.10.2 and 0.11.2) for "km,kab->mab": if lhs is a
-    matrix that contracts its first dim and rhs has several free dims.
+    It does ("Unsupported element type for DotThunk::Execute", jax 0.10.2 and 0.11.2) for "km,kab->mab" and
+    "bkm,nkb->bmn", never if the last dim of lhs is contracted. "km,kn->mn" compiles, unless vmap adds a dim to rhs.
     """
-    lhs_is_transposed = len(contraction.lhs) == 2 and contraction.lhs[0] in contraction.contracting
-    return lhs_is_transposed and len(contraction.rhs_free) > 1
+    return bool(contraction.contracting) and contraction.lhs[-1] not in contraction.contracting
 
 
 def _in_float32(dot: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
