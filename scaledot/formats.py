@@ -151,6 +151,9 @@ class Format:
     def __post_init__(self):
         if isinstance(self.block, int):
             object.__setattr__(self, "block", (self.block,))
+        for name in ("block", "codebook", "grids"):  # lists could not be hashed
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         object.__setattr__(self, "rule", deprecated.current("scale rule", self.rule, deprecated.SCALE_RULES))
 
     @property

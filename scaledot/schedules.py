@@ -18,6 +18,7 @@ import bisect
 import dataclasses
 import fnmatch
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -62,9 +63,11 @@ def with_last_blocks(
 
 def _pattern(path: str, index: int) -> str:
     """Returns the path pattern of the block with this index."""
+    if not isinstance(path, str):
+        raise TypeError(f"`path` must be a pattern such as 'block_{{}}/*', not {path!r}")
     try:
         pattern, other = path.format(index), path.format(index + 1)
-    except (LookupError, ValueError) as error:
+    except (LookupError, ValueError, AttributeError) as error:
         raise ValueError(
             f"`path` {path!r} must contain {{}} for the index of a block; Python says {error!r}"
         ) from error
@@ -75,6 +78,17 @@ def _pattern(path: str, index: int) -> str:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _checked_steps(name: str, value: Any) -> int:
+    """A number of steps as a Python integer, also of a jax array, such as a step counter."""
+    try:
+        steps = operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a whole number, not {value!r}") from None
+    if steps < 0:
+        raise ValueError(f"`{name}` must be at least 0, not {steps}")
+    return steps
 
 
 def _check_recipes(rules: Any) -> None:
@@ -141,8 +155,7 @@ class Schedule:
             raise TypeError(
                 "`step` must be a Python integer, not traced: the program of each phase is compiled separately"
             )
-        if step < 0:
-            raise ValueError(f"`step` must be at least 0, not {step}")
+        step = _checked_steps("step", step)
         starts = list(self.rules_from)
         return self._rules(starts[bisect.bisect_right(starts, step) - 1])
 
@@ -152,6 +165,7 @@ class Schedule:
         >>> [(phase.start, phase.stop) for phase in Schedule({0: "nvfp4", 900: "mxfp8"}).phases(1000)]
         [(0, 900), (900, 1000)]
         """
+        steps = _checked_steps("steps", steps)
         starts = [start for start in self.rules_from if start < steps]
         for start, stop in itertools.pairwise([*starts, steps]):
             yield Phase(start, stop, self._rules(start))
@@ -159,4 +173,4 @@ class Schedule:
     def _rules(self, start: int) -> Rules:
         rules = self.rules_from[start]
         assert rules is not None  # see `_copied`
-        return rules
+        return _copied(rules)  # so that a caller may change it

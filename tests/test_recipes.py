@@ -50,6 +50,19 @@ def test_recipes_are_found_by_name():
     assert all(recipe.name == name for name, recipe in RECIPES.items())
 
 
+def nvfp4(**fields):
+    return dataclasses.replace(sd.FORMATS["nvfp4"], **fields)
+
+
+def cast_from(**fields):
+    return Recipe.from_dict({"name": "a", "fwd": {"lhs": {"format": "int8", **fields}}})
+
+
+def test_lists_in_formats_become_tuples():
+    format = dataclasses.replace(sd.FORMATS["if4"], grids=["int4", "float4_e2m1fn"], block=[16])
+    assert hash(Cast(format)) == hash(Cast(dataclasses.replace(format, grids=tuple(format.grids), block=(16,))))
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -87,6 +100,16 @@ def test_recipes_are_found_by_name():
             "dgrad of r is straight-through .* w of fwd, but the signs .* dgrad=Gemm()",
         ),
         (lambda: Cast("nvfp4", rotation=sd.Hadamard(axis=0)), "along the contracting dim.* instead of 0"),
+        (lambda: Cast("nvfp4", rotation=16), "`rotation` of a Cast must be a Hadamard or None, not 16"),
+        (lambda: Cast(nvfp4(target=0.0)), "`target` 0.0 of nvfp4 must be above 0"),
+        (lambda: Cast(nvfp4(target="6")), "`target` of nvfp4 must be a number, not '6'"),
+        (lambda: Cast(nvfp4(scale_max=float("nan"))), "`scale_max` nan of nvfp4 must be above 0"),
+        (lambda: Cast(nvfp4(search="scale")), "`search` 'scale' of nvfp4 is not known"),
+        (lambda: Cast(nvfp4(search="scales"), calibration="mse"), "whose scales are searched; drop it"),
+        (lambda: Recipe(None, Gemm()), "`name` of a Recipe must be a string, not None"),
+        (lambda: cast_from(rotation=16), "a rotation must be written as a mapping with size, mask"),
+        (lambda: cast_from(delayed={"steps": 3}), "a delayed scaling has no field 'steps'; it takes length"),
+        (lambda: cast_from(format={"name": "a"}), "a format needs 'element'; it has name"),
         (lambda: Cast("nvfp4", requantized="no"), "`requantized` of a Cast must be True or False, not 'no'"),
     ],
 )

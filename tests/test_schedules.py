@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -62,6 +63,8 @@ def test_schedules_are_values():
     ):
         assert copied == schedule
         assert hash(copied) == hash(schedule)
+    assert schedule.at(jnp.int32(6)) == {"*": "mxfp8"}
+    schedule.at(6)["*"] = None  # a copy
     assert schedule.at(6) == {"*": "mxfp8"}
     assert schedule != "nvfp4"
 
@@ -114,6 +117,10 @@ def test_phases_cover_the_run(steps, phases):
         (lambda: jax.jit(Schedule({0: "nvfp4"}).at)(3), "must be a Python integer"),
         (lambda: with_last_blocks("nvfp4", "b{i}", blocks=3, recipe=None), "`path` 'b{i}' must contain {}"),
         (lambda: with_last_blocks("nvfp4", "b{}{}", blocks=3, recipe=None), "`path` 'b{}{}' must contain {}"),
+        (lambda: with_last_blocks("nvfp4", 3, blocks=3, recipe=None), "`path` must be a pattern"),
+        (lambda: with_last_blocks("nvfp4", "b{0.foo}", blocks=3, recipe=None), "must contain {}"),
+        (lambda: Schedule({0: "nvfp4"}).at(1.5), "`step` must be a whole number, not 1.5"),
+        (lambda: list(Schedule({0: "nvfp4"}).phases(-3)), "`steps` must be at least 0, not -3"),
         (lambda: with_last_blocks("nvfp4", "b{}", blocks=3, last=1.0, recipe=None), "`last` must be a whole number"),
     ],
 )

@@ -8,7 +8,8 @@ scales are rounded to E4M3 stochastically. The error is close to that of roundin
 stochastic rounding of the codes has twice the variance.
 
 It is unbiased to the extent that the direction of a rotated group is uniform: for elements of similar magnitude, and
-not for a group with one dominant element, which all rotations map to codes of equal magnitude.
+not for a group with one dominant element, which all rotations map to codes of equal magnitude, or with few elements
+other than 0, such as a dim of 8 elements that is padded to the size of the rotation.
 
 Both inner products are sums of integers, the elements in steps of 2^-9, so that every order of summation and every
 backend gives the same bits; the rounding to such steps changes a correction by about 1e-4. The sums fit 32 bits only
@@ -50,9 +51,10 @@ def unsupported(
         return f"needs block scales that follow from the amax, not calibration '{calibration}'"
     largest = max(map(_largest_element, format.grid_formats))
     if largest > LARGEST_ELEMENT:
+        remedy = "use bound='full'" if format.bound == "half" else f"lower its `target`, {format.max:g}"
         return (
             f"adds squares of elements of at most {LARGEST_ELEMENT} units of a code, but in {format.name} they reach "
-            f"{largest:g}; lower its `target`, {format.max:g}"
+            f"{largest:g}; {remedy}"
         )
     if rotation is None or not rotated_block < rotation.size <= MAX_GROUP:
         size = "none" if rotation is None else f"one of {rotation.size}"

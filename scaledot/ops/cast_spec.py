@@ -15,14 +15,14 @@ import numpy as np
 from jax.core import Tracer
 
 from scaledot.array import ScaledArray
-from scaledot.formats import Format, find_format, rules_of
+from scaledot.formats import Format, find_format
 from scaledot.numerics import blocks, calibrate, eden
 from scaledot.numerics.bits import FLOAT32_MAX
 from scaledot.numerics.cast import CastSpec
+from scaledot.numerics.format_checks import checked_calibration, checked_format
 from scaledot.numerics.grouped import clipped_sizes
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import check_rounding
-from scaledot.numerics.scale_search import OFFSETS
 
 Axis = int | tuple[int, ...]
 
@@ -62,8 +62,8 @@ def check_hashable(arguments: dict[str, Any]) -> None:
 def _cast_spec(shape, input_dtype, format, axis, block, calibration, rule, rotation, dtype, pad) -> CastSpec:
     shape, input_dtype = tuple(shape), np.dtype(input_dtype)
     dtype = float_dtype(input_dtype if dtype is None else dtype)
-    format, ndim = _checked_format(find_format(format), rule), len(shape)
-    parsed = _checked_calibration(format, calibration)
+    format, ndim = checked_format(find_format(format), rule), len(shape)
+    parsed = checked_calibration(format, calibration)
     try:
         resolved = resolved_block(format, block, axis, ndim)
         if parsed.method == "fixed":
@@ -183,89 +183,6 @@ def check_byte_order(name: str, value) -> None:
             f"`{name}` is {dtype.name} in non-native byte order ({dtype.str!r}), which jax does not support; pass "
             f"{name}.astype(np.{dtype.name})"
         )
-
-
-def _checked_format(format: Format, rule: str | None) -> Format:
-    """The format with its scale rule replaced by `rule` if passed; raises if its fields do not go together."""
-    allowed = rules_of(format)
-    if rule is not None:
-        format = dataclasses.replace(format, rule=rule)
-    if format.rule not in allowed:
-        raise ValueError(
-            f"`rule` {format.rule!r} does not apply to {format.scale} scales; "
-            f"{format.name} takes one of {', '.join(allowed)}"
-        )
-    _check_search(format)
-    if (format.is_integer or format.is_unsigned) and not 2 <= format.bits <= 8:
-        raise ValueError(f"`element` {format.element!r} of {format.name} is not known; integers have 2 to 8 bits")
-    if format.grids is not None:
-        _check_grids(format, format.grids)
-    if format.codebook is not None:
-        _check_codebook(format, format.codebook)
-    if format.bound not in ("full", "half"):
-        raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
-    if format.target is not None and not 0 < format.target <= 2 * format.largest_code:
-        raise ValueError(
-            f"`target` {format.target} of {format.name} must be above 0 and at most twice the largest code, "
-            f"{format.largest_code:g}"
-        )
-    if not 0 < format.scale_max <= 448 or (format.scale_max != 448 and not format.two_level):
-        raise ValueError(
-            f"`scale_max` {format.scale_max} of {format.name} must be above 0 and at most 448, the largest E4M3, and "
-            "needs a two-level format"
-        )
-    if format.two_level and format.scale != "float8_e4m3fn":
-        raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
-    return format
-
-
-def _check_search(format: Format) -> None:
-    if format.search not in (None, "four_over_six", "scales"):
-        raise ValueError(
-            f"`search` {format.search!r} of {format.name} is not known; use 'four_over_six', 'scales' or None"
-        )
-    if format.search is None:
-        return
-    searched = ("float4_e2m1fn",) if format.search == "four_over_six" else tuple(OFFSETS)
-    elements = format.grids or (format.element,)
-    if format.scale != "float8_e4m3fn" or not set(elements) <= set(searched):
-        raise ValueError(
-            f"`search` {format.search!r} is for float8_e4m3fn block scales of {' or '.join(searched)} elements; "
-            f"{format.name} has {format.scale} scales of {format.element}"
-        )
-
-
-def _check_grids(format: Format, grids: tuple[str, ...]) -> None:
-    if len(grids) != 2 or len(set(grids) & set(OFFSETS)) != 2 or format.element != "uint4":
-        raise ValueError(
-            f"`grids` {grids} of {format.name} must be two of {', '.join(OFFSETS)}, with uint4 codes, not "
-            f"{format.element}"
-        )
-    if format.scale != "float8_e4m3fn" or format.codebook is not None or format.target is not None:
-        raise ValueError(
-            f"`grids` of {format.name} need float8_e4m3fn block scales, whose sign says which grid a block uses, not "
-            f"{format.scale}, and neither `codebook` nor `target`"
-        )
-
-
-def _check_codebook(format: Format, codebook: tuple[float, ...]) -> None:
-    if not format.element.startswith("uint"):
-        raise ValueError(f"`codebook` of {format.name} needs unsigned codes, not {format.element}")
-    if not 2 <= len(codebook) <= 2**format.bits or not np.all(np.diff(codebook) > 0):
-        raise ValueError(f"`codebook` of {format.name} must hold 2 to {2**format.bits} values in rising order")
-
-
-def _checked_calibration(format: Format, text: str) -> calibrate.Calibration:
-    parsed = calibrate.parse(text)
-    is_searched = format.search is not None or format.grids is not None
-    if is_searched and parsed != calibrate.Calibration("absmax"):
-        raise ValueError(f"`calibration` {text!r} has no effect on {format.name}, whose scales are searched; drop it")
-    if parsed.is_range and not (format.is_integer and format.scale in ("float32", "input")):
-        raise ValueError(
-            f"`calibration` {text!r} computes a zero point, which {format.name} cannot hold; "
-            "use an integer format with float32 scales, or 'absmax'"
-        )
-    return parsed
 
 
 def block_tuple(block: int | tuple[int, ...]) -> tuple[int, ...]:

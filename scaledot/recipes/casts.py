@@ -9,6 +9,7 @@ import numpy as np
 from scaledot import deprecated
 from scaledot.formats import Format, find_format
 from scaledot.numerics import calibrate, eden
+from scaledot.numerics.format_checks import checked_calibration, checked_format
 from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import check_rounding
 from scaledot.numerics.scale_search import check_stochastic
@@ -64,9 +65,11 @@ class Cast:
     subtract_mean: bool = False
 
     def __post_init__(self):
-        row = find_format(self.format)
+        row = checked_format(find_format(self.format))
         object.__setattr__(self, "format", row)
-        one_scale = calibrate.parse(self.calibration).method == "fixed"
+        if self.rotation is not None and not isinstance(self.rotation, Hadamard):
+            raise TypeError(f"`rotation` of a Cast must be a Hadamard or None, not {self.rotation!r}")
+        one_scale = checked_calibration(row, self.calibration).method == "fixed"
         block = (None if one_scale else row.block) if self.block is None else self.block
         object.__setattr__(self, "block", None if block is None else _sizes(block))
         check_rounding(self.rounding)

@@ -4,7 +4,7 @@ Fields at their defaults are left out, and a row of FORMATS is its name.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from scaledot.formats import FORMATS, Format, Quirks, find_format
@@ -25,7 +25,11 @@ def gemm_from_dict(fields: Mapping[str, Any] | None) -> Any:
 
 
 def _cast_from_dict(fields: Mapping[str, Any]) -> Cast:
-    parsers = {"format": _format_from_dict, "rotation": _from_fields(Hadamard), "delayed": _from_fields(Delayed)}
+    parsers = {
+        "format": _format_from_dict,
+        "rotation": _from_fields("rotation", Hadamard),
+        "delayed": _from_fields("delayed scaling", Delayed),
+    }
     known = [f.name for f in dataclasses.fields(Cast)]
     check_keys("cast", fields, known)
     if "format" not in fields:
@@ -37,14 +41,23 @@ def _cast_from_dict(fields: Mapping[str, Any]) -> Cast:
 def _format_from_dict(value: str | Mapping[str, Any]) -> Format:
     if isinstance(value, str):
         return find_format(value)
-    parsers: dict[str, Any] = {"block": tuple, "codebook": tuple, "grids": tuple, "quirks": _from_fields(Quirks)}
     check_keys("format", value, [f.name for f in dataclasses.fields(Format)])
-    fields: dict[str, Any] = {k: parsers[k](v) if k in parsers and v is not None else v for k, v in value.items()}
+    missing = [name for name in ("name", "element") if name not in value]
+    if missing:
+        raise ValueError(f"a format needs {missing[0]!r}; it has {', '.join(value) or 'nothing'}")
+    quirks = {name: _from_fields("quirks record", Quirks)(fields) for name, fields in value.items() if name == "quirks"}
+    fields: dict[str, Any] = {**value, **quirks}
     return Format(**fields)
 
 
-def _from_fields(kind: type):
-    return lambda fields: kind(**fields)
+def _from_fields(words: str, kind: type) -> Callable[[Any], Any]:
+    """Returns a function from a mapping to an instance of a dataclass. words: what it is in error messages."""
+
+    def parse(fields: Any) -> Any:
+        check_keys(words, fields, [field.name for field in dataclasses.fields(kind)])
+        return kind(**fields)
+
+    return parse
 
 
 def _to_dict(value: Any) -> Any:

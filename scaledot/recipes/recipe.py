@@ -37,6 +37,8 @@ class Recipe:
     amax_scope: str = "global"
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise TypeError(f"`name` of a Recipe must be a string, not {self.name!r}")
         if self.amax_scope not in ("global", "local"):
             raise ValueError(f"`amax_scope` {self.amax_scope!r} is not known; use 'global' or 'local'")
         for matmul in GEMM_OPERANDS:

@@ -22,7 +22,8 @@ its mean, and is not rounded at all.
 Over mesh axes that shard tokens, by `specs` or explicitly, sums are all-reduced, so that the mean is that of all
 tokens. Inside a shard_map without `specs` it is that of the tokens of a device: x and g are split alike there, and dw
 is summed over devices. A mean depends on the order in which its sum is accumulated: unlike other casts, codes on
-a mesh need not be bit-identical to those on one device. NaN or an infinity in one token makes its features NaN in all.
+a mesh need not be bit-identical to those on one device. NaN or an infinity in one token makes its features NaN in all,
+as does a sum over tokens that overflows float32.
 """
 
 import jax
