@@ -154,7 +154,10 @@ def test_groups_of_a_ragged_matmul_are_corrected_each_by_itself():
             "E4M3 block scales and E2M1 or int4 codes, .* not mxfp8",
         ),
         (
-            lambda: Cast(dataclasses.replace(sd.FORMATS["nf4"], scale="float8_e4m3fn", block=(16,)), **EDEN_FIELDS),
+            lambda: Cast(
+                dataclasses.replace(sd.FORMATS["nf4"], scale="float8_e4m3fn", block=(16,), rule="multiply"),
+                **EDEN_FIELDS,
+            ),
             "E2M1 or int4 codes, .* not nf4",
         ),
         (

@@ -71,7 +71,7 @@ hadamard16 use fixed signs, as their recipes do. Casts are named by format and b
 one scale per row. `mxfp4_ceil` and `mxfp4_floor` are mxfp4 under that scale rule, `nvfp4_guarded` is nvfp4 with
 `guard=True`, and in the next section `nvfp4_one_level` is nvfp4 without the tensor scale. Casts to four bits with
 random numbers are also drawn on Student-t3 numbers, and on groups of 128 with one element 100 times as large as the
-others.
+others; MS-EDEN also on groups of which 8 or 32 elements are not zero.
 
 {bias}
 
@@ -85,7 +85,8 @@ MS-EDEN (`nvfp4_eden` and `if4_eden`, the backward casts of `quartet_ii`, `nvfp4
 nearest and corrects the block scales. It is unbiased on normal and Student-t3 numbers, and there the error of a single
 draw is smaller than that of stochastic rounding. A group with one dominant element is rotated to elements of nearly
 equal magnitude by every choice of signs, so that nothing averages its error out. Stochastic rounding to NVFP4 without a
-rotation is as biased there; with hadamard16, as in `nvfp4`'s wgrad, it hardly is.
+rotation is as biased there; with hadamard16, as in `nvfp4`'s wgrad, it hardly is. A group with few elements other than
+zeros is an exception, too: a dim that is padded to 128, or a sparse gradient.
 
 ## Stall probe
 

@@ -26,7 +26,7 @@ FINDINGS = (
     """Nor can any change of the backward pass: MS-EDEN instead of stochastic rounding {change_eden} for `nvfp4`,
     {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in dgrad and wgrad
     {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}. MS-EDEN is chosen
-    because it is unbiased with less noise, except for groups with one dominant element
+    because it is unbiased with less noise, except for groups with one dominant or few nonzero elements
     ([bias and stalls](convergence.md)).""",
     """Higher precision in the last block changes the gap of `nvfp4` by {change_last_nvfp4} and that of `nvfp4_plus` by
     {change_last}, to {ratio_last} times the gap that `nvfp4` has without it; if both have it, `nvfp4_plus` differs from
