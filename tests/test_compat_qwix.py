@@ -462,9 +462,10 @@ def test_mismatched_axes_raise():
         qwix.dot_general(jnp.ones((2, 8)), q, MATRIX)
 
 
-def test_a_second_scale_is_not_dropped_silently():
-    with pytest.raises(ValueError, match="second scale"):
-        qwix.quantize_api(normal(0, (4, 64)), "nvfp4")
+@pytest.mark.parametrize("qtype", ["nvfp4", "nvint4", "if4"])
+def test_a_second_scale_is_not_dropped_silently(qtype):
+    with pytest.raises(ValueError, match=f"`qtype` '{qtype}' needs a second scale"):
+        qwix.quantize_api(normal(0, (4, 64)), qtype)
 
 
 # ------------------------------------------------------------------------------------------- comparison with Qwix

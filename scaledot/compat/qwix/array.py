@@ -14,7 +14,7 @@ import numpy as np
 
 from scaledot import format_variants
 from scaledot.array import ScaledArray
-from scaledot.formats import Format
+from scaledot.formats import FORMATS, Format
 from scaledot.numerics import blocks
 
 ShapeT: TypeAlias = Sequence[int]
@@ -100,9 +100,9 @@ def format_of(qtype) -> Format:
     name = qtype if isinstance(qtype, str) else np.dtype(qtype).name
     format = getattr(format_variants.qwix, name, None)
     if format is None:
-        if name == "nvfp4":
+        if name in FORMATS and FORMATS[name].two_level:
             raise ValueError(
-                "`qtype` 'nvfp4' needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, 'nvfp4')"
+                f"`qtype` {name!r} needs a second scale, which a QArray cannot hold; use scaledot.quantize(x, {name!r})"
             )
         known = ", ".join(vars(format_variants.qwix))
         raise ValueError(f"`qtype` {qtype!r} is unknown; use one of {known}, as a name or a dtype")
