@@ -28,6 +28,14 @@ def checked_format(format: Format, rule: str | None = None) -> Format:
         _check_codebook(format, format.codebook)
     if format.bound not in ("full", "half"):
         raise ValueError(f"`bound` {format.bound!r} of {format.name} is not known; use 'full' or 'half'")
+    _check_magnitudes(format)
+    if format.two_level and format.scale != "float8_e4m3fn":
+        raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
+    return format
+
+
+def _check_magnitudes(format: Format) -> None:
+    """Raises unless `target` and `scale_max` are numbers in their ranges."""
     for name in ("target", "scale_max"):
         value = getattr(format, name)
         if not isinstance(value, int | float | np.number) and (value is not None or name == "scale_max"):
@@ -42,9 +50,6 @@ def checked_format(format: Format, rule: str | None = None) -> Format:
             f"`scale_max` {format.scale_max} of {format.name} must be above 0 and at most 448, the largest E4M3, and "
             "needs a two-level format"
         )
-    if format.two_level and format.scale != "float8_e4m3fn":
-        raise ValueError(f"{format.name} has two levels, which needs float8_e4m3fn block scales, not {format.scale}")
-    return format
 
 
 def _check_search(format: Format) -> None:

@@ -45,8 +45,9 @@ def _format_from_dict(value: str | Mapping[str, Any]) -> Format:
     missing = [name for name in ("name", "element") if name not in value]
     if missing:
         raise ValueError(f"a format needs {missing[0]!r}; it has {', '.join(value) or 'nothing'}")
-    quirks = {name: _from_fields("quirks record", Quirks)(fields) for name, fields in value.items() if name == "quirks"}
-    fields: dict[str, Any] = {**value, **quirks}
+    fields: dict[str, Any] = dict(value)
+    if "quirks" in fields:
+        fields["quirks"] = _from_fields("quirks record", Quirks)(fields["quirks"])
     return Format(**fields)
 
 
