@@ -124,10 +124,13 @@ def bound(result: str, expected) -> np.ndarray:
 
 
 def require_same(name: str, found, state):
-    """As meshes.require_same; dw and db are bit-identical, because rows of a group are never sharded."""
+    """As meshes.require_same; db is bit-identical, because rows of a group are never sharded.
+
+    dw differs by the order of accumulation, which XLA's CPU backend chooses by the shapes of a device's matmul.
+    """
     expected, next_state = on_one_device(name)
     for result, value in found.items():
-        if result in ("dw", "db"):
+        if result == "db":
             np.testing.assert_array_equal(value, expected[result], result)
         difference = np.abs(np.asarray(value, np.float64) - np.asarray(expected[result], np.float64))
         allowed = bound(result, expected[result])
