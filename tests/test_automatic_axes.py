@@ -117,7 +117,7 @@ def test_a_step_matches_one_device(traced, name, layout_name):
     # Devices cast shards of x, and the matmuls are partitioned, too.
     assert min(shape[0] for shape in traced.casts) < tokens
     smallest = min(np.prod(lhs) * np.prod(rhs) for lhs, rhs in traced.matmuls)
-    assert smallest < tokens * 512 * 512 * 256 // devices
+    assert smallest <= tokens * 512 * 512 * 256 // devices
 
 
 def outputs_of(recipe, x) -> list[tuple[tuple[CastOutput, ...], sd.Cast]]:
