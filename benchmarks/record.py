@@ -26,7 +26,7 @@ def environment() -> dict:
 
 
 def source() -> str:
-    """Returns 16 hexadecimal digits of the SHA-256 of the library's Python files, which its version does not tell."""
+    """Returns 16 hexadecimal digits of the SHA-256 of the library's Python files: one version has many states."""
     package = Path(scaledot.__file__).parent
     files = sorted(path for path in package.rglob("*.py"))
     contents = (f"{path.relative_to(package)}\n".encode() + path.read_bytes() for path in files)

@@ -79,7 +79,7 @@ def on_one_device(name: str):
 
 @functools.cache
 def magnitudes_and_k() -> list[tuple[jax.Array, int]]:
-    """The convolutions of the operands' magnitudes for y, dx and dw, and the elements that each accumulates."""
+    """Returns, for y, dx and dw, the same convolution of absolute values, and how many products each result adds up."""
     x, w, g = map(np.abs, arrays())
     y, pullback = jax.vjp(lambda x, w: jax.lax.conv_general_dilated(x, w, **WINDOW), x, w)
     window = KERNEL[0] * KERNEL[1]

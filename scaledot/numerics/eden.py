@@ -69,7 +69,7 @@ def unsupported(
 
 
 def _largest_element(grid: Format) -> float:
-    """How large an element divided by its block scale can be."""
+    """Returns an upper bound of |element| / block scale in this grid."""
     searched = grid.largest_code + LARGEST_ERROR if grid.search == "scales" else 0.0
     return max(SCALE_ROUNDING * grid.max, searched)
 

@@ -10,7 +10,7 @@ from scaledot.numerics.scale_search import OFFSETS
 
 
 def checked_format(format: Format, rule: str | None = None) -> Format:
-    """The format with its scale rule replaced by `rule` if passed; raises if its fields do not go together."""
+    """Returns the format, with scale rule `rule` if one is passed; raises if its fields contradict each other."""
     allowed = rules_of(format)
     if rule is not None:
         format = dataclasses.replace(format, rule=rule)

@@ -105,7 +105,7 @@ class Recipe:
 
     @functools.cached_property
     def delayed(self) -> dict[str, Cast]:
-        """{tensor: cast} for the tensors, of x, w and g, that use delayed scaling."""
+        """The casts with delayed scaling, by tensor: "x", "w" or "g"."""
         return {tensor: cast for _, tensor, cast in self.casts() if cast.delayed is not None}
 
     @functools.cached_property

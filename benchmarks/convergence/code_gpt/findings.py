@@ -8,9 +8,10 @@ from benchmarks.convergence.code_gpt.statistics import Difference, Losses, gap_t
 
 # Placeholders are the keys of RATIOS, GAPS, CHANGES, WEIGHTS and WEIGHT_CHANGES, with their prefix.
 FINDINGS = (
-    """`nvfp4_plus` has {ratio_plus} times the gap of `nvfp4`, and `if4` {ratio_if4} times; the difference of the two
-    ({change_grid}) cannot be distinguished from noise with these seeds. `quartet_ii` has {ratio_quartet} times, and
-    `mxfp8`, with nearly twice the bits, {ratio_mxfp8} times.""",
+    """The loss gap of `nvfp4_plus` to bf16 is {ratio_plus} times that of `nvfp4`, and the gap of `if4` {ratio_if4}
+    times. With these seeds, the difference between `nvfp4_plus` and `if4`, {change_grid} nats, cannot be distinguished
+    from noise. The gap of `quartet_ii` is {ratio_quartet} times that of `nvfp4`, and the gap of `mxfp8`, a format with
+    nearly twice the bits, {ratio_mxfp8} times.""",
     """Most of the gap is due to fwd. With only fwd quantised, `nvfp4` has a gap of {gap_forward} and `nvfp4_plus` of
     {gap_forward_plus}; with only dgrad and wgrad, `nvfp4` has {gap_backward} and `nvfp4_plus` without means
     {gap_backward_plus}. With only x of fwd quantised, `nvfp4_plus` has a gap of {gap_x}, with only w {gap_w}: gaps of

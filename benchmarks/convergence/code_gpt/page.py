@@ -83,8 +83,8 @@ data its search increases by 0.01 dB.
 
 `nvfp4_plus` changes NVIDIA's `nvfp4` in four ways:
 
-* x is quantised after its mean over tokens is subtracted; the mean is multiplied by the unquantised w in float32 and
-  added to y, and its term is added to dw;
+* the mean of x over tokens is subtracted before x is quantised; y gets the matmul of that mean and the unquantised w,
+  in float32, and dw an outer product of the mean of x and the sums of g;
 * in fwd, each 1×16 block of x and of w has the one of {scales} E4M3 scales whose squared error is least
   (`search="scales"`);
 * in dgrad and wgrad, both operands are multiplied by a random Hadamard matrix in groups of 128 along the contracting
@@ -206,7 +206,10 @@ def _from_scratch(results: Results, configs: dict[str, dict[str, Any]]) -> str:
 
 
 def _largest_deviation(losses: Losses) -> float:
-    """The largest standard deviation over seeds of a gap to bf16 or of a comparison; some row must have two seeds."""
+    """Returns the largest standard deviation over seeds, of all gaps to bf16 and all differences of COMPARISONS.
+
+    At least one row must have two seeds.
+    """
     gaps = (row.deviation for row in statistics.summaries(losses))
     compared = (statistics.difference(losses, row, changed) for row, changed, _ in COMPARISONS)
     deviations = [*gaps, *(found.deviation for found in compared if found)]

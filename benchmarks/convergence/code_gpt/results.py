@@ -53,7 +53,7 @@ class Group:
 
 
 def is_complete(run: Run) -> bool:
-    """Whether a run has all losses: those of versions that did not evaluate in bf16 may be trained again."""
+    """Returns whether a run was also evaluated in bf16; earlier runs were not, and may be replaced by new ones."""
     return run["row"] == BASELINE or "held_out_bf16" in run
 
 
