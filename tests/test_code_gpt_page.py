@@ -77,6 +77,22 @@ def test_a_page_is_not_generated_from_losses_that_contradict_its_words(tmp_path)
         page.text(copied_results(tmp_path, raise_losses))
 
 
+@pytest.mark.parametrize(
+    ("row", "difference", "message"),
+    [
+        ("nvfp4", -0.01, "the weights of 'quartet_ii' are not significantly better than 'nvfp4'"),
+        ("if4", -0.01, "the weights of 'quartet_ii' and 'if4' differ significantly"),
+    ],
+)
+def test_a_page_is_not_generated_from_weights_that_contradict_its_words(tmp_path, row, difference, message):
+    def change_losses(run):
+        if run["row"] == row and "held_out_bf16" in run:
+            run["held_out_bf16"] = {fraction: loss + difference for fraction, loss in run["held_out_bf16"].items()}
+
+    with pytest.raises(ValueError, match=message):
+        page.text(copied_results(tmp_path, change_losses))
+
+
 def test_a_page_is_not_generated_from_runs_that_start_from_different_parameters(tmp_path):
     def change_start(run):
         if (run["row"], run["seed"]) == ("if4", 1):
@@ -92,7 +108,7 @@ def test_the_ratios_of_the_page_on_recipes_are_those_of_the_results():
     ratios = {row.row: statistics.ratio_text(row.ratio) for row in statistics.summaries(losses)}
     text = (page.DOCS / "howto" / "which-recipe.md").read_text()
     lines = re.findall(r"^\| `(\w+)`(, last block in `mxfp8`)? \| (\d\.\d\d ± \d\.\d\d) \|", text, re.MULTILINE)
-    assert len(lines) == 4
+    assert len(lines) == 5
     for name, last, ratio in lines:
         assert ratio == ratios[name + (", last block mxfp8" if last else "")]
 

@@ -116,6 +116,8 @@ COMPARISONS = (
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, searched forward", "a scale search in fwd"),
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, nvint4 grid", "4-bit integers instead of E2M1"),
     ("nvfp4, 1x16 weights", "nvfp4, 1x16 weights, if4 grid", "E2M1 or 4-bit integers for each block"),
+    ("nvfp4", "nvfp4, 1x16 weights, if4 grid", "1×16 blocks of weights, and E2M1 or 4-bit integers for each block"),
+    ("nvfp4", "ufp4", "4-bit integers, and rotations in all matmuls"),
     ("nvfp4", "nvfp4, MS-EDEN backward", "MS-EDEN in 1×16 blocks for stochastic rounding"),
     ("nvfp4", "nvfp4_four_over_six", "scales of x and w that map the amax to 4 or 6"),
     ("nvfp4", "averis", "the means of x and g subtracted"),
