@@ -263,6 +263,14 @@ def test_dtypes_before_casts_can_be_chosen(capsys):
     assert w["problem"].startswith("cast bfloat16[128,384]")
 
 
+def test_casts_of_differences_to_a_mean_say_so(capsys):
+    x, w, *_ = printed_json(capsys, "explain", "256x128", "128x384", "--recipe", "nvfp4_plus")["problems"]
+    assert x["problem"].startswith("cast float32[256,128] (differences to a mean) -> nvfp4_eden")
+    assert "differences" not in w["problem"]
+    reasons = {kernel["kernel"]: kernel["reason"] for kernel in x["kernels"]}
+    assert reasons["hopper_cast_microscaled"] == "it does not subtract a mean"
+
+
 # plan: compilation is replaced by estimates here; tests/test_plan.py compiles
 
 

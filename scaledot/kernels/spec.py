@@ -298,7 +298,9 @@ class CastProblem:
 
     def __str__(self) -> str:
         groups = "" if self.groups is None else f" with rows in {self.groups} groups"
-        return f"cast {self.dtype}[{','.join(map(str, self.shape))}]{groups} -> {' and '.join(map(str, self.outputs))}"
+        mean = " (differences to a mean)" if "mean" in self.passed_arguments else ""
+        x = f"{self.dtype}[{','.join(map(str, self.shape))}]{mean}{groups}"
+        return f"cast {x} -> {' and '.join(map(str, self.outputs))}"
 
 
 class CastArguments(NamedTuple):

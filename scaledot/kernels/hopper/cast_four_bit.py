@@ -23,9 +23,8 @@ from scaledot.kernels.hopper.cast_support import matrix_block
 from scaledot.kernels.hopper.scale_blocks import FOUR_BIT_BLOCK, FOUR_BIT_ELEMENTS, ROTATION
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
-from scaledot.numerics.bits import ONE, amax_of_rank, divide
-from scaledot.numerics.cast import bounded_amax, subtract_mean
-from scaledot.numerics.scale import tensor_level
+from scaledot.numerics.bits import amax_of_rank
+from scaledot.numerics.cast import subtract_mean
 from scaledot.parallel.types import vary_as
 
 # Fields of nvfp4 that may have other values.
@@ -43,8 +42,8 @@ def problem_reason(problem: CastProblem) -> str | None:
         return f"it reads {', '.join(cast_support.INPUT_DTYPES)}, not {problem.dtype}"
     if problem.shape[0] > cast_support.MAX_ROWS:
         return f"it casts at most {cast_support.MAX_ROWS} rows, not {problem.shape[0]}"
-    if unused := problem.passed_arguments - {"mean"}:
-        return f"`{min(unused)}` is passed; it computes scales and random numbers itself"
+    if reason := cast_support.arguments_reason(problem, {"mean"}):
+        return reason
     if len({output.spec.amax_axes for output in problem.outputs}) > 1:
         return "the outputs share scales over different mesh axes"
     return next(filter(None, (_output_reason(problem, output) for output in problem.outputs)), None)
@@ -149,24 +148,9 @@ def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Arr
 def _tensor_scales(
     x: jax.Array, outputs: tuple[CastOutput, ...], of_columns: bool
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the multipliers of `cast_four_bit_kernel.cast`, and the tensor scale of each output, float32 ().
-
-    The multiplier of a tensor brings its amax, or the bound of its amax after a rotation, to the target times
-    `scale_max`.
-    """
-    from scaledot.kernels.hopper import scalars
-
-    specs, dtype = [output.spec for output in outputs], outputs[0].spec.input_dtype
+    """Returns `cast_support.tensor_scales` of x; those of rotated outputs follow from a bound of their amax."""
     partial = cast_support.partial_amaxes(x, finite=True, of_columns=of_columns)
     amax = amax_of_rank(jnp.max(partial, keepdims=True))
-    amax = cast_support.amax_over_devices(amax, x, specs[0].amax_axes)
-
-    def compute(amaxes: list[Any]) -> tuple[Any, ...]:
-        of_outputs = (amaxes[0] if s.rotation is None else bounded_amax(amaxes[0], s.rotation) for s in specs)
-        pairs = [tensor_level(s.format, dtype, None, a) for s, a in zip(specs, of_outputs, strict=True)]
-        return [[multiplier, divide(ONE, multiplier)] for multiplier, _ in pairs], *(scale for _, scale in pairs)
-
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
-    key = "tensor multipliers", tuple((s.format.max, s.format.scale_max, s.rotation) for s in specs)
-    tensor_multipliers, *tensor_scales = scalars.compute(key, compute, types, amax)
-    return tensor_multipliers, [vary_as(scale, amax) for scale in tensor_scales]
+    amax = cast_support.amax_over_devices(amax, x, outputs[0].spec.amax_axes)
+    bounds = tuple(output.spec.rotation for output in outputs)
+    return cast_support.tensor_scales(outputs, amax, (0,) * len(outputs), bounds)

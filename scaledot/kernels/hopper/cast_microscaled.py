@@ -24,8 +24,7 @@ from scaledot.kernels.layouts import RowPairs, bfloat16_operand
 from scaledot.kernels.operands import pad_to_multiples
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem, CastResult
 from scaledot.numerics import blocks
-from scaledot.numerics.bits import ONE, amax_of_rank, divide
-from scaledot.numerics.scale import tensor_level
+from scaledot.numerics.bits import amax_of_rank
 from scaledot.parallel.types import vary_as
 
 # By scale dtype: a format that the kernel supports, and further values of its fields that it supports.
@@ -39,8 +38,8 @@ def problem_reason(problem: CastProblem) -> str | None:
     """Returns why the kernel cannot compute these casts on any device, or None if it can."""
     if problem.groups is not None:
         return "it does not cast row groups"
-    if problem.passed_arguments:
-        return f"`{min(problem.passed_arguments)}` is passed; it computes scales and random numbers itself"
+    if reason := cast_support.arguments_reason(problem):
+        return reason
     unsupported = [output for output in problem.outputs if not block_kind(output, len(problem.shape))]
     if unsupported:
         spec = unsupported[0].spec
@@ -138,15 +137,13 @@ def _output_spec(output: CastOutput, kind: str) -> Any:
 
 
 def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.Array | None, list[jax.Array | None]]:
-    """Computes the tensor scales of a two-level format; returns None and Nones for other formats.
+    """Returns `cast_support.tensor_scales` of x for a two-level format, None and Nones for other formats.
 
-    Returns the quantisation multiplier of the tensor for each output and its reciprocal, float32 (outputs, 2), for the
-    kernel; and the tensor scale of each output, float32 (). The multiplier brings the amax of the tensor to the largest
-    code times the largest block scale. Outputs with different rotations have different amaxes.
+    Outputs with different rotations have different amaxes.
     """
-    from scaledot.kernels.hopper import cast_microscaled_kernel, scalars
+    from scaledot.kernels.hopper import cast_microscaled_kernel
 
-    format, dtype = outputs[0].spec.format, outputs[0].spec.input_dtype
+    format = outputs[0].spec.format
     if not format.two_level:
         return None, [None] * len(outputs)
     rotations = list(dict.fromkeys(output.spec.rotation for output in outputs))
@@ -157,16 +154,8 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
         amaxes = cast_microscaled_kernel.amaxes(x, tuple(rotations), block_size(format))
     amaxes = cast_support.amax_over_devices(amaxes, x, outputs[0].spec.amax_axes)
     indices = tuple(rotations.index(output.spec.rotation) for output in outputs)
-
-    def compute(amaxes: list[Any]) -> tuple[Any, ...]:
-        pairs = [tensor_level(format, dtype, None, amax) for amax in amaxes]  # multiplier, tensor scale
-        return [[pairs[i][0], divide(ONE, pairs[i][0])] for i in indices], *(pairs[i][1] for i in indices)
-
-    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
-    tensor_multipliers, *tensor_scales = scalars.compute(
-        ("tensor multipliers", format, dtype, indices), compute, types, amaxes
-    )
-    return tensor_multipliers, [vary_as(scale, amaxes) for scale in tensor_scales]
+    multipliers, scales = cast_support.tensor_scales(outputs, amaxes, indices, (None,) * len(outputs))
+    return multipliers, [*scales]
 
 
 def stored_array(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -15,8 +16,12 @@ from scaledot.kernels.hopper.cast_arithmetic import ordered_bits_conversions
 from scaledot.kernels.hopper.scale_blocks import SCALE_BLOCK
 from scaledot.kernels.spec import CastArguments, CastOutput, CastProblem
 from scaledot.numerics import blocks
+from scaledot.numerics.bits import ONE, divide
 from scaledot.numerics.calibrate import Calibration, zero_at_run_time
+from scaledot.numerics.cast import bounded_amax
+from scaledot.numerics.hadamard import Hadamard
 from scaledot.numerics.rounding import FoldedKey, hash_words, offset_seeds, raw_key, stored_float32
+from scaledot.numerics.scale import tensor_level
 from scaledot.parallel.types import vary_as
 
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -60,9 +65,8 @@ def problem_reason(problem: CastProblem) -> str | None:
         return "it does not correct block scales, as MS-EDEN does"
     if any(output.spec.rotation is not None and output.spec.rotation.draws_signs for output in problem.outputs):
         return "it rotates with fixed signs, not with those drawn in each step"
-    unused = sorted(problem.passed_arguments - {"multiplier"})
-    if unused:
-        return f"`{unused[0]}` is passed; it computes scales and random numbers itself"
+    if reason := arguments_reason(problem, {"multiplier"}):
+        return reason
     specs = [output.spec for output in problem.outputs]
     if any(spec.calibration != Calibration("absmax") for spec in specs):
         return f"it scales by the amax, not by calibration {specs[0].calibration.method!r}"
@@ -71,6 +75,14 @@ def problem_reason(problem: CastProblem) -> str | None:
     if len({(spec.amax_axes, spec.nonfinite == "saturate") for spec in specs}) > 1:
         return "the outputs share scales over different mesh axes, or treat NaN differently"
     return None
+
+
+def arguments_reason(problem: CastProblem, supported: Collection[str] = ()) -> str | None:
+    """Returns why a kernel cannot use an argument that is passed and not one of `supported`, or None."""
+    unsupported = problem.passed_arguments.difference(supported)
+    if "mean" in unsupported:
+        return "it does not subtract a mean"
+    return f"`{min(unsupported)}` is passed; it computes scales and random numbers itself" if unsupported else None
 
 
 def field_reason(format: Format, reference: Format, supported: dict[str, tuple]) -> str | None:
@@ -120,6 +132,37 @@ def amax_over_devices(amax: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> j
     """Returns the maximum of a device's amax over mesh axes `axes`; along other axes it varies as x does."""
     amax = vary_as(amax, x)
     return lax.pmax(amax, axes) if axes else amax
+
+
+def tensor_scales(
+    outputs: tuple[CastOutput, ...],
+    amaxes: jax.Array,
+    indices: tuple[int, ...],
+    bounds: tuple[Hadamard | None, ...],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the multiplier of the tensor for each output with its reciprocal, and the tensor scale of each output.
+
+    A multiplier brings the amax of an output to `Format.max` times the largest block scale. An output uses the amax at
+    its index of `indices`, or the bound of that amax after a rotation, if its entry of `bounds` is not None.
+    The types are float32 (outputs, 2), for a cast kernel, and float32 ().
+    """
+    from scaledot.kernels.hopper import scalars
+
+    specs = [output.spec for output in outputs]
+
+    def compute(amaxes: list[Any]) -> tuple[Any, ...]:
+        used = (
+            amaxes[i] if bound is None else bounded_amax(amaxes[i], bound)
+            for i, bound in zip(indices, bounds, strict=True)
+        )
+        levels = (tensor_level(s.format, s.input_dtype, None, amax) for s, amax in zip(specs, used, strict=True))
+        multipliers, scales = zip(*levels, strict=True)
+        return [[multiplier, divide(ONE, multiplier)] for multiplier in multipliers], *scales
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((len(outputs), 2), *[()] * len(outputs))]
+    key = "tensor scales", tuple((spec.format, spec.input_dtype) for spec in specs), indices, bounds
+    multipliers, *scales = scalars.compute(key, compute, types, amaxes)
+    return multipliers, [vary_as(scale, amaxes) for scale in scales]
 
 
 def seeds(outputs: tuple[CastOutput, ...] | list[CastOutput], arguments: CastArguments) -> jax.Array | None:
