@@ -154,16 +154,19 @@ def test_runs_that_several_processes_add_at_once_are_all_kept(tmp_path, monkeypa
     assert sorted(run["seed"] for run in results.Results(tmp_path / "runs.json").runs()) == [0, 1, 2, 3]
 
 
-def test_runs_without_an_evaluation_in_bf16_count_until_they_are_trained_again(tmp_path):
+def test_runs_without_an_evaluation_in_bf16_are_repeated_and_kept(tmp_path):
     file, earlier = results.Results(tmp_path / "runs.json"), run_of("a", 0)
     del earlier["held_out_bf16"]
     file.add(earlier)
     file.add(run_of("b", 0))
     assert file.runs()[0] == earlier
     assert file.seeds(GROUP, "a", "r") == set()
-    file.add(run_of("a", 0))
+    file.add(run_of("a", 0, held_out={"1": 2.0}))
+    file.add(run_of("a", 0))  # complete since
     assert file.seeds(GROUP, "a", "r") == {0}
-    assert file.runs() == [run_of("b", 0), run_of("a", 0)]
+    assert file.runs() == [earlier, run_of("b", 0), run_of("a", 0, held_out={"1": 2.0})]
+    assert results.losses_of(file.runs()) == {"a": {0: 1.5}, "b": {0: 1.0}}
+    assert results.losses_of(file.runs(), results.final_loss_in_bf16) == {"a": {0: 1.0}, "b": {0: 1.0}}
 
 
 def test_a_run_that_another_process_added_is_not_added_again(tmp_path):
@@ -209,7 +212,7 @@ class FakePrograms:
 
 
 def use_rows(monkeypatch, *table: rows.Row) -> None:
-    monkeypatch.setattr(command, "ROWS", table)
+    monkeypatch.setattr(results, "ROWS", table)
     monkeypatch.setattr(command, "selected", lambda text: rows.selected(text, table))
 
 
@@ -260,10 +263,10 @@ def test_a_changed_recipe_is_trained_again_and_its_old_runs_leave_the_report(sui
     assert suite("--rows", "nvfp4") == [("nvfp4", 0)]
     file = results.Results(tmp_path / "runs.json")
     (group,) = file.groups()
-    assert command.current_runs(file, group) == file.runs()[1:]
+    assert results.current_runs(file, group) == file.runs()[1:]
     use_rows(monkeypatch, *rows.ROWS)
     assert suite("--rows", "nvfp4") == []
-    assert command.current_runs(file, group) == file.runs()[:1]
+    assert results.current_runs(file, group) == file.runs()[:1]
 
 
 def test_a_row_that_fails_is_reported_and_others_still_run(suite, monkeypatch, capfd):
@@ -335,7 +338,7 @@ def test_the_shared_start_is_the_same_in_each_process():
 
 def test_runs_of_a_seed_that_start_from_other_parameters_are_reported():
     runs = [run_of("a", 0, start="x"), run_of("b", 0, start="x"), run_of("a", 1, start="x"), run_of("b", 1, start="y")]
-    assert command.unequal_starts(runs) == [1]
+    assert results.unequal_starts(runs) == [1]
 
 
 def test_the_final_loss_is_the_mean_over_the_last_tenth_of_a_run():

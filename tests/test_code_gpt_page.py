@@ -8,7 +8,7 @@ import shlex
 import numpy as np
 import pytest
 
-from benchmarks.convergence.code_gpt import command, page, results, rows, statistics
+from benchmarks.convergence.code_gpt import gaps, page, results, rows
 from benchmarks.record import RESULTS
 
 LOSSES = {
@@ -20,35 +20,72 @@ LOSSES = {
 }
 
 
-def test_statistics_are_those_computed_by_hand():
-    bf16, nvfp4, better, one, unpaired = statistics.summaries(LOSSES)
+def two_way_residuals(table: np.ndarray) -> np.ndarray:
+    return table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+
+
+def deviation() -> float:
+    """The standard deviation of a run: rows with one seed, or one of their own, add no degree of freedom."""
+    complete = np.array([list(LOSSES[row].values()) for row in ("bf16", "nvfp4", "better")])
+    return math.sqrt(np.sum(two_way_residuals(complete) ** 2) / ((3 - 1) * (3 - 1)))
+
+
+def test_gaps_and_standard_errors_are_those_computed_by_hand():
+    compared, s = gaps.Comparison(LOSSES), deviation()
+    assert (compared.deviation, compared.degrees_of_freedom) == (pytest.approx(s), 4)
+    bf16, nvfp4, better, one, unpaired = compared.summaries().values()
     assert bf16.loss == pytest.approx(1.1)
-    assert (bf16.gap, bf16.ratio, bf16.t, bf16.more_seeds) == (None, None, None, None)
-    # standard deviations: .02 of nvfp4's gaps, .01 of the better ones
-    assert (nvfp4.gap.value, nvfp4.gap.error) == pytest.approx((0.04, 0.02 / math.sqrt(3)))
+    assert (bf16.gap, bf16.ratio, bf16.to_reference, bf16.more_seeds) == (None, None, None, None)
+    assert (nvfp4.gap.value, nvfp4.gap.error) == pytest.approx((0.04, s * math.sqrt(2 / 3)))
     assert nvfp4.relative_gap == pytest.approx(100 * 0.04 / 1.1)
-    assert (better.gap.value, better.gap.error) == pytest.approx((0.02, 0.01 / math.sqrt(3)))
-    # ratio .5; a - .5 b = 0, .01, -.01, of standard deviation .01
-    assert (better.ratio.value, better.ratio.error) == pytest.approx((0.5, 0.01 / math.sqrt(3) / 0.04))
-    # differences -.01, -.01, -.04: mean -.02, standard deviation sqrt(.0003)
-    assert better.t == pytest.approx(-0.02 / (math.sqrt(0.0003) / math.sqrt(3)))
-    # (.02 / (.05 · .04))² = 100 and (.01 / .002)² = 25 seeds, of which there are 3; rounding may add one
-    assert nvfp4.more_seeds in (97, 98)
-    assert better.more_seeds in (22, 23)
-    assert (one.gap.value, one.gap.error) == (pytest.approx(0.02), None)
-    assert (one.ratio.value, one.ratio.error) == (pytest.approx(0.5), None)
-    assert (one.t, one.more_seeds) == (None, None)
-    assert (unpaired.seeds, unpaired.gap, unpaired.ratio, unpaired.t) == (1, None, None, None)
+    assert (better.gap.value, better.gap.error) == pytest.approx((0.02, s * math.sqrt(2 / 3)))
+    # ratio .5: the error of better - .5 nvfp4 - .5 bf16
+    assert (better.ratio.value, better.ratio.error) == pytest.approx((0.5, s * math.sqrt(1.5 / 3) / 0.04))
+    assert (better.to_reference.value, better.to_reference.t) == pytest.approx((-0.02, -0.02 / s / math.sqrt(2 / 3)))
+    # a gap over n seeds has the error s √(2/n), and n = 2 (s / .002)² seeds suffice
+    assert nvfp4.more_seeds == better.more_seeds == math.ceil(2 * (s / 0.002) ** 2) - 3
+    assert (one.gap.value, one.gap.error) == pytest.approx((0.02, s * math.sqrt(2)))
+    assert (one.ratio.value, one.more_seeds) == (pytest.approx(0.5), better.more_seeds + 2)
+    assert (unpaired.seeds, unpaired.gap, unpaired.ratio, unpaired.to_reference) == (1, None, None, None)
+
+
+def test_the_standard_deviation_of_simulated_runs_is_found_though_seeds_are_missing():
+    rng = np.random.default_rng(0)
+    effects, of_seeds = rng.normal(size=40), rng.normal(size=3)
+    losses = {
+        f"row {i}": {j: effect + of_seeds[j] + rng.normal(scale=0.1) for j in range(1 + i % 3)}
+        for i, effect in enumerate(effects)
+    }
+    compared = gaps.Comparison(losses)
+    assert compared.degrees_of_freedom == 79 - 40 - 2
+    # A chi-square variable with 37 degrees of freedom is between 16 and 70 with a probability of 99.8 %.
+    assert 0.1 * math.sqrt(16 / 37) < compared.deviation < 0.1 * math.sqrt(70 / 37)
+
+
+def test_without_a_second_seed_errors_are_unknown():
+    compared = gaps.Comparison({"bf16": {0: 1.0}, "nvfp4": {0: 1.1, 1: 1.2}, "better": {0: 1.05}})
+    better = compared.summaries()["better"]
+    assert (better.gap, better.ratio) == (gaps.Estimate(1.05 - 1.0, None), gaps.Estimate((1.05 - 1) / (1.1 - 1), None))
+    assert (better.to_reference.t, better.more_seeds) == (None, None)
+    with pytest.raises(ValueError, match="several seeds"):
+        _ = better.gap.is_significant
+    assert "unknown until two rows" in gaps.table(compared)
+
+
+def test_a_difference_is_significant_from_3_standard_errors_on():
+    assert gaps.Estimate(-0.31, 0.1).is_significant
+    assert not gaps.Estimate(0.29, 0.1).is_significant
 
 
 def test_rows_are_compared_over_the_seeds_that_both_have():
-    found = statistics.difference(LOSSES, "nvfp4", "better")
+    compared = gaps.Comparison(LOSSES)
+    found = compared.difference("nvfp4", "better")
     assert (found.seeds, found.first, found.second) == (3, pytest.approx(0.04), pytest.approx(0.02))
-    assert (found.difference.value, found.difference.error) == pytest.approx((-0.02, math.sqrt(0.0003) / math.sqrt(3)))
-    found = statistics.difference(LOSSES, "nvfp4", "one seed")
+    assert found.difference == compared.summaries()["better"].to_reference
+    found = compared.difference("nvfp4", "one seed")
     assert (found.seeds, found.first, found.second) == (1, pytest.approx(0.04), pytest.approx(0.02))
-    assert (found.difference.value, found.difference.error) == (pytest.approx(-0.02), None)
-    assert statistics.difference(LOSSES, "nvfp4", "unpaired") is statistics.difference(LOSSES, "nvfp4", "none") is None
+    assert (found.difference.value, found.difference.error) == pytest.approx((-0.02, deviation() * math.sqrt(2)))
+    assert compared.difference("nvfp4", "unpaired") is compared.difference("nvfp4", "none") is None
 
 
 def test_the_page_is_generated_from_the_results():
@@ -73,7 +110,7 @@ def test_a_page_is_not_generated_from_losses_that_contradict_its_words(tmp_path)
         if run["row"] == "averis":
             run["held_out"] = {fraction: loss + 0.01 for fraction, loss in run["held_out"].items()}
 
-    with pytest.raises(ValueError, match=r"'averis', \+0.0090, exceeds the noise"):
+    with pytest.raises(ValueError, match=r"'averis', \+0.0090 ± 0.0008, is significant"):
         page.text(copied_results(tmp_path, raise_losses))
 
 
@@ -104,23 +141,29 @@ def test_a_page_is_not_generated_from_runs_that_start_from_different_parameters(
 
 def test_the_ratios_of_the_page_on_recipes_are_those_of_the_results():
     file = results.Results(RESULTS / page.FILE)
-    losses = command.losses_of(command.current_runs(file, page.main_group(file)))
-    ratios = {row.row: statistics.ratio_text(row.ratio) for row in statistics.summaries(losses)}
+    runs = results.current_runs(file, page.main_group(file))
+    losses, in_bf16 = (
+        gaps.Comparison(results.losses_of(runs, loss)).summaries()
+        for loss in (results.final_loss, results.final_loss_in_bf16)
+    )
     text = (page.DOCS / "howto" / "which-recipe.md").read_text()
-    lines = re.findall(r"^\| `(\w+)`(, last block in `mxfp8`)? \| (\d\.\d\d ± \d\.\d\d) \|", text, re.MULTILINE)
-    assert len(lines) == 5
-    for name, last, ratio in lines:
-        assert ratio == ratios[name + (", last block mxfp8" if last else "")]
+    ratio = r"(\d\.\d\d ± \d\.\d\d)"
+    lines = re.findall(rf"^\| `(\w+)`(, last block in `mxfp8`)? \| {ratio} \| {ratio} \|", text, re.MULTILINE)
+    assert len(lines) == 6
+    for name, last, *shown in lines:
+        row = name + (", last block mxfp8" if last else "")
+        assert shown == [gaps.ratio_text(summaries[row].ratio) for summaries in (losses, in_bf16)]
 
 
 def test_the_command_of_the_page_trains_the_rows_of_its_table():
     file = results.Results(RESULTS / page.FILE)
-    runs = command.current_runs(file, page.main_group(file))
+    runs = results.current_runs(file, page.main_group(file))
     (text,) = re.findall("python -m benchmarks.convergence .*", page.PAGE.read_text())
-    words = shlex.split(text)
-    named = rows.selected(words[words.index("--rows") + 1])
-    assert [row.name for row in named] == list(dict.fromkeys(run["row"] for run in runs))
-    assert int(words[words.index("--seeds") + 1]) == 1 + max(run["seed"] for run in runs)
+    for shown, trained in ((text, runs), (page.reproducing_command(runs[:3]), runs[:3])):
+        words = shlex.split(shown)
+        named = rows.selected(words[words.index("--rows") + 1]) if "--rows" in words else rows.ROWS
+        assert [row.name for row in named] == list(dict.fromkeys(run["row"] for run in trained))
+        assert int(words[words.index("--seeds") + 1]) == 1 + max(run["seed"] for run in trained)
 
 
 def test_rows_that_the_page_compares_exist():
@@ -129,15 +172,20 @@ def test_rows_that_the_page_compares_exist():
 
 
 def test_no_more_seeds_are_needed_once_the_standard_error_is_small():
-    assert statistics.more_seeds(np.array([0.02, 0.02]), 0.04) == 0
-    assert statistics.more_seeds(np.array([0.02, 0.03]), 0.04) == 11  # .5 (.01 / .002)² = 12.5
-    assert statistics.more_seeds(np.array([0.02, np.nan]), 0.04) is None
-    assert statistics.more_seeds(np.array([0.02, 0.03]), -0.01) is None
+    def more_seeds(noise: float, gap: float = 0.04) -> int | None:
+        """Of two rows with two seeds, whose gaps differ by 2 · noise: s is noise."""
+        losses = {"bf16": {0: 1.0, 1: 1.0}, "nvfp4": {0: 1 + gap - noise, 1: 1 + gap + noise}}
+        return gaps.Comparison(losses).summaries()["nvfp4"].more_seeds
+
+    assert more_seeds(0) == 0
+    assert more_seeds(0.0055) == 14  # 2 (.0055 / .002)² = 15.1
+    assert more_seeds(math.nan) is None
+    assert more_seeds(0.0055, gap=-0.01) is None
 
 
-def test_the_table_says_where_a_second_seed_is_needed():
-    lines = {line.split("  ")[0]: line for line in statistics.table(statistics.summaries(LOSSES)).splitlines()}
-    assert "+0.02000 ± 0.00577" in lines["better"]
-    assert "0.500 ± 0.144" in lines["better"]
-    assert lines["one seed"].endswith("unknown")
-    assert not lines["unpaired"].endswith("unknown")
+def test_the_table_shows_errors_and_missing_seeds():
+    lines = {line.split("  ")[0]: line for line in gaps.table(gaps.Comparison(LOSSES)).splitlines()}
+    error = deviation() * math.sqrt(2 / 3)
+    assert f"+0.02000 ± {error:.5f}" in lines["better"]
+    assert re.search(rf"0.500 ± .* {-0.02 / error:.1f} ", lines["better"])
+    assert lines["unpaired"].endswith("1.0000")

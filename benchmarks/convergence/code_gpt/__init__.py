@@ -3,7 +3,7 @@
 * `config`, `corpus`, `model`, `training`: what is trained.
 * `rows`: the recipes that are compared.
 * `results`, `schedule`: runs accumulate in a file, within a limited time.
-* `statistics`, `findings`: gaps to bf16 with standard errors, and what they show.
+* `gaps`, `findings`: gaps to bf16 with standard errors, and what they show.
 * `command`: `python -m benchmarks.convergence --suite code-gpt`.
 
 It needs optax and tqdm in addition to scaledot's own dependencies.

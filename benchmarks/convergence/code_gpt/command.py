@@ -11,16 +11,24 @@ import os
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from tqdm import tqdm
 
 from benchmarks import record
-from benchmarks.convergence.code_gpt import corpus, statistics
+from benchmarks.convergence.code_gpt import corpus, gaps
 from benchmarks.convergence.code_gpt.config import FRACTIONS, TINY, Config
-from benchmarks.convergence.code_gpt.results import Group, Results, Run, Session, final_loss
+from benchmarks.convergence.code_gpt.results import (
+    Group,
+    Results,
+    Session,
+    current_runs,
+    final_loss,
+    losses_of,
+    unequal_starts,
+)
 from benchmarks.convergence.code_gpt.rows import ROWS, Row, selected
 from benchmarks.convergence.code_gpt.schedule import Deadline, estimated_seconds
 from benchmarks.convergence.code_gpt.training import Programs, SharedStart
@@ -192,32 +200,4 @@ def _group_report(group: Group, results: Results, configs: dict[str, dict]) -> s
     note = f"\n{outdated} runs of earlier versions of these recipes are left out" if outdated else ""
     if seeds := unequal_starts(runs):
         note += f"\nnot all runs of seed {', '.join(map(str, seeds))} start from the same parameters: gaps vary more"
-    return about + "\n" + (statistics.table(statistics.summaries(losses)) if losses else "no runs") + note
-
-
-def unequal_starts(runs: Sequence[Run]) -> list[int]:
-    """Returns the seeds of which some runs had other parameters after the shared steps, as with another version of XLA.
-
-    Runs without shared steps did not record their initial parameters.
-    """
-    starts: dict[int, set[str]] = {}
-    for run in runs:
-        starts.setdefault(run["seed"], set()).add(run.get("start", ""))
-    return sorted(seed for seed, hashes in starts.items() if len(hashes) > 1)
-
-
-def current_runs(results: Results, group: Group) -> list[Run]:
-    """Returns the runs of a group whose row exists and has not changed since, in the order of ROWS."""
-    config = Config(**results.read()["configs"][group.config])
-    current = [(row.name, row.digest(config)) for row in ROWS]
-    runs = [run for run in results.runs(group) if (run["row"], run["recipe"]) in current]
-    return sorted(runs, key=lambda run: current.index((run["row"], run["recipe"])))
-
-
-def losses_of(runs: Sequence[Run], loss: Callable[[Run], float | None] = final_loss) -> dict[str, dict[int, float]]:
-    """Returns a loss of each run that has it, by row and seed."""
-    losses: dict[str, dict[int, float]] = {}
-    for run in runs:
-        if (value := loss(run)) is not None:
-            losses.setdefault(run["row"], {})[run["seed"]] = value
-    return losses
+    return about + "\n" + (gaps.table(gaps.Comparison(losses)) if losses else "no runs") + note

@@ -9,12 +9,21 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.convergence.code_gpt import findings, statistics
-from benchmarks.convergence.code_gpt.command import current_runs, losses_of, unequal_starts
+from benchmarks.convergence.code_gpt import findings
 from benchmarks.convergence.code_gpt.config import Config
-from benchmarks.convergence.code_gpt.results import Group, Results, Run, final_loss, final_loss_in_bf16, last_losses
-from benchmarks.convergence.code_gpt.rows import BASELINE
-from benchmarks.convergence.code_gpt.statistics import Losses, Summary, gap_text, ratio_text
+from benchmarks.convergence.code_gpt.gaps import Comparison, Summary, gap_text, ratio_text, t_text
+from benchmarks.convergence.code_gpt.results import (
+    Group,
+    Results,
+    Run,
+    current_runs,
+    final_loss,
+    final_loss_in_bf16,
+    last_losses,
+    losses_of,
+    unequal_starts,
+)
+from benchmarks.convergence.code_gpt.rows import BASELINE, ROWS
 from benchmarks.record import RESULTS
 from scaledot.numerics.scale_search import OFFSETS
 
@@ -39,13 +48,22 @@ million tokens a run, on one {device} with jax {jax}, {dates}. Under a recipe, a
 matmuls of the four linear layers of each block are quantised; embedding and head are bfloat16.
 
 All runs of a seed start from the same weights, those after {shared} of {steps} steps in bf16, and train on the same
-batches from there: the gap to bf16 is the mean over seeds of the difference of held-out losses. The loss of a run is
-the mean over {last} evaluations in its last tenth, with the quantised forward pass: a gap is due to both worse weights
-and the quantisation error of the evaluation. Where a recipe subtracts means, they are over all tokens of a batch, later
-ones included, in the evaluation as well. The last column is the gap with all weights evaluated in bf16; it is empty for
-earlier runs, which did not compute it. Losses and gaps are means over the seeds of a row, ratios and t over those
-that both rows have: compare rows with different seeds by their ratios. ± is the standard error over seeds, which two
-seeds may underestimate by far. `unquantised` is a control: the layer of this library without casts.{noise}
+batches from there: the gap to bf16 is the mean over seeds of the difference of held-out losses.
+
+* The loss of a run is the mean over {last} evaluations in its last tenth, with the quantised forward pass: a gap is due
+  to both worse weights and the quantisation error of the evaluation. The last column is the gap with all weights
+  evaluated in bf16; it is empty for earlier runs, which did not compute it.
+* Where a recipe subtracts means, they are over all tokens of a batch, later ones included, in the evaluation as well.
+* Losses and gaps are means over the seeds of a row, ratios and t over those that both rows have.
+* ± is the standard error, s·√(2/n) for a gap or a difference over n seeds. The standard deviation s of a run, {s:.5f}
+  nats, is taken to be the same for all rows: that of losses around the sum of an effect of the row and one of the seed
+  ({degrees_of_freedom} degrees of freedom). A difference is called significant here from 3 standard errors on, because
+  dozens of rows are compared.
+* Runs of one row and seed are averaged. {repeated} was trained twice with each seed, at two versions of the code, and
+  its losses differ by up to {repeat:.4f} nats. Other rows, too, were trained at several versions.
+* `unquantised` is a control: the layer of this library without casts.
+* Runs are short, with {ratio:.1f} tokens per parameter; published gaps grow with that ratio.
+
 {from_scratch}
 
 Results: [{file}](../../benchmarks/results/{file}), made by
@@ -62,8 +80,7 @@ SHA-256 `{sha256}`.
 
 {table}
 
-t is the t statistic of the paired difference to nvfp4, with seeds - 1 degrees of freedom: p < 0.05 needs |t| >
-{t_of_three} with three seeds, {t_of_two} with two.
+t is the difference to nvfp4 over the seeds that both have, in standard errors.
 
 ## What each part does
 
@@ -99,13 +116,9 @@ the same recipe with 4-bit integers, the format `nvint4`; it has no name in RECI
 All three, and `quartet_ii`, compute the tensor scale of rotated operands from a bound of their amax, the amax before
 the rotation times √128; Quartet II as published does from the amax itself.
 """
-NOISE = """ Rows with one
-seed have none: differences below about {noise:.4f} nats, twice the largest standard deviation over seeds of a
-difference between two rows, cannot be distinguished from noise there. With so few seeds this is a rough guide."""
-FROM_SCRATCH = """
-Earlier runs in the same file were quantised from the first step. There, the standard deviation of a gap over seeds was
-up to {scratch:.3f} nats, because differences that arise while the loss falls steeply remain to the end of a run:
-`{row}` had {ratio} times the gap of `nvfp4`, over {seeds} seeds."""
+FROM_SCRATCH = """Earlier runs in the same file were quantised from the first step. There, the standard deviation of a
+run was {scratch:.4f} nats, because differences that arise while the loss falls steeply remain to the end: `{row}` had
+{ratio} times the gap of `nvfp4`, over {seeds} seeds. `nvfp4_plus` and `if4` were not trained from the first step."""
 SCRATCH_ROW = "nvfp4_plus, no mean"  # whose result from scratch the page states beside the noise
 
 # (row, row with one change, the change)
@@ -154,33 +167,35 @@ def text(results: Results) -> str:
     config, runs = Config(**contents["configs"][group.config]), current_runs(results, group)
     if seeds := unequal_starts(runs):
         raise ValueError(f"runs of seed {', '.join(map(str, seeds))} start from different parameters: train them again")
-    corpus, rows = contents["corpora"][group.corpus], statistics.summaries(losses_of(runs))
-    noise = 2 * _largest_deviation(losses_of(runs))
-    dates = sorted({run["environment"]["date"][:10] for run in runs})
+    corpus, dates = contents["corpora"][group.corpus], sorted({run["environment"]["date"][:10] for run in runs})
+    losses, in_bf16 = (Comparison(losses_of(runs, loss)) for loss in (final_loss, final_loss_in_bf16))
+    repeated, repeat = _repeated(runs)
     text = TEXT.format(
         parameters=config.block_parameters / 1e6,
         blocks=config.blocks,
         tokens=config.tokens_per_run / 1e6,
+        ratio=config.tokens_per_run / config.block_parameters,
         shared=config.shared_steps,
         steps=config.steps,
         last=len(last_losses(runs[-1])),
         device=group.device,
         jax=runs[-1]["environment"]["jax"],
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        noise=NOISE.format(noise=noise),
+        s=losses.deviation,
+        degrees_of_freedom=losses.degrees_of_freedom,
+        repeated=" and ".join(f"`{row}`" for row in repeated),
+        repeat=repeat,
         from_scratch=_from_scratch(results, contents["configs"]),
         scales=len(OFFSETS["float4_e2m1fn"]),
         file=results.path.name,
-        command=command_of(runs),
+        command=reproducing_command(runs),
         files=corpus["files"],
         train=corpus["train_bytes"],
         held_out=corpus["held_out_bytes"],
         sha256=corpus["sha256"],
-        table=_table(rows, statistics.summaries(losses_of(runs, _loss_in_bf16))),
-        parts=_parts(losses_of(runs)),
-        t_of_three=f"{statistics.critical_t(3):.1f}",
-        t_of_two=f"{statistics.critical_t(2):.1f}",
-        findings=findings.text(losses_of(runs), losses_of(runs, _loss_in_bf16), noise),
+        table=_table(losses, in_bf16),
+        parts=_parts(losses),
+        findings=findings.text(losses, in_bf16),
     )
     return "\n\n".join(map(_wrapped, text.split("\n\n"))).rstrip() + "\n"
 
@@ -196,56 +211,49 @@ def main_group(results: Results) -> Group:
     return max(results.groups(), key=lambda group: (configs[group.config]["version"], len(results.runs(group))))
 
 
+def _repeated(runs: list[Run]) -> tuple[list[str], float]:
+    """Returns the rows with several runs of a seed, and the largest difference of their losses."""
+    losses: dict[tuple[str, int], list[float]] = {}
+    for run in runs:
+        losses.setdefault((run["row"], run["seed"]), []).append(final_loss(run))
+    repeats = {key: each for key, each in losses.items() if len(each) > 1}
+    return list(dict.fromkeys(row for row, _ in repeats)), max(max(each) - min(each) for each in repeats.values())
+
+
 def _from_scratch(results: Results, configs: dict[str, dict[str, Any]]) -> str:
     """A sentence on runs without shared steps, if the file has any."""
     for group in results.groups():
-        losses = losses_of(current_runs(results, group))
-        rows = {row.row: row for row in statistics.summaries(losses)}
-        if configs[group.config]["shared_steps"] == 0 and SCRATCH_ROW in rows:
-            row, scratch = rows[SCRATCH_ROW], _largest_deviation(losses)
+        losses = Comparison(losses_of(current_runs(results, group)))
+        if configs[group.config]["shared_steps"] == 0 and SCRATCH_ROW in losses.losses:
+            row, scratch = losses.summaries()[SCRATCH_ROW], losses.deviation
             return FROM_SCRATCH.format(scratch=scratch, row=row.row, ratio=ratio_text(row.ratio), seeds=row.seeds)
     return ""
 
 
-def _largest_deviation(losses: Losses) -> float:
-    """Returns the largest standard deviation over seeds, of all gaps to bf16 and all differences of COMPARISONS.
-
-    At least one row must have two seeds.
-    """
-    gaps = (row.deviation for row in statistics.summaries(losses))
-    compared = (statistics.difference(losses, row, changed) for row, changed, _ in COMPARISONS)
-    deviations = [*gaps, *(found.deviation for found in compared if found)]
-    return max(deviation for deviation in deviations if deviation is not None)
-
-
-def command_of(runs: list[Run]) -> str:
+def reproducing_command(runs: list[Run]) -> str:
     """The command that trains these rows, each with the number of seeds of the row that has most."""
-    names, seeds = ",".join(dict.fromkeys(run["row"] for run in runs)), 1 + max(run["seed"] for run in runs)
-    return f"python -m benchmarks.convergence --suite code-gpt --rows {shlex.quote(names)} --seeds {seeds}"
+    names = list(dict.fromkeys(run["row"] for run in runs))
+    selected = "" if len(names) == len(ROWS) else f" --rows {shlex.quote(','.join(names))}"
+    return f"python -m benchmarks.convergence --suite code-gpt{selected} --seeds {1 + max(run['seed'] for run in runs)}"
 
 
-def _loss_in_bf16(run: Run) -> float | None:
-    return final_loss(run) if run["row"] == BASELINE else final_loss_in_bf16(run)
-
-
-def _table(rows: list[Summary], in_bf16: list[Summary]) -> str:
+def _table(losses: Comparison, in_bf16: Comparison) -> str:
     head = "", "seeds", "held-out loss", "gap to bf16, nats", "gap, %", "gap / nvfp4's", "t to nvfp4", "gap, in bf16"
-    gaps = {row.row: gap_text(row.gap) for row in in_bf16}
-    lines = ((*_cells(row), gaps.get(row.row, "")) for row in rows)
+    gaps = {row: gap_text(summary.gap) for row, summary in in_bf16.summaries().items()}
+    lines = ((*_cells(summary), gaps.get(row, "")) for row, summary in losses.summaries().items())
     return _markdown([head, ("---", *["---:"] * (len(head) - 1)), *lines])
 
 
 def _cells(row: Summary) -> tuple[str, ...]:
     relative = "" if row.relative_gap is None else f"{row.relative_gap:+.2f}"
-    t = "" if row.t is None else f"{row.t:+.1f}"
-    return row.row, str(row.seeds), f"{row.loss:.4f}", gap_text(row.gap), relative, ratio_text(row.ratio), t
+    return row.row, str(row.seeds), f"{row.loss:.4f}", gap_text(row.gap), relative, ratio_text(row.ratio), t_text(row)
 
 
-def _parts(losses: Losses) -> str:
+def _parts(losses: Comparison) -> str:
     """A table of the comparisons whose rows were both trained."""
     lines = [("row", "change", "seeds", "gap", "with the change", "difference"), ("---", "---", *["---:"] * 4)]
     for row, changed, change in COMPARISONS:
-        if found := statistics.difference(losses, row, changed):
+        if found := losses.difference(row, changed):
             gaps = f"{found.first:+.4f}", f"{found.second:+.4f}", gap_text(found.difference)
             lines.append((row, f"{change} ({changed})", str(found.seeds), *gaps))
     return _markdown(lines)
@@ -260,7 +268,7 @@ def figure_of(results: Results) -> Figure:
     group = main_group(results)
     runs = current_runs(results, group)
     chunk = Config(**results.read()["configs"][group.config]).chunk
-    shown = [row for row in statistics.summaries(losses_of(runs)) if row.gap is not None][::-1]
+    shown = [row for row in Comparison(losses_of(runs)).summaries().values() if row.gap is not None][::-1]
     figure = Figure(figsize=(12, max(4.8, 0.2 * len(shown))), layout="constrained")
     curves, gaps = figure.subplots(1, 2, width_ratios=(1.1, 1))
     for name, colour in COLOURS.items():

@@ -11,13 +11,13 @@ import fcntl
 import json
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.code_gpt.config import AVERAGED, Config
 from benchmarks.convergence.code_gpt.corpus import Corpus
-from benchmarks.convergence.code_gpt.rows import BASELINE, Row
+from benchmarks.convergence.code_gpt.rows import BASELINE, ROWS, Row
 from benchmarks.convergence.code_gpt.training import Outcome
 
 Run = dict[str, Any]
@@ -35,6 +35,8 @@ def final_loss(run: Run) -> float:
 
 def final_loss_in_bf16(run: Run) -> float | None:
     """Returns the final loss of the parameters in bf16; None for runs of versions that did not compute it."""
+    if run["row"] == BASELINE:
+        return final_loss(run)
     return statistics.fmean(run["held_out_bf16"].values()) if "held_out_bf16" in run else None
 
 
@@ -53,7 +55,7 @@ class Group:
 
 
 def is_complete(run: Run) -> bool:
-    """Returns whether a run was also evaluated in bf16; earlier runs were not, and may be replaced by new ones."""
+    """Returns whether a run was also evaluated in bf16; earlier runs were not, and are repeated."""
     return run["row"] == BASELINE or "held_out_bf16" in run
 
 
@@ -85,10 +87,7 @@ class Results:
         return {run["seed"] for run in runs if is_complete(run)}
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
-        """Appends a run and the entries of `tables` that it refers to, unless the file has the run already.
-
-        It replaces one that is not complete.
-        """
+        """Appends a run and the entries of `tables` that it refers to, unless the file has a complete one already."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             contents = self.read()
@@ -96,7 +95,7 @@ class Results:
                 return  # another process trained it meanwhile
             for table, entries in tables.items():
                 contents[table] |= entries
-            contents["runs"] = [*(other for other in contents["runs"] if _identity(other) != _identity(run)), run]
+            contents["runs"].append(run)
             self._write(contents)
 
     @contextlib.contextmanager
@@ -158,3 +157,31 @@ class Session:
             recipes={recipe: row.casts(self.config)},
         )
         return run
+
+
+def unequal_starts(runs: Sequence[Run]) -> list[int]:
+    """Returns the seeds of which some runs had other parameters after the shared steps, as with another version of XLA.
+
+    Runs without shared steps did not record their initial parameters.
+    """
+    starts: dict[int, set[str]] = {}
+    for run in runs:
+        starts.setdefault(run["seed"], set()).add(run.get("start", ""))
+    return sorted(seed for seed, hashes in starts.items() if len(hashes) > 1)
+
+
+def current_runs(results: Results, group: Group) -> list[Run]:
+    """Returns the runs of a group whose row exists and has not changed since, in the order of ROWS."""
+    config = Config(**results.read()["configs"][group.config])
+    current = [(row.name, row.digest(config)) for row in ROWS]
+    runs = [run for run in results.runs(group) if (run["row"], run["recipe"]) in current]
+    return sorted(runs, key=lambda run: current.index((run["row"], run["recipe"])))
+
+
+def losses_of(runs: Sequence[Run], loss: Callable[[Run], float | None] = final_loss) -> dict[str, dict[int, float]]:
+    """Returns the losses by row and seed, the mean of repeated runs; `loss` is None for runs without that loss."""
+    losses: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if (value := loss(run)) is not None:
+            losses.setdefault(run["row"], {}).setdefault(run["seed"], []).append(value)
+    return {row: {seed: statistics.fmean(each) for seed, each in seeds.items()} for row, seeds in losses.items()}

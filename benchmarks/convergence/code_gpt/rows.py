@@ -51,8 +51,10 @@ class Row:
             return [(config.steps, first)]
         fraction, then = self.switch
         end = round(fraction * config.steps / config.chunk) * config.chunk
-        phases = [(end, first), (config.steps, (_found(then),) * config.blocks)]
-        return phases if config.shared_steps < end < config.steps else phases[end <= config.shared_steps :][:1]
+        last_phase = (config.steps, (_found(then),) * config.blocks)
+        if end <= config.shared_steps:
+            return [last_phase]
+        return [(end, first), last_phase] if end < config.steps else [(end, first)]
 
     def casts(self, config: Config) -> list[Any]:
         """Returns [end, casts of each block] of each phase as JSON values; names of recipes are left out."""
@@ -135,7 +137,7 @@ def _unsearched(cast: Cast) -> Cast:
     return replace(cast, format=FORMATS["nvfp4"])
 
 
-def _searched(cast: Cast) -> Cast:
+def _with_search(cast: Cast) -> Cast:
     return replace(cast, format=replace(cast.format, name="nvfp4_search", search="scales", target=None))
 
 
@@ -152,7 +154,7 @@ PLUS_UNSEARCHED_FORWARD = _changed(
     NVFP4_PLUS, "unsearched_forward", lambda matmul, _, cast: _unsearched(cast) if matmul == "fwd" else cast
 )
 PLUS_SEARCHED_BACKWARD = _changed(
-    NVFP4_PLUS, "search", lambda matmul, _, cast: cast if matmul == "fwd" else _searched(cast)
+    NVFP4_PLUS, "search", lambda matmul, _, cast: cast if matmul == "fwd" else _with_search(cast)
 )
 _ROTATION = Hadamard(128, mask=None)  # the one that the cast kernel supports
 _FORWARD, _BACKWARD = ("x of fwd", "w of fwd"), ("g of dgrad", "w of dgrad", "x of wgrad", "g of wgrad")
