@@ -25,7 +25,7 @@ def two_way_residuals(table: np.ndarray) -> np.ndarray:
 
 
 def deviation() -> float:
-    """The standard deviation of a run: rows with one seed, or one of their own, add no degree of freedom."""
+    """The standard deviation of a run, from the rows with all seeds: the others have no residuals."""
     complete = np.array([list(LOSSES[row].values()) for row in ("bf16", "nvfp4", "better")])
     return math.sqrt(np.sum(two_way_residuals(complete) ** 2) / ((3 - 1) * (3 - 1)))
 
@@ -62,12 +62,18 @@ def test_the_standard_deviation_of_simulated_runs_is_found_though_seeds_are_miss
     assert 0.1 * math.sqrt(16 / 37) < compared.deviation < 0.1 * math.sqrt(70 / 37)
 
 
+def test_the_page_says_which_runs_were_repeated():
+    runs = [{"row": row, "seed": 0, "held_out": {"1": loss}} for row, loss in (("a", 1.0), ("b", 1.0), ("a", 1.25))]
+    assert page._repeats(runs) == "; those of `a` differ by up to 0.2500 nats"
+    assert page._repeats(runs[:2]) == ""
+
+
 def test_without_a_second_seed_errors_are_unknown():
     compared = gaps.Comparison({"bf16": {0: 1.0}, "nvfp4": {0: 1.1, 1: 1.2}, "better": {0: 1.05}})
     better = compared.summaries()["better"]
     assert (better.gap, better.ratio) == (gaps.Estimate(1.05 - 1.0, None), gaps.Estimate((1.05 - 1) / (1.1 - 1), None))
     assert (better.to_reference.t, better.more_seeds) == (None, None)
-    with pytest.raises(ValueError, match="several seeds"):
+    with pytest.raises(ValueError, match=r"\+0.0500 is significant needs a standard error, which is None"):
         _ = better.gap.is_significant
     assert "unknown until two rows" in gaps.table(compared)
 
@@ -94,7 +100,7 @@ def test_the_page_is_generated_from_the_results():
 
 
 def copied_results(tmp_path, change) -> results.Results:
-    """The results of the page, with `change` applied to every run of its comparison."""
+    """Returns a copy of the results file, after a call of `change` with each run that the page shows."""
     contents = json.loads((RESULTS / page.FILE).read_text())
     group = page.main_group(results.Results(RESULTS / page.FILE))
     for run in contents["runs"]:

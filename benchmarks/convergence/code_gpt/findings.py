@@ -1,7 +1,6 @@
 """What the runs of the code GPT show, in words, with their numbers."""
 
 import itertools
-import textwrap
 
 from benchmarks.convergence.code_gpt.gaps import Comparison, Estimate, gap_text, ratio_text
 from benchmarks.convergence.code_gpt.rows import ROWS
@@ -15,17 +14,18 @@ FINDINGS = (
     """Most of the gap is due to fwd. With only fwd quantised, `nvfp4` has a gap of {gap_forward} and `nvfp4_plus` of
     {gap_forward_plus}; with only dgrad and wgrad, `nvfp4` has {gap_backward} and `nvfp4_plus` without means
     {gap_backward_plus}. With only x of fwd quantised, `nvfp4_plus` has a gap of {gap_x}, with only w {gap_w}.""",
-    """Two parts of `nvfp4_plus`, both of its fwd, have significant effects: without the scale search its gap changes by
-    {change_unsearched}, and the mean of x changes it by {change_mean}.""",
-    """The choice of E2M1 or 4-bit integers for each block is effective alone: with it, `nvfp4` with 1×16 blocks of
-    weights has {ratio_if4_alone} times the gap of `nvfp4` ({change_if4_nvfp4} nats). 4-bit integers in all blocks are
-    not ({change_int_alone}). `ufp4`, which multiplies 4-bit integers rotated in all matmuls, has {ratio_ufp4} times the
-    gap of `nvfp4` ({change_ufp4}).""",
-    """No significant difference was found for the mean of g in addition to that of x ({change_mean_g}), 1×16 blocks of
-    weights alone ({change_blocks}) or with a scale search in fwd ({change_searched}), on top of `nvfp4` both means
-    (`averis`, {change_averis}) or block scales that map the amax to 4 or 6, whichever has the smaller error
-    (`nvfp4_four_over_six`, {change_four_over_six}), and in `nvfp4_plus` 4-bit integers instead of E2M1 (`nvint4_plus`,
-    {change_int}) or these with a rotation in fwd ({change_rotated} more).""",
+    """Two parts of `nvfp4_plus` have significant effects: removing the scale search changes its gap by
+    {change_unsearched}, and subtracting the mean of x by {change_mean}.""",
+    """Choosing E2M1 or 4-bit integers for each block helps without any other part of `if4`: with 1×16 blocks of weights
+    and this choice, the gap is {ratio_if4_alone} times that of `nvfp4` ({change_if4_nvfp4} nats). Using 4-bit integers
+    in all blocks does not help ({change_int_alone}); with rotated operands in all matmuls as well (`ufp4`), the gap is
+    {ratio_ufp4} times that of `nvfp4` ({change_ufp4}).""",
+    """On top of `nvfp4`, no significant difference was found for 1×16 blocks of weights ({change_blocks}), for these
+    with a scale search in fwd ({change_searched}), for the means of x and g (`averis`, {change_averis}), or for block
+    scales that map the amax to 4 or 6, whichever has the smaller error (`nvfp4_four_over_six`,
+    {change_four_over_six}).""",
+    """On top of `nvfp4_plus`, none was found for the mean of g ({change_mean_g}), or for 4-bit integers instead of E2M1
+    (`nvint4_plus`, {change_int}), to whose gap a rotation in fwd adds {change_rotated}.""",
     """No change of the backward pass is significant: MS-EDEN instead of stochastic rounding {change_eden} for `nvfp4`,
     {change_eden_searched} with 1×16 weights and a searched fwd; searched scales in dgrad and wgrad
     {change_searched_backward}; operands that are cast from the codes of fwd {change_requantised}. MS-EDEN is chosen
@@ -99,14 +99,20 @@ CHANGES = {  # the second row's gap minus the first one's
 # not differ significantly from each other.
 WEIGHTS = {"nvfp4": "nvfp4", "quartet": "quartet_ii", "plus": "nvfp4_plus", "if4": "if4"}
 WEIGHT_CHANGES = {key: CHANGES[key] for key in ("last", "switch_nvfp4", "switch")}
-# The changes that FINDINGS says or implies to be significant; it says that all others are not.
-SIGNIFICANT = {
-    "CHANGES": (
-        *("unsearched", "mean", "if4_nvfp4", "ufp4", "last_nvfp4", "last_if4", "plus_last", "grid_last"),
-        *("switch_nvfp4", "switch"),
-    ),
-    "WEIGHT_CHANGES": ("switch_nvfp4",),
+# FINDINGS says that these differences are significant, and that all others are not.
+SIGNIFICANT_CHANGES = {
+    "unsearched",
+    "mean",
+    "if4_nvfp4",
+    "ufp4",
+    "last_nvfp4",
+    "last_if4",
+    "plus_last",
+    "grid_last",
+    "switch_nvfp4",
+    "switch",
 }
+SIGNIFICANT_WEIGHT_CHANGES = {"switch_nvfp4"}
 UNTRAINED = "Rows that are defined, but were not trained after shared steps: {}."
 
 
@@ -118,8 +124,8 @@ def text(losses: Comparison, in_bf16: Comparison) -> str:
     rows, weights = losses.summaries(), in_bf16.summaries()
     changes = {key: _difference(losses, *pair) for key, pair in CHANGES.items()}
     weight_changes = {key: _difference(in_bf16, *pair) for key, pair in WEIGHT_CHANGES.items()}
-    _check(changes, SIGNIFICANT["CHANGES"])
-    _check(weight_changes, SIGNIFICANT["WEIGHT_CHANGES"])
+    _check(changes, SIGNIFICANT_CHANGES)
+    _check(weight_changes, SIGNIFICANT_WEIGHT_CHANGES)
     _check_weights(in_bf16)
     values = {f"ratio_{key}": ratio_text(rows[row].ratio) for key, row in RATIOS.items()}
     values |= {f"gap_{key}": gap_text(rows[row].gap) for key, row in GAPS.items()}
@@ -130,11 +136,11 @@ def text(losses: Comparison, in_bf16: Comparison) -> str:
     findings = [finding.format(**values) for finding in FINDINGS]
     if untrained := [f"`{row.name}`" for row in ROWS if row.name not in rows]:
         findings.append(UNTRAINED.format(", ".join(untrained)))
-    return "\n".join(textwrap.fill(" ".join(f"* {each}".split()), 120, subsequent_indent="  ") for each in findings)
+    return "\n".join(" ".join(f"* {each}".split()) for each in findings)
 
 
-def _check(changes: dict[str, Estimate], significant: tuple[str, ...]) -> None:
-    """Raises ValueError if a change is significant and not listed as such, or listed and not significant."""
+def _check(changes: dict[str, Estimate], significant: set[str]) -> None:
+    """Raises ValueError unless exactly the changes in `significant` are significant."""
     for key, change in changes.items():
         if change.is_significant != (key in significant):
             verdict = "is" if change.is_significant else "is not"

@@ -27,13 +27,13 @@ class Estimate:
 
     @property
     def t(self) -> float | None:
-        """The value in standard errors."""
-        return None if self.error is None else self.value / self.error if self.error else math.inf * self.value
+        """The value in standard errors; None without an error, or if the error is 0."""
+        return self.value / self.error if self.error else None
 
     @property
     def is_significant(self) -> bool:
         if self.t is None:
-            raise ValueError("significance needs a row with several seeds")
+            raise ValueError(f"whether {self.value:+.4f} is significant needs a standard error, which is {self.error}")
         return abs(self.t) >= SIGNIFICANT_T
 
 
@@ -49,12 +49,12 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A row's comparison with bf16 and with nvfp4, over the seeds that both rows of each comparison have.
+    """A recipe's loss, and its comparison with bf16 and nvfp4 over the seeds that were trained with both recipes.
 
-    loss: the mean over the row's seeds. gap: to bf16, in nats; relative_gap: in percent of bf16's loss.
-    ratio: of the gap to that of nvfp4. to_reference: the difference to nvfp4.
-    more_seeds: how many the gap lacks for a standard error of PRECISION × nvfp4's gap.
-    A field is None if its seeds are missing.
+    loss: the mean over its seeds. gap: the loss minus that of bf16, in nats; relative_gap: in percent of bf16's loss.
+    ratio: the gap divided by that of nvfp4. to_reference: the loss minus that of nvfp4.
+    more_seeds: the number of further seeds after which the standard error of the gap is PRECISION × nvfp4's gap.
+    A comparison without a seed in common is None.
     """
 
     row: str
@@ -68,7 +68,10 @@ class Summary:
 
 
 class Comparison:
-    """Compares the rows of `losses`; deviation: the standard deviation of a run, degrees_of_freedom: those it has."""
+    """Compares recipes by their losses.
+
+    deviation: the standard deviation of the loss of a run. degrees_of_freedom: of the estimate of `deviation`.
+    """
 
     def __init__(self, losses: Losses):
         self.losses = losses
@@ -114,7 +117,7 @@ class Comparison:
         return (len(seeds), [float(np.mean([each[seed] for seed in seeds])) for each in losses]) if seeds else None
 
     def _estimate(self, value: float, variance: float) -> Estimate:
-        """variance: in units of that of a run."""
+        """Returns an Estimate whose variance is `variance` times that of the loss of a run."""
         return Estimate(value, None if self.deviation is None else self.deviation * math.sqrt(variance))
 
     def _more_seeds(self, seeds: int) -> int | None:

@@ -55,14 +55,13 @@ batches from there: the gap to bf16 is the mean over seeds of the difference of 
   evaluated in bf16; it is empty for earlier runs, which did not compute it.
 * Where a recipe subtracts means, they are over all tokens of a batch, later ones included, in the evaluation as well.
 * Losses and gaps are means over the seeds of a row, ratios and t over those that both rows have.
-* ± is the standard error, s·√(2/n) for a gap or a difference over n seeds. The standard deviation s of a run, {s:.5f}
-  nats, is taken to be the same for all rows: that of losses around the sum of an effect of the row and one of the seed
-  ({degrees_of_freedom} degrees of freedom). A difference is called significant here from 3 standard errors on, because
-  dozens of rows are compared.
-* Runs of one row and seed are averaged. {repeated} was trained twice with each seed, at two versions of the code, and
-  its losses differ by up to {repeat:.4f} nats. Other rows, too, were trained at several versions.
+* ± is the standard error, s·√(2/n) for a gap or a difference over n seeds. The standard deviation s of a run,
+  {deviation:.5f} nats, is assumed to be the same for all recipes. It is estimated from all runs, as the residual of a
+  model in which a loss is the sum of an effect of the recipe and one of the seed ({degrees_of_freedom} degrees of
+  freedom). A difference is called significant from 3 standard errors on, because dozens of recipes are compared.
+* Losses of runs with the same recipe and seed are averaged{repeats}. The code changed between some of the runs.
 * `unquantised` is a control: the layer of this library without casts.
-* Runs are short, with {ratio:.1f} tokens per parameter; published gaps grow with that ratio.
+* Runs are short: {tokens_per_parameter:.1f} tokens per parameter.
 
 {from_scratch}
 
@@ -169,22 +168,20 @@ def text(results: Results) -> str:
         raise ValueError(f"runs of seed {', '.join(map(str, seeds))} start from different parameters: train them again")
     corpus, dates = contents["corpora"][group.corpus], sorted({run["environment"]["date"][:10] for run in runs})
     losses, in_bf16 = (Comparison(losses_of(runs, loss)) for loss in (final_loss, final_loss_in_bf16))
-    repeated, repeat = _repeated(runs)
     text = TEXT.format(
         parameters=config.block_parameters / 1e6,
         blocks=config.blocks,
         tokens=config.tokens_per_run / 1e6,
-        ratio=config.tokens_per_run / config.block_parameters,
+        tokens_per_parameter=config.tokens_per_run / config.block_parameters,
         shared=config.shared_steps,
         steps=config.steps,
         last=len(last_losses(runs[-1])),
         device=group.device,
         jax=runs[-1]["environment"]["jax"],
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        s=losses.deviation,
+        deviation=losses.deviation,
         degrees_of_freedom=losses.degrees_of_freedom,
-        repeated=" and ".join(f"`{row}`" for row in repeated),
-        repeat=repeat,
+        repeats=_repeats(runs),
         from_scratch=_from_scratch(results, contents["configs"]),
         scales=len(OFFSETS["float4_e2m1fn"]),
         file=results.path.name,
@@ -201,7 +198,10 @@ def text(results: Results) -> str:
 
 
 def _wrapped(paragraph: str) -> str:
-    """The paragraph in lines of up to 120 characters; headings, tables, lists, links and code as they are."""
+    """Returns text or a list in lines of up to 120 characters; headings, tables, links and code are not changed."""
+    if paragraph.startswith("* "):
+        items = paragraph.removeprefix("* ").split("\n* ")
+        return "\n".join(textwrap.fill(f"* {' '.join(item.split())}", 120, subsequent_indent="  ") for item in items)
     return textwrap.fill(paragraph, 120, break_long_words=False) if paragraph[:1].isalpha() else paragraph
 
 
@@ -211,13 +211,17 @@ def main_group(results: Results) -> Group:
     return max(results.groups(), key=lambda group: (configs[group.config]["version"], len(results.runs(group))))
 
 
-def _repeated(runs: list[Run]) -> tuple[list[str], float]:
-    """Returns the rows with several runs of a seed, and the largest difference of their losses."""
+def _repeats(runs: list[Run]) -> str:
+    """Says which recipes were trained several times with a seed and by how much their losses differ; "" if none was."""
     losses: dict[tuple[str, int], list[float]] = {}
     for run in runs:
         losses.setdefault((run["row"], run["seed"]), []).append(final_loss(run))
-    repeats = {key: each for key, each in losses.items() if len(each) > 1}
-    return list(dict.fromkeys(row for row, _ in repeats)), max(max(each) - min(each) for each in repeats.values())
+    repeated = {key: each for key, each in losses.items() if len(each) > 1}
+    if not repeated:
+        return ""
+    rows = " and ".join(dict.fromkeys(f"`{row}`" for row, _ in repeated))
+    largest = max(max(each) - min(each) for each in repeated.values())
+    return f"; those of {rows} differ by up to {largest:.4f} nats"
 
 
 def _from_scratch(results: Results, configs: dict[str, dict[str, Any]]) -> str:

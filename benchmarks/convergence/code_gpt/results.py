@@ -55,7 +55,7 @@ class Group:
 
 
 def is_complete(run: Run) -> bool:
-    """Returns whether a run was also evaluated in bf16; earlier runs were not, and are repeated."""
+    """Returns whether a run was also evaluated in bf16. Early versions did not; the command trains such runs again."""
     return run["row"] == BASELINE or "held_out_bf16" in run
 
 
@@ -87,7 +87,10 @@ class Results:
         return {run["seed"] for run in runs if is_complete(run)}
 
     def add(self, run: Run, **tables: Mapping[str, Any]) -> None:
-        """Appends a run and the entries of `tables` that it refers to, unless the file has a complete one already."""
+        """Appends a run, and the entries of `tables` that it refers to by hash.
+
+        Does nothing if the file already has a run of the same recipe and seed that was evaluated in bf16, too.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked():
             contents = self.read()
@@ -160,9 +163,10 @@ class Session:
 
 
 def unequal_starts(runs: Sequence[Run]) -> list[int]:
-    """Returns the seeds of which some runs had other parameters after the shared steps, as with another version of XLA.
+    """Returns the seeds whose runs do not all have the same parameters after the shared steps in bf16.
 
-    Runs without shared steps did not record their initial parameters.
+    Their losses are not paired. Another version of XLA, for example, rounds the shared steps differently. Runs without
+    shared steps did not record their initial parameters, and are not checked.
     """
     starts: dict[int, set[str]] = {}
     for run in runs:
@@ -171,7 +175,7 @@ def unequal_starts(runs: Sequence[Run]) -> list[int]:
 
 
 def current_runs(results: Results, group: Group) -> list[Run]:
-    """Returns the runs of a group whose row exists and has not changed since, in the order of ROWS."""
+    """Returns the runs in `group` whose recipe is still in ROWS and has not changed since, sorted as in ROWS."""
     config = Config(**results.read()["configs"][group.config])
     current = [(row.name, row.digest(config)) for row in ROWS]
     runs = [run for run in results.runs(group) if (run["row"], run["recipe"]) in current]
@@ -179,7 +183,10 @@ def current_runs(results: Results, group: Group) -> list[Run]:
 
 
 def losses_of(runs: Sequence[Run], loss: Callable[[Run], float | None] = final_loss) -> dict[str, dict[int, float]]:
-    """Returns the losses by row and seed, the mean of repeated runs; `loss` is None for runs without that loss."""
+    """Returns {row: {seed: loss}}, averaged over runs with the same row and seed.
+
+    loss: computes the loss of a run; runs for which it returns None are left out.
+    """
     losses: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         if (value := loss(run)) is not None:

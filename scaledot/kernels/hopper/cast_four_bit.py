@@ -148,7 +148,11 @@ def _signs(outputs: tuple[CastOutput, ...], arguments: CastArguments) -> jax.Arr
 def _tensor_scales(
     x: jax.Array, outputs: tuple[CastOutput, ...], of_columns: bool
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns `cast_support.tensor_scales` of x; those of rotated outputs follow from a bound of their amax."""
+    """Computes what the kernel multiplies each output by before it scales blocks, and the tensor scale of each output.
+
+    Only the amax of x is computed. A rotated output uses an upper bound of its amax that follows from it. See
+    `cast_support.tensor_scales` for the results.
+    """
     partial = cast_support.partial_amaxes(x, finite=True, of_columns=of_columns)
     amax = amax_of_rank(jnp.max(partial, keepdims=True))
     amax = cast_support.amax_over_devices(amax, x, outputs[0].spec.amax_axes)

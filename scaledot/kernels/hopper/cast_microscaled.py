@@ -9,6 +9,7 @@ Example: a gradient (m, n) under the recipe nvfp4 is read by dgrad, which contra
 values with blocks along rows, and Hadamard-rotated values with blocks down columns.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -136,10 +137,14 @@ def _output_spec(output: CastOutput, kind: str) -> Any:
     )
 
 
-def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.Array | None, list[jax.Array | None]]:
-    """Returns `cast_support.tensor_scales` of x for a two-level format, None and Nones for other formats.
+def _tensor_scales(
+    x: jax.Array, outputs: tuple[CastOutput, ...]
+) -> tuple[jax.Array | None, Sequence[jax.Array | None]]:
+    """Computes what the kernel multiplies each output by before it scales blocks, and the tensor scale of each output.
 
-    Outputs with different rotations have different amaxes.
+    Returns the results of `cast_support.tensor_scales` if the format has tensor scales, as NVFP4 has. MXFP8 has only
+    block scales: the multipliers are then None, and so is each tensor scale. Outputs with different rotations have
+    different amaxes.
     """
     from scaledot.kernels.hopper import cast_microscaled_kernel
 
@@ -154,8 +159,7 @@ def _tensor_scales(x: jax.Array, outputs: tuple[CastOutput, ...]) -> tuple[jax.A
         amaxes = cast_microscaled_kernel.amaxes(x, tuple(rotations), block_size(format))
     amaxes = cast_support.amax_over_devices(amaxes, x, outputs[0].spec.amax_axes)
     indices = tuple(rotations.index(output.spec.rotation) for output in outputs)
-    multipliers, scales = cast_support.tensor_scales(outputs, amaxes, indices, (None,) * len(outputs))
-    return multipliers, [*scales]
+    return cast_support.tensor_scales(outputs, amaxes, indices, (None,) * len(outputs))
 
 
 def stored_array(

@@ -78,7 +78,7 @@ def problem_reason(problem: CastProblem) -> str | None:
 
 
 def arguments_reason(problem: CastProblem, supported: Collection[str] = ()) -> str | None:
-    """Returns why a kernel cannot use an argument that is passed and not one of `supported`, or None."""
+    """Returns why a kernel that takes only the arguments in `supported` cannot compute these casts, or None."""
     unsupported = problem.passed_arguments.difference(supported)
     if "mean" in unsupported:
         return "it does not subtract a mean"
@@ -140,11 +140,18 @@ def tensor_scales(
     indices: tuple[int, ...],
     bounds: tuple[Hadamard | None, ...],
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the multiplier of the tensor for each output with its reciprocal, and the tensor scale of each output.
+    """Computes the quantisation multiplier and the tensor scale of each output of a cast, from amaxes.
 
-    A multiplier brings the amax of an output to `Format.max` times the largest block scale. An output uses the amax at
-    its index of `indices`, or the bound of that amax after a rotation, if its entry of `bounds` is not None.
-    The types are float32 (outputs, 2), for a cast kernel, and float32 ().
+    The multiplier maps the amax to the largest code times the largest block scale.
+
+    Args:
+        amaxes: amaxes of the input, float32 (n,): one for each rotation under which the amax was computed.
+        indices: for each output, the index of its amax in `amaxes`.
+        bounds: for each output, a rotation after which its amax is not known; the upper bound that follows from the
+            amax before the rotation is used instead. None if the amax is known.
+
+    Returns:
+        The multipliers and their reciprocals, float32 (outputs, 2), and a list of tensor scales, each float32 ().
     """
     from scaledot.kernels.hopper import scalars
 
